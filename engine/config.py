@@ -90,8 +90,8 @@ class MoeConfig:
         Features of the shared expert, which processes every token; 0 if there is none.
     shared_gate : bool
         Whether the shared expert's output is scaled by a sigmoid gate computed from the token.
-    router_bias, expert_bias : bool
-        Whether the router and the experts have biases.
+    router_bias, expert_bias, shared_bias : bool
+        Whether the router, the experts and the shared expert have biases.
     activation : str
         Activation of the experts: "swiglu", or gpt-oss's "swiglu_clamped".
     alpha, limit : float
@@ -113,6 +113,7 @@ class MoeConfig:
     shared_gate: bool = False
     router_bias: bool = False
     expert_bias: bool = False
+    shared_bias: bool = False
     activation: str = "swiglu"
     alpha: float = 1.702
     limit: float = 7.0

@@ -87,6 +87,10 @@ CONFIG_KEYS: Mapping[str, tuple[Any, ...]] = {
     "per_layer_config": _NONE,
     "block_configs": _NONE,
     # Experts
+    "mlp_layer_types": _NONE,
+    "moe_layer_start_index": _OFF,
+    "moe_layer_end_index": (-1,),
+    "moe_layer_interval": (1,),
     "experts_per_token": _NONE,
     "first_k_dense_replace": _OFF,
     "moe_layer_freq": (1,),
@@ -132,6 +136,9 @@ def refuse_unread(
         The message names the first such key, and its value.
     """
     implied = _implied(kind, config)
+    if kind.windows == "pattern" or not any(config.layer_windows):
+        key = "sliding_window_pattern"  # `layer_types` says it, or nothing
+        implied[key] = (given.get(key),)
     for key in fields.unread():
         if key not in CONFIG_KEYS or key not in given:
             continue
@@ -164,7 +171,7 @@ def _implied(kind: Family, config: ModelConfig) -> dict[str, tuple[Any, ...]]:
         "rotary_pct": (rotated,),
         "rope_pct": (rotated,),
         "rotary_dim": (config.rope.rotary_dim,),
-        "rope_local_base_freq": (config.rope.theta,),
+        "rope_local_base_freq": ((config.rope_local or config.rope).theta,),
         "v_head_dim": (config.head_dim,),
         "use_gated_activation": (config.gated_mlp,),
     }
@@ -174,13 +181,10 @@ def _implied(kind: Family, config: ModelConfig) -> dict[str, tuple[Any, ...]]:
     implied |= dict.fromkeys(("rope_interleave", "rope_interleaved"), (kind.interleaved_rope,))
     if config.qk_norm:
         implied |= dict.fromkeys(("qk_layernorm", "use_qk_norm"), (True, False))
-    any_number = tuple(range(1025))
     if any(config.layer_windows):
         implied["use_sliding_window"] = (True,)
-    if kind.windows == "pattern" or not any(config.layer_windows):
-        implied["sliding_window_pattern"] = any_number  # `layer_types` says it, or nothing
     if kind.rope_layers == "no_rope_layers":
-        implied["no_rope_layer_interval"] = any_number  # `no_rope_layers` says it
+        implied["no_rope_layer_interval"] = tuple(range(1025))  # `no_rope_layers` says it
     if (moe := config.moe) is not None:
         implied["experts_per_token"] = (moe.top_k,)
         implied["norm_topk_prob"] = (moe.renormalize,)

@@ -217,7 +217,8 @@ def build_config(
     positions = scaled_max_position(rope, positions, kind)
     rope_layers = _rope_layers(fields, kind, sizes["num_layers"])
     layer_windows = _layer_windows(fields, kind, rope_layers, positions)
-    if kind.rope_layers == "windows":
+    has_window = fields.has("sliding_window")
+    if kind.rope_layers == "windows" or (kind.rope_layers == "windows_if_set" and has_window):
         rope_layers = tuple(window > 0 for window in layer_windows)
     if rope.scaling == "longrope" and (rope_local is not None or not all(rope_layers)):
         raise fields.error("rope_scaling", "not longrope, since layers differ in their rope")
@@ -281,6 +282,7 @@ def _switches(fields: Fields, kind: Family) -> dict[str, Any]:
 
     key = "hidden_activation" if fields.has("hidden_activation") else "hidden_act"
     name = fields.text(key, "silu")
+    name = kind.activation_aliases.get(name, name)
     activations = _ACTIVATIONS if kind.gated_mlp else _UNGATED_ACTIVATIONS
     if name not in activations:
         raise fields.error(key, f"one of {', '.join(activations)}")
@@ -294,7 +296,7 @@ def _switches(fields: Fields, kind: Family) -> dict[str, Any]:
         "whole_qk_norm": kind.whole_qk_norm,
         "qk_norm_after_rope": kind.qk_norm_after_rope,
         "pre_norms": kind.pre_norms,
-        "post_norms": kind.post_norms,
+        "post_norms": declared(kind.post_norms),
         "layer_norm": kind.layer_norm,
         "norm_weight": kind.norm_weight,
         "embed_norm": kind.embed_norm,
@@ -420,7 +422,7 @@ def _layer_windows(
     is_sliding = _sliding_layers(fields, kind, rope_layers, window)
     if any(is_sliding) and not window:
         raise fields.error("sliding_window", "given, since some layers have a window")
-    selects_rope = kind.local_rope or kind.rope_layers == "windows"
+    selects_rope = kind.local_rope or kind.rope_layers in ("windows", "windows_if_set")
     if window >= positions and not selects_rope:
         window = 0
     return tuple(window if sliding else 0 for sliding in is_sliding)
@@ -435,7 +437,9 @@ def _sliding_layers(
         return _layer_types(fields, num_layers)
     if kind.windows in ("every_layer", "switched"):
         return [bool(window)] * num_layers
-    if kind.windows == "max_window_layers":
+    if kind.windows == "layer_types":
+        return [False] * num_layers
+    if kind.windows in ("max_window_layers", "last_layers"):
         first = fields.integer("max_window_layers", 0, _MAX_LAYERS)
         return [bool(window) and layer >= first for layer in range(num_layers)]
     if kind.windows == "layers_without_rope":
@@ -443,8 +447,21 @@ def _sliding_layers(
     if kind.windows == "even_layers":
         end = fields.integer("max_window_layers", 0, _MAX_LAYERS)
         return [bool(window) and layer % 2 == 0 and layer < end for layer in range(num_layers)]
-    pattern = fields.integer("sliding_window_pattern", 1, _MAX_LAYERS)
-    return [bool((layer + 1) % pattern) for layer in range(num_layers)]
+    if kind.rope_layers == "windows_if_set" and not window:
+        return [False] * num_layers
+    return _pattern(fields, num_layers)
+
+
+def _pattern(fields: Fields, num_layers: int) -> list[bool]:
+    """Return the flags for `sliding_window_pattern`: n (all but every n-th), or such as "LLLG"."""
+    key = "sliding_window_pattern"
+    pattern = fields.raw(key)
+    if isinstance(pattern, str):
+        if not pattern or set(pattern) > set("LG"):
+            raise fields.error(key, "a whole number, or a string of L (window) and G (full)")
+        return [pattern[layer % len(pattern)] == "L" for layer in range(num_layers)]
+    every = fields.integer(key, 1, _MAX_LAYERS)
+    return [bool((layer + 1) % every) for layer in range(num_layers)]
 
 
 def _layer_types(fields: Fields, num_layers: int) -> list[bool]:

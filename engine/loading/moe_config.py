@@ -32,9 +32,10 @@ def moe_config(fields: Fields, kind: MoeFamily | None, num_layers: int) -> MoeCo
     sparse = _sparse_layers(fields, kind, num_layers)
     if not any(sparse):
         return None
-    renormalize = kind.renormalize
-    if isinstance(renormalize, str):
-        renormalize = fields.flag(renormalize, False)
+
+    def declared(value: bool | str) -> bool:
+        return fields.flag(value, False) if isinstance(value, str) else value
+
     width = fields.integer(kind.width, 1, _MAX_WIDTH)
     num_groups, top_groups = _groups(fields, kind, num_experts)
     most = min(num_experts, MAX_TOP_K)
@@ -46,7 +47,7 @@ def moe_config(fields: Fields, kind: MoeFamily | None, num_layers: int) -> MoeCo
         intermediate_size=width,
         sparse_layers=sparse,
         score=kind.score,
-        renormalize=renormalize,
+        renormalize=declared(kind.renormalize),
         scale=fields.real(kind.scale, 1e-6, 1e6, 1.0) if kind.scale else 1.0,
         num_groups=num_groups,
         top_groups=top_groups,
@@ -55,6 +56,7 @@ def moe_config(fields: Fields, kind: MoeFamily | None, num_layers: int) -> MoeCo
         shared_gate=kind.shared_gate,
         router_bias=kind.router_bias,
         expert_bias=kind.expert_bias,
+        shared_bias=declared(kind.shared_bias),
         activation=kind.activation,
     )
     per_group = num_experts // num_groups
@@ -101,14 +103,19 @@ def _groups(fields: Fields, kind: MoeFamily, num_experts: int) -> tuple[int, int
 def _shared_size(fields: Fields, kind: MoeFamily, width: int) -> int:
     """Return the shared expert's feature count; 0 for none."""
     if kind.shared_count:
-        return width * fields.integer(kind.shared_count, 0, _MAX_SHARED)
-    return fields.integer(kind.shared_width, 1, _MAX_WIDTH) if kind.shared_width else 0
+        return width * fields.integer(kind.shared_count, 0, _MAX_SHARED, 0)
+    least = int(kind.shared_gate)  # a gate needs an expert
+    return fields.integer(kind.shared_width, least, _MAX_WIDTH) if kind.shared_width else 0
 
 
 def _sparse_layers(fields: Fields, kind: MoeFamily, num_layers: int) -> tuple[bool, ...]:
     """Return one flag per layer: whether it has experts."""
+    if kind.lists_layers and fields.has("mlp_layer_types"):
+        return _listed_layers(fields, num_layers)
     if kind.sparse_layers == "all":
         return (True,) * num_layers
+    if kind.sparse_layers == "interval":
+        return _layers_at_interval(fields, num_layers)
     if kind.sparse_layers == "after_first":
         first = fields.integer("first_k_dense_replace", 0, 1 << 31)
         return tuple(i >= first for i in range(num_layers))
@@ -118,3 +125,21 @@ def _sparse_layers(fields: Fields, kind: MoeFamily, num_layers: int) -> tuple[bo
         raise fields.error("mlp_only_layers", "a list of layers")
     left_out = set(dense)
     return tuple(i not in left_out and (i + 1) % step == 0 for i in range(num_layers))
+
+
+def _listed_layers(fields: Fields, num_layers: int) -> tuple[bool, ...]:
+    kinds = fields.raw("mlp_layer_types")
+    known = ("dense", "sparse")
+    is_list = isinstance(kinds, list) and all(one in known for one in kinds)
+    if not is_list or len(kinds) != num_layers:
+        raise fields.error("mlp_layer_types", f"{num_layers} of {' or '.join(known)}")
+    return tuple(one == "sparse" for one in kinds)
+
+
+def _layers_at_interval(fields: Fields, num_layers: int) -> tuple[bool, ...]:
+    """Return the flags for every n-th layer from a first to a last (-1: the model's last)."""
+    step = fields.integer("moe_layer_interval", 1, 1 << 31, 1)
+    first = fields.integer("moe_layer_start_index", 0, 1 << 31, 0)
+    last = fields.integer("moe_layer_end_index", -1, 1 << 31, -1)
+    end = num_layers if last == -1 else last + 1
+    return tuple(first <= i < end and (i + 1) % step == 0 for i in range(num_layers))

@@ -87,10 +87,10 @@ def _rope_objects(
         return {**flat, **(old or new or {})}, None
     scaling = old or (None if nested else new) or {}  # scaling of the full-attention layers
     full, local = (_layer_kind(fields, new if nested else {}, kind) for kind in _LAYER_KINDS)
-    local_theta = fields.raw("rope_local_base_freq") or scaling.get(
-        "rope_theta", flat["rope_theta"]
-    )
-    return {**flat, **full, **scaling}, {"rope_theta": local_theta, **local}
+    if "rope_theta" not in local:
+        theta = fields.raw("rope_local_base_freq") or scaling.get("rope_theta", flat["rope_theta"])
+        local = {"rope_theta": theta, **local}
+    return {**flat, **full, **scaling}, local
 
 
 def _layer_kind(fields: Fields, new: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
@@ -156,6 +156,8 @@ class _RopeReader:
     def _rotary_dim(self) -> int:
         key = "partial_rotary_factor"
         source = self.rope if self.rope.has(key) else self.config
+        if self.family.rotary_dim and not source.has(key):
+            return self._rotary_count(self.family.rotary_dim)
         factor = source.real(key, 0.0, 1.0, 1.0)
         if factor != 1.0 and not self.family.has_partial_rope:
             raise source.error(key, f"1 ({self.family.model_type} rotates whole heads)")
@@ -165,6 +167,13 @@ class _RopeReader:
                 key, f"such that an even number >= 2 of {self.head_dim} features is rotated"
             )
         return rotary_dim
+
+    def _rotary_count(self, key: str) -> int:
+        """Return the number of rotated features under `key`; all if it is absent."""
+        count: int = self.config.integer(key, 2, self.head_dim, self.head_dim)
+        if count % 2:
+            raise self.config.error(key, "even")
+        return count
 
     def _factor(self, default: Any = REQUIRED) -> float:
         factor: float = self.rope.real("factor", 1.0, _MAX_FACTOR, default)

@@ -96,7 +96,7 @@ class TensorReader:
             if self._norm_offset and place.target.kind.endswith("norm"):
                 rows = rows.astype(np.float32) - np.float32(self._norm_offset)
             part = out[first - place.first : last - place.first]
-            _cast_into(part, rows)
+            _cast_into(part, rows.reshape(part.shape))
             if part.dtype == np.float16 and not np.isfinite(part).all():
                 raise WeightsError(
                     f"{self.checkpoint.path}: tensor {place.name!r} must have finite values up to "

@@ -31,6 +31,7 @@ _IGNORED = re.compile(
 )
 _LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
 _MTP_LAYER = re.compile(r"model\.mtp_layers\.(\d{1,6})\.")
+_MTP = re.compile(r"mtp\.|model\.mtp_(block|emb_norm|hidden_norm|linear_proj)\.")
 _OUTPUT_NAMES = ("lm_head.weight", "output.weight", "embed_out.weight")
 
 
@@ -326,6 +327,8 @@ def _moe_shapes(moe: MoeConfig, n: int, parts: _Parts) -> dict[str, tuple[int, .
     if moe.shared_size:
         shapes["shared_gate_up"] = parts.rows("shared_gate_up"), n
         shapes["shared_down"] = parts.second_shape("shared_down", n)
+    if moe.shared_size and moe.shared_bias:
+        shapes |= {f"{kind}_bias": shapes[kind][:1] for kind in ("shared_gate_up", "shared_down")}
     if moe.shared_gate:
         shapes["shared_gate"] = (1, n)
     return shapes
@@ -433,7 +436,12 @@ def place_tensors(
 
 
 def _is_extra(config: ModelConfig, name: str) -> bool:
-    """Tell whether a tensor belongs to an extra layer after the last, declared in the config."""
+    """Tell whether a tensor belongs to multi-token prediction.
+
+    Layers that are numbered after the model's own must be declared in the config.
+    """
+    if _MTP.match(name):
+        return True
     if (layer := _MTP_LAYER.match(name)) is not None:  # numbered from 0
         return int(layer[1]) < config.num_extra_layers
     layer = _LAYER.match(name)
@@ -506,6 +514,9 @@ def _all_tensors(
                 shape = (parts.whole_rows(part, whole[0]), *whole[1:])
                 extra = {}
                 places = partial(_places, name, target, part, shape, parts, shard)
+                if layout.transposed:
+                    shape = (1, *shape)
+                    places = partial(_row_place, name, target, shape, layout)
             others: _Wanted = {other: (size, tuple) for other, size in extra.items()}
             yield template.form, target, {name: (shape, places), **others}
 
@@ -559,6 +570,13 @@ def _places(
     is_rotated = part in ("q", "k")
     for first, last, start in parts.pieces(target.kind, part, shape[0]):
         yield Placement(name, target, shape, first, last, start, columns, is_rotated)
+
+
+def _row_place(
+    name: str, target: WeightName, shape: tuple[int, ...], layout: Layout
+) -> Iterator[Placement]:
+    """Yield the placement of a vector that is stored as one row (1, n); it is never sharded."""
+    yield Placement(name, target, shape, 0, shape[1], columns=(0, 1), layout=layout)
 
 
 def shard_pieces(

@@ -61,11 +61,15 @@ def fused_expert_names(
 
 def shared_expert_names(block: str, gate: str = "") -> tuple[TensorName, ...]:
     """Name the tensors of the shared expert, and of its gate unless `gate` is empty."""
-    prefix = f"model.layers.{{i}}.{block}"
-    names = (
-        TensorName(f"{prefix}.gate_proj.weight", "shared_gate_up", "shared_gate"),
-        TensorName(f"{prefix}.up_proj.weight", "shared_gate_up", "shared_up"),
-        TensorName(f"{prefix}.down_proj.weight", "shared_down"),
+    matrices = (
+        ("gate_proj", "shared_gate_up", "shared_gate"),
+        ("up_proj", "shared_gate_up", "shared_up"),
+        ("down_proj", "shared_down", ""),
+    )
+    names = tuple(
+        TensorName(f"model.layers.{{i}}.{block}.{matrix}.{tensor}", f"{kind}{suffix}", part)
+        for matrix, kind, part in matrices
+        for tensor, suffix in (("weight", ""), ("bias", "_bias"))
     )
     if not gate:
         return names

@@ -40,8 +40,10 @@ WindowRule = Literal[
     "even_layers",
     "pattern",
     "layers_without_rope",
+    "layer_types",
+    "last_layers",
 ]
-RopeRule = Literal["all", "no_rope_layers", "windows"]
+RopeRule = Literal["all", "no_rope_layers", "windows", "windows_if_set"]
 
 
 class WeightName(NamedTuple):
@@ -223,8 +225,9 @@ class Family:
         The family's own name of a key -> the name that the other families have for it.
     qkv_bias, o_bias, mlp_bias, lm_head_bias : bool or str
         Whether the bias exists, or the config.json key of that flag.
-    qk_norm, pre_norms, post_norms : bool
-        QK-norm (or the key of that flag); norms before and after attention and MLP.
+    qk_norm, pre_norms, post_norms : bool or str
+        QK-norm, norms before, and norms after attention and MLP; for the first and last, or the
+        key of that flag.
     eps_key : str
         Key of the norms' epsilon.
     layer_norm, norm_weight, norm_bias : bool
@@ -247,12 +250,14 @@ class Family:
         Layers with a sliding window: "never", "every_layer" (if `sliding_window` is set),
         "switched" (every layer, if `use_sliding_window`), "max_window_layers" (from that layer on,
         if `use_sliding_window`), "even_layers" (those before `max_window_layers`, if
-        `use_sliding_window`), "pattern" (all but every n-th) or "layers_without_rope" (if
-        `use_sliding_window`). For all but the first and "switched", `layer_types` takes precedence
-        if given.
+        `use_sliding_window`), "pattern" (all but every n-th, or the L of a string such as "LLLG"),
+        "layers_without_rope" (if `use_sliding_window`), "last_layers" (from `max_window_layers` on,
+        without a switch) or "layer_types" (only those that key names). For all but "never" and
+        "switched", `layer_types` takes precedence if given.
     rope_layers : str
-        Layers that rotate q and k: "all", "windows" (those with a sliding window), or
-        "no_rope_layers" (that key lists 1 or 0 per layer; without it, all layers but every
+        Layers that rotate q and k: "all", "windows" (those with a sliding window),
+        "windows_if_set" (the same, but all layers if `sliding_window` is null), or "no_rope_layers"
+        (that key lists 1 or 0 per layer; without it, all layers but every
         `no_rope_layer_interval`-th).
     norm_weight_offset : float
         Added to every norm's weight.
@@ -262,13 +267,15 @@ class Family:
     multipliers : bool
         Whether config.json has Granite's four multipliers.
     logit_scale : str
-        Key of a factor on the logits; "" for none.
+        Key of a factor on the logits; "" for none. It replaces Granite's divisor.
     local_rope : bool
         Sliding-window layers have their own rope table.
     max_position_is_scaled : bool
         Whether `max_position_embeddings` already includes a linear rope factor.
-    rope_aliases : mapping
-        Rope types of old checkpoints -> their meaning in this family.
+    rope_aliases, activation_aliases : mapping
+        Rope types and activations of old checkpoints -> their meaning in this family.
+    rotary_dim : str
+        Key of the number of rotated features of a head; "" for none.
     reversed_rope : bool
         q and k are rotated backwards.
     rope_alpha : bool
@@ -309,7 +316,7 @@ class Family:
     whole_qk_norm: bool = False
     qk_norm_after_rope: bool = False
     pre_norms: bool = True
-    post_norms: bool = False
+    post_norms: bool | str = False
     sinks: bool = False
     windows: WindowRule = "never"
     rope_layers: RopeRule = "all"
@@ -322,6 +329,8 @@ class Family:
     rope_aliases: Mapping[str, str] = field(default_factory=dict)
     reversed_rope: bool = False
     rope_alpha: bool = False
+    activation_aliases: Mapping[str, str] = field(default_factory=dict)
+    rotary_dim: str = ""
     interleaved_rope: bool = False
     gguf_interleaved_rope: bool = False
     attn_gate: str = ""
@@ -331,4 +340,4 @@ class Family:
     @property
     def has_partial_rope(self) -> bool:
         """Whether a model may rotate only some of a head's features."""
-        return "partial_rotary_factor" in self.defaults
+        return "partial_rotary_factor" in self.defaults or bool(self.rotary_dim)

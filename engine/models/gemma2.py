@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from engine.models.family import Family
 from engine.models.gemma3 import GEMMA3
 
-__all__ = ["GEMMA2"]
+__all__ = ["GEMMA2", "VAULTGEMMA"]
 
 GEMMA2 = Family(
     model_type="gemma2",
@@ -34,3 +36,6 @@ GEMMA2 = Family(
     norm_weight_offset=1.0,
     scale_embedding=True,
 )
+
+VAULTGEMMA = replace(GEMMA2, model_type="vaultgemma", gguf_names=(), gguf_arch="", post_norms=False)
+"""The same without post-norms. No .gguf."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from engine.models.family import (
     GGUF_PACKED_MLP_NAMES,
     HF_LAYER_NAMES,
@@ -10,7 +12,7 @@ from engine.models.family import (
     TensorName,
 )
 
-__all__ = ["GLM4"]
+__all__ = ["GLM", "GLM4"]
 
 GLM4 = Family(
     model_type="glm4",
@@ -38,3 +40,13 @@ GLM4 = Family(
     interleaved_rope=True,
     gguf_interleaved_rope=True,
 )
+
+GLM = replace(
+    GLM4,
+    model_type="glm",
+    gguf_names=(),
+    gguf_arch="",
+    post_norms=False,
+    gguf_interleaved_rope=False,
+)
+"""GLM-4-9b: the same without the norms after each branch. No .gguf."""

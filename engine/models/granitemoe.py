@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from engine.models.expert_names import GGUF_EXPERT_NAMES, fused_expert_names, router_names
-from engine.models.family import GGUF_SPLIT_NAMES, Family
+from engine.models.family import GGUF_SPLIT_NAMES, Family, TensorName
 from engine.models.granite import GRANITE
 from engine.models.llama import LLAMA_NAMES
 from engine.models.moe_family import MoeFamily
 
-__all__ = ["GRANITEMOE"]
+__all__ = ["GRANITEMOE", "GRANITEMOESHARED"]
 
 _BLOCK = "block_sparse_moe"
 
@@ -31,3 +33,21 @@ GRANITEMOE = Family(
     multipliers=True,
     moe=MoeFamily(num_experts=8),
 )
+
+_SHARED = "model.layers.{i}.shared_mlp"
+
+GRANITEMOESHARED = replace(
+    GRANITEMOE,
+    model_type="granitemoeshared",
+    names=(
+        *GRANITEMOE.names,
+        TensorName(f"{_SHARED}.input_linear.weight", "shared_gate_up"),
+        TensorName(f"{_SHARED}.output_linear.weight", "shared_down"),
+    ),
+    gguf_names=(),
+    gguf_arch="",
+    gguf_interleaved_rope=False,
+    defaults={**GRANITEMOE.defaults, "shared_intermediate_size": 0},
+    moe=MoeFamily(num_experts=8, shared_width="shared_intermediate_size"),
+)
+"""The same with a shared expert. No .gguf."""

@@ -7,7 +7,7 @@ from typing import Literal
 
 __all__ = ["MoeFamily", "SparseRule"]
 
-SparseRule = Literal["all", "steps", "after_first"]
+SparseRule = Literal["all", "steps", "after_first", "interval"]
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,11 @@ class MoeFamily:
     gguf_renormalize : bool
         Value of `renormalize` for a .gguf without that key; most lack it.
     sparse_layers : str
-        Layers with experts: "all", "steps" (by `decoder_sparse_step` and `mlp_only_layers`), or
-        "after_first" (all but the first `first_k_dense_replace`).
+        Layers with experts: "all", "steps" (by `decoder_sparse_step` and `mlp_only_layers`),
+        "after_first" (all but the first `first_k_dense_replace`), or "interval" (every
+        `moe_layer_interval`-th from `moe_layer_start_index` to `moe_layer_end_index`).
+    lists_layers : bool
+        Whether `mlp_layer_types` ("sparse" or "dense" per layer) takes precedence if given.
     score : str
         Function of the router's logits: "softmax" or "sigmoid".
     correction : bool
@@ -39,8 +42,8 @@ class MoeFamily:
         Key of the shared expert's intermediate size; "" for none.
     shared_count : str
         Key of the number of shared experts, each of size `width`; "" for none.
-    shared_gate, router_bias, expert_bias : bool
-        Whether these weights exist.
+    shared_gate, router_bias, expert_bias, shared_bias : bool or str
+        Whether these weights exist; `shared_bias` may be the key of that flag.
     activation : str
         Activation of the experts: "swiglu" (`hidden_act` must agree), or "swiglu_clamped" (with
         `swiglu_alpha` and `swiglu_limit`).
@@ -51,6 +54,7 @@ class MoeFamily:
     renormalize: bool | str = True
     gguf_renormalize: bool = False
     sparse_layers: SparseRule = "all"
+    lists_layers: bool = False
     score: str = "softmax"
     correction: bool = False
     scale: str = ""
@@ -60,4 +64,5 @@ class MoeFamily:
     shared_gate: bool = False
     router_bias: bool = False
     expert_bias: bool = False
+    shared_bias: bool | str = False
     activation: str = "swiglu"

@@ -46,10 +46,15 @@ def build_moe(
         bias = optional(f"{kind}_bias", has_bias)
         return Linear(weight(f"{layer}.{kind}"), bias, deterministic=deterministic)
 
-    shared_down = None
-    if config.shared_size:
+    def shared_expert() -> MLP:
+        bias = optional("shared_down_bias", config.shared_bias)
         down = weight(f"{layer}.shared_down")
-        shared_down = parts.shared_down(down, deterministic=deterministic)
+        return MLP(
+            linear("shared_gate_up", config.shared_bias),
+            parts.shared_down(down, bias, deterministic=deterministic),
+            activation,
+        )
+
     correction = optional("router_correction", config.correction)
     return parts.moe(
         RoutingParams(
@@ -71,7 +76,7 @@ def build_moe(
             config.limit,
         ),
         correction=None if correction is None else correction.data,
-        shared=MLP(linear("shared_gate_up"), shared_down, activation) if shared_down else None,
+        shared=shared_expert() if config.shared_size else None,
         shared_gate=linear("shared_gate") if config.shared_gate else None,
         deterministic=deterministic,
     )

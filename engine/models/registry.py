@@ -7,19 +7,29 @@ from engine.models.afmoe import AFMOE
 from engine.models.apertus import APERTUS
 from engine.models.arcee import ARCEE
 from engine.models.cohere2 import COHERE2
+from engine.models.dots1 import DOTS1
+from engine.models.ernie4_5 import ERNIE4_5, ERNIE4_5_MOE
+from engine.models.exaone4 import EXAONE4, EXAONE_MOE
 from engine.models.family import Family
-from engine.models.gemma2 import GEMMA2
+from engine.models.flex_olmo import FLEX_OLMO
+from engine.models.gemma import GEMMA
+from engine.models.gemma2 import GEMMA2, VAULTGEMMA
 from engine.models.gemma3 import GEMMA3
-from engine.models.glm4 import GLM4
+from engine.models.glm4 import GLM, GLM4
 from engine.models.glm4_moe import GLM4_MOE
 from engine.models.gpt_neox import GPT_NEOX
 from engine.models.gpt_oss import GPT_OSS
 from engine.models.granite import GRANITE
-from engine.models.granitemoe import GRANITEMOE
+from engine.models.granitemoe import GRANITEMOE, GRANITEMOESHARED
+from engine.models.helium import HELIUM
 from engine.models.hunyuan_v1 import HUNYUAN_V1_DENSE, HUNYUAN_V1_MOE
+from engine.models.hy_v3 import HY_V3
+from engine.models.hyperclovax import HYPERCLOVAX
 from engine.models.jais2 import JAIS2
 from engine.models.llama import LLAMA
+from engine.models.mellum import MELLUM
 from engine.models.mimo import MIMO
+from engine.models.minimax_m2 import MINIMAX_M2
 from engine.models.mistral import MINISTRAL, MISTRAL
 from engine.models.mixtral import MIXTRAL
 from engine.models.nanochat import NANOCHAT
@@ -39,7 +49,9 @@ from engine.models.qwen_vl import (
     QWEN3_VL_MOE_TEXT,
     QWEN3_VL_TEXT,
 )
+from engine.models.seed_oss import SEED_OSS
 from engine.models.smollm3 import SMOLLM3
+from engine.models.solar_open import SOLAR_OPEN
 from engine.models.stablelm import STABLELM
 from engine.models.starcoder2 import STARCODER2
 from engine.models.wrappers import WRAPPERS, Wrapper
@@ -73,6 +85,14 @@ _DENSE = (
     APERTUS,
     OLMO,
     NANOCHAT,
+    GEMMA,
+    VAULTGEMMA,
+    GLM,
+    SEED_OSS,
+    ERNIE4_5,
+    EXAONE4,
+    HELIUM,
+    HYPERCLOVAX,
 )
 _SPARSE = (
     QWEN2_MOE,
@@ -84,6 +104,15 @@ _SPARSE = (
     GLM4_MOE,
     AFMOE,
     HUNYUAN_V1_MOE,
+    DOTS1,
+    SOLAR_OPEN,
+    MINIMAX_M2,
+    HY_V3,
+    ERNIE4_5_MOE,
+    EXAONE_MOE,
+    MELLUM,
+    FLEX_OLMO,
+    GRANITEMOESHARED,
 )
 
 _OF_WRAPPERS = (

@@ -113,9 +113,9 @@ class WholeParts:
         """Return the down projection of an MLP."""
         return Linear(weight, bias, deterministic=deterministic)
 
-    def shared_down(self, weight: Weight, *, deterministic: bool) -> Linear:
+    def shared_down(self, weight: Weight, bias: Weight | None, *, deterministic: bool) -> Linear:
         """Return the down projection of a shared expert."""
-        return Linear(weight, deterministic=deterministic)
+        return Linear(weight, bias, deterministic=deterministic)
 
     def row_norm(self, norm: Norm, num_heads: int) -> Norm:
         """Return a norm of all `num_heads` heads together."""
@@ -217,14 +217,15 @@ class ParallelParts(WholeParts):
         """Return an MLP's down projection: complete on all ranks, or partial sums."""
         return self._second(weight, bias, deterministic, 1)
 
-    def shared_down(self, weight: Weight, *, deterministic: bool) -> Linear:
+    def shared_down(self, weight: Weight, bias: Weight | None, *, deterministic: bool) -> Linear:
         """Return the down projection of a shared expert: divided like the experts' outputs."""
         if not self.shard.by_output:
-            return Linear(weight, deterministic=deterministic)
+            own = bias if self.collectives.rank == 0 else None  # added on rank 0 only
+            return Linear(weight, own, deterministic=deterministic)
         if self.shard.expert_parallel:  # all ranks get the complete outputs of the experts
-            return self._second(weight, None, deterministic, 1)
+            return self._second(weight, bias, deterministic, 1)
         return ColumnParallelLinear(
-            weight, deterministic=deterministic, collectives=self.collectives
+            weight, bias, deterministic=deterministic, collectives=self.collectives
         )
 
     def row_norm(self, norm: Norm, num_heads: int) -> Norm:

@@ -16,7 +16,8 @@ class Layout:
     Attributes
     ----------
     transposed : bool
-        Stored as (E, columns, rows). A bias (E, rows) counts as transposed, with one column.
+        Stored as (E, columns, rows). A bias (E, rows) counts as transposed, with one column; so
+        does a vector that is stored as one row.
     interleaved : bool
         Rows of gate and up alternate, gate first. Otherwise gate is the first half of the rows.
     mxfp4 : bool

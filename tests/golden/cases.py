@@ -474,6 +474,261 @@ MODELS |= {
     },
 }
 
+# Families that differ from the ones above in switches only.
+_GEMMA = {**_TINY, "model_type": "gemma", "head_dim": 24, "tie_word_embeddings": True}
+_VAULTGEMMA = {**_GEMMA2, "model_type": "vaultgemma"}
+_GLM = {**_GLM4, "model_type": "glm"}
+_SEED_OSS = {**_TINY, "model_type": "seed_oss", "head_dim": 24}
+_ERNIE = {**_TINY, "model_type": "ernie4_5", "head_dim": 24, "tie_word_embeddings": True}
+_EXAONE4 = {**_TINY, "model_type": "exaone4", "num_hidden_layers": 3, "sliding_window": 8}
+_HELIUM = {**_TINY, "model_type": "helium", "head_dim": 16, "rms_norm_eps": 1e-8}
+_HYPERCLOVAX = {
+    **_GRANITE,
+    "model_type": "hyperclovax",
+    "logits_scaling": 1.7,
+    "use_post_norm": True,
+}
+_DOTS1 = {**_GLM4_MOE, "model_type": "dots1", "num_hidden_layers": 4, "head_dim": 24}
+_SOLAR = {**_GLM4_MOE, "model_type": "solar_open", "num_hidden_layers": 2}
+_MINIMAX_M2 = {**_MOE, "model_type": "minimax_m2", "intermediate_size": 24, "head_dim": 24}
+_HY_V3 = {**_GLM4_MOE, "model_type": "hy_v3", "router_scaling_factor": 1.7}
+_ERNIE_MOE = {
+    **_TINY,
+    "model_type": "ernie4_5_moe",
+    "num_hidden_layers": 5,
+    "moe_intermediate_size": 20,
+}
+_EXAONE_MOE = {**_GLM4_MOE, "model_type": "exaone_moe", "sliding_window": 8}
+_MELLUM = {**_QWEN3_MOE, "model_type": "mellum", "num_hidden_layers": 3, "sliding_window": 8}
+_FLEX_OLMO = {**_OLMOE, "model_type": "flex_olmo"}
+_GRANITEMOESHARED = {**_GRANITEMOE, "model_type": "granitemoeshared"}
+MODELS |= {
+    "gemma": {**_GEMMA, "hidden_act": "gelu", "rope_theta": 500.0},  # "gelu" means the tanh form
+    "gemma_biases_new_keys": {
+        **_GEMMA,
+        "hidden_act": "silu",
+        "attention_bias": True,
+        "num_key_value_heads": 1,
+        "tie_word_embeddings": False,
+        "rope_parameters": _NEW_ROPE,
+    },
+    "vaultgemma": {**_VAULTGEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    "vaultgemma_new_keys_biases": {
+        **_VAULTGEMMA,
+        "hidden_activation": "silu",
+        "attention_bias": True,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        "rope_parameters": _NEW_ROPE,
+    },
+    "glm": {**_GLM, "rope_theta": 500.0},  # partial_rotary_factor 0.5 and biases by default
+    "glm_new_keys": {
+        **_GLM,
+        "attention_bias": False,
+        "tie_word_embeddings": True,
+        "rope_parameters": {**_NEW_ROPE, "partial_rotary_factor": 0.75},
+    },
+    "seed_oss": {**_SEED_OSS, "rope_theta": 500.0},  # biases of q, k, v by default
+    "seed_oss_new_keys": {
+        **_SEED_OSS,
+        "attention_bias": False,
+        "attention_out_bias": True,
+        "mlp_bias": True,
+        "tie_word_embeddings": True,
+        "rope_parameters": _NEW_ROPE,
+    },
+    "ernie4_5": {**_ERNIE, "rope_theta": 500.0},
+    "ernie4_5_biases_new_keys": {
+        **_ERNIE,
+        "use_bias": True,
+        "tie_word_embeddings": False,
+        "rope_parameters": _NEW_ROPE,
+    },
+    "exaone4": {**_EXAONE4, "rope_theta": 500.0, "sliding_window_pattern": 2},
+    "exaone4_layer_types_new_keys": {
+        **_EXAONE4,
+        "tie_word_embeddings": True,
+        "sliding_window_pattern": "GLL",
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        "rope_parameters": {"rope_theta": 500.0, **_LLAMA3},
+    },
+    "exaone4_no_windows": {
+        **_EXAONE4,
+        "sliding_window": None,
+        "layer_types": ["full_attention"] * 3,
+        "rope_theta": 500.0,
+        "rope_scaling": _LLAMA3,
+    },
+    "helium": {**_HELIUM, "rope_theta": 500.0},
+    "helium_biases_new_keys": {
+        **_HELIUM,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "tie_word_embeddings": True,
+        "rope_parameters": _NEW_ROPE,
+    },
+    "hyperclovax": {**_HYPERCLOVAX, "rope_theta": 500.0},
+    "hyperclovax_biases_new_keys": {
+        **_HYPERCLOVAX,
+        "use_post_norm": False,
+        "attention_multiplier": None,
+        "head_dim": 24,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "tie_word_embeddings": True,
+        "rope_parameters": _NEW_ROPE,
+    },
+    "dots1": {
+        **_DOTS1,
+        "n_routed_experts": 9,
+        "n_group": 3,
+        "topk_group": 2,
+        "num_experts_per_tok": 4,
+        "n_shared_experts": 2,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.7,
+        "sliding_window": 8,
+        "max_window_layers": 2,
+        "rope_theta": 500.0,
+    },
+    "dots1_biases_new_keys": {
+        **_DOTS1,
+        "n_routed_experts": 5,
+        "n_shared_experts": 1,
+        "attention_bias": True,
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "rope_parameters": _NEW_ROPE,
+    },
+    "solar_open": {
+        **_SOLAR,
+        "n_routed_experts": 9,
+        "n_group": 3,
+        "topk_group": 2,
+        "num_experts_per_tok": 4,
+        "n_shared_experts": 2,
+        "routed_scaling_factor": 1.7,
+        "rope_theta": 500.0,
+        "rope_scaling": _YARN_OLD,
+    },
+    "solar_open_biases_not_normalized": {
+        **_SOLAR,
+        "n_routed_experts": 5,
+        "norm_topk_prob": False,
+        "attention_bias": True,
+        "tie_word_embeddings": True,
+        "rope_parameters": _NEW_ROPE,
+    },
+    "minimax_m2": {
+        **_MINIMAX_M2,
+        "num_local_experts": 7,
+        "num_experts_per_tok": 3,
+        "rotary_dim": 12,
+        "rope_theta": 500.0,
+    },
+    "minimax_m2_new_keys": {
+        **_MINIMAX_M2,
+        "num_experts": 5,
+        "tie_word_embeddings": True,
+        "rope_parameters": {**_NEW_ROPE, "partial_rotary_factor": 0.75},
+    },
+    "hy_v3": {**_HY_V3, "num_experts": 7, "num_shared_experts": 2, "rope_theta": 500.0},
+    "hy_v3_biases_new_keys": {
+        **_HY_V3,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 3,
+        "mlp_layer_types": ["sparse", "dense", "sparse"],
+        "attention_bias": True,
+        "mlp_bias": True,
+        "tie_word_embeddings": True,
+        "rope_parameters": _NEW_ROPE,
+    },
+    "ernie4_5_moe": {
+        **_ERNIE_MOE,
+        "moe_num_experts": 7,
+        "moe_k": 3,
+        "moe_num_shared_experts": 2,
+        "moe_layer_start_index": 1,
+        "moe_layer_end_index": 3,
+        "moe_layer_interval": 2,
+        "tie_word_embeddings": True,
+        "rope_theta": 500.0,
+    },
+    "ernie4_5_moe_biases_new_keys": {
+        **_ERNIE_MOE,
+        "num_hidden_layers": 3,
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_num_shared_experts": 1,
+        "use_bias": True,
+        "rope_parameters": _NEW_ROPE,
+    },
+    "exaone_moe": {
+        **_EXAONE_MOE,
+        "num_experts": 9,
+        "n_group": 3,
+        "topk_group": 2,
+        "num_experts_per_tok": 4,
+        "num_shared_experts": 2,
+        "routed_scaling_factor": 1.7,
+        "sliding_window_pattern": 2,
+        "rope_theta": 500.0,
+    },
+    "exaone_moe_layer_types_not_normalized": {
+        **_EXAONE_MOE,
+        "num_experts": 5,
+        "norm_topk_prob": False,
+        "mlp_layer_types": ["sparse", "dense", "sparse"],
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        "tie_word_embeddings": True,
+        "rope_parameters": _NEW_ROPE,
+    },
+    "mellum": {
+        **_MELLUM,
+        "num_experts": 7,
+        "num_experts_per_tok": 3,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        "mlp_layer_types": ["sparse", "dense", "sparse"],
+        "rope_parameters": {
+            "full_attention": {**_YARN, "rope_theta": 1000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
+    },
+    "mellum_biases_not_normalized": {
+        **_MELLUM,
+        "num_local_experts": 5,
+        "norm_topk_prob": False,
+        "attention_bias": True,
+        "tie_word_embeddings": True,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+    },
+    "flex_olmo": {**_FLEX_OLMO, "num_experts": 7, "num_experts_per_tok": 3, "rope_theta": 500.0},
+    "flex_olmo_normalized_biases": {
+        **_FLEX_OLMO,
+        "num_experts": 5,
+        "norm_topk_prob": True,
+        "attention_bias": True,
+        "num_key_value_heads": 1,
+        "rope_parameters": _NEW_ROPE,
+    },
+    "granitemoeshared": {
+        **_GRANITEMOESHARED,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 3,
+        "shared_intermediate_size": 28,
+        "rope_theta": 500.0,
+    },
+    "granitemoeshared_tied_biases_none_shared": {
+        **_GRANITEMOESHARED,
+        "num_local_experts": 3,
+        "attention_bias": True,
+        "tie_word_embeddings": True,
+        "rope_parameters": _NEW_ROPE,
+    },
+}
+
 _HEAD128 = {**_LLAMA, "hidden_size": 512, "max_position_embeddings": 131072}
 
 # (config, length of the sequence) of rope tables with the numbers of real models.

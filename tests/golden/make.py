@@ -44,7 +44,7 @@ ROUTERS = (
     "tokenchoicerouter",
     "v1gate",
 )  # ends of their classes' names, in small letters
-OFFSET_NORMS = ("gemma", "nemotron")  # families whose norms multiply by 1 + w
+OFFSET_NORMS = ("gemma", "vaultgemma", "nemotron")  # families whose norms multiply by 1 + w
 NUM_PROMPT = 28
 NUM_NEW = 12
 # A greedy choice that rounding could flip proves nothing.
@@ -123,7 +123,9 @@ def router_margin(model: Any, ids: list[int]) -> float:
 
     def look(router: Any, inputs: Any, outputs: Any) -> None:
         ranks = outputs[0].float()
-        if type(router).__name__ == "AfmoeTokenChoiceRouter":
+        if hasattr(router, "moe_statics"):
+            ranks = router.moe_statics(ranks.softmax(-1))
+        elif len(inputs) > 1:  # the correction is an argument
             ranks = ranks.sigmoid() + inputs[1]
         elif hasattr(router, "e_score_correction_bias"):
             ranks = ranks.sigmoid() + router.e_score_correction_bias

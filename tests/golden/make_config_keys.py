@@ -4,7 +4,8 @@
     python tests/golden/make_config_keys.py [family ...]
 
 For each family, a tiny random model computes logits with its plain configuration, and with one key
-changed, from the same weights. Keys that change the shapes of tensors are left out.
+changed, from the same weights. Keys that change the shapes of tensors are left out. Named families
+replace their lines in the file.
 """
 
 from __future__ import annotations
@@ -18,22 +19,17 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 OUT = Path(__file__).with_name("config_keys.json")
 SPARSE = (
-    "qwen2_moe",
-    "qwen3_moe",
-    "mixtral",
-    "olmoe",
-    "granitemoe",
-    "gpt_oss",
-    "glm4_moe",
-    "afmoe",
-    "hunyuan_v1_moe",
-    "qwen3_vl_moe_text",
+    *("qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "granitemoe", "gpt_oss", "glm4_moe"),
+    *("afmoe", "hunyuan_v1_moe", "qwen3_vl_moe_text"),
+    *("dots1", "solar_open", "minimax_m2", "hy_v3", "ernie4_5_moe", "exaone_moe", "mellum"),
+    *("flex_olmo", "granitemoeshared"),
 )
 SWITCHED = ("qwen2", "qwen3", "smollm3", "qwen2_moe", "qwen3_moe")
 SWITCHED += ("qwen2_vl_text", "qwen2_5_vl_text")
 FAMILIES = (
     *("llama", "mistral", "ministral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3_text"),
     *("granite", "olmo2", "olmo3", "smollm3", "glm4", "starcoder2", "stablelm", "cohere2", "phi"),
+    *("gemma", "vaultgemma", "glm", "seed_oss", "ernie4_5", "exaone4", "helium", "hyperclovax"),
     *SPARSE,
     *("arcee", "nemotron", "jais2", "gpt_neox", "hunyuan_v1_dense"),
     *("apertus", "olmo", "nanochat"),
@@ -46,7 +42,7 @@ PLAIN = {
 }  # fmt: skip
 EXPERTS = {
     "num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8, "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
+    "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "n_shared_experts": 1,
 }  # fmt: skip
 # Text models without a class of their own that computes logits -> the type of the whole model.
 WHOLE = {f"{name}_text": name for name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")}

@@ -93,10 +93,10 @@ def test_every_row_of_every_weight_has_exactly_one_name(kind, biases):
 def test_only_files_of_llama_keep_interleaved_rows():
     """llama.cpp's converter permutes q and k for "llama" (and so Mistral) and its relatives.
 
-    GLM-4 and Cohere 2 have them so in every file.
+    GLM-4, ERNIE 4.5 and Cohere 2 have them so in every file.
     """
     permuted = {"llama", "mistral", "granite", "smollm3", "glm4", "cohere2", "mixtral"}
-    permuted |= {"granitemoe"}
+    permuted |= {"granitemoe", "ernie4_5"}
     assert {n for n, kind in FAMILIES.items() if kind.gguf_interleaved_rope} == permuted
 
 
