@@ -8,7 +8,8 @@
 // Numerics: float; rounded after the norm and after the rotation, like the three separate ops; with
 // PAGE_CODES then quantized to one-byte codes (common/page_codes.cuh). With NORM_AFTER_ROPE heads
 // are rotated first, and rounded once, after the norm. A rotation keeps the mean square, so it is
-// computed from the features as they are read.
+// computed from the features as they are read. With Q_FACTORS the queries are at last multiplied by
+// their position's factor, and rounded again.
 // Parallelisation: in the vector kernels a thread holds two 16-byte vectors of a head, the two that
 // the rotation pairs up: D / 2 / kVec neighbouring lanes hold a head and sum its squares by
 // shuffles. A thread handles the same vectors of up to kHeads heads, so it loads their part of the
@@ -24,6 +25,10 @@
 #define NORM_AFTER_ROPE 0
 #endif
 constexpr bool kNormAfterRope = NORM_AFTER_ROPE;
+#ifndef Q_FACTORS
+#define Q_FACTORS 0
+#endif
+constexpr bool kHasQFactors = Q_FACTORS;
 constexpr int kThreads = 128;
 constexpr int kHeads = 3;
 // Minimum blocks per multiprocessor: large inputs need the occupancy.
@@ -49,8 +54,14 @@ struct QkNormRopeStoreParams {
   int heads_per_block;
   float eps, weight_offset;
   const float *k_scale, *v_scale;  // (K,) scales of quantized pages; else null
+  const float* q_factors;          // (P,) factors on queries, by position; read only with Q_FACTORS
 
   __device__ __forceinline__ int num_heads() const { return num_q_heads + 2 * num_kv_heads; }
+  // Returns the factor on a head at a position: 1 for keys and values, NaN outside the table.
+  __device__ __forceinline__ float factor(int head, int position) const {
+    if (!kHasQFactors || head >= num_q_heads) return 1.0f;
+    return position >= 0 && position < num_positions ? q_factors[position] : quiet_nan();
+  }
 };
 
 // Returns the offset in the pages of head 0 of `slot`, or -1 if the slot is outside the pages.
@@ -174,6 +185,15 @@ __device__ __forceinline__ void rotate_lane(float (&x)[2 * kVec], const float (&
   }
 }
 
+// Multiplies N rounded features by a head's factor.
+template <int N>
+__device__ __forceinline__ void scale_features(float* x, float factor) {
+  if constexpr (kHasQFactors) {
+#pragma unroll
+    for (int j = 0; j < N; ++j) x[j] = to_float(from_float<scalar_t>(x[j])) * factor;
+  }
+}
+
 template <bool kInterleaved>
 __device__ __forceinline__ void process_vectors(const QkNormRopeStoreParams& p) {
   const int64_t token = blockIdx.x;
@@ -227,6 +247,7 @@ __device__ __forceinline__ void process_vectors(const QkNormRopeStoreParams& p) 
         weight.apply(x, scale, p.weight_offset);
       }
       if (!kNormAfterRope && is_rotated) rotate_lane<kInterleaved>(x, cos, sin);
+      scale_features<2 * kVec>(x, p.factor(index, position));
       head.store<kVec>(lane_idx.lo, x);
       head.store<kVec>(lane_idx.hi, x + kVec);
     }
@@ -252,8 +273,9 @@ __device__ __forceinline__ void process_scalars(const QkNormRopeStoreParams& p) 
   const auto normalise = [&](float x, int i) {
     return head.weight != nullptr ? normed(x, scale, head.weight[i], p.weight_offset) : x;
   };
-  const int half = p.rotary_dim / 2;
-  const float* row = rotation_row(p, p.positions[token]);
+  const int half = p.rotary_dim / 2, position = p.positions[token];
+  const float factor = p.factor(index, position);
+  const float* row = rotation_row(p, position);
   for (int pair = lane_idx; pair < half; pair += kWarpSize) {
     const int at = kInterleaved ? 2 * pair : pair, to = kInterleaved ? at + 1 : pair + half;
     float a = to_float(head.in[at]), b = to_float(head.in[to]);
@@ -264,11 +286,14 @@ __device__ __forceinline__ void process_scalars(const QkNormRopeStoreParams& p) 
       rotate_pair(a, b, cos, sin);
     }
     if (kNormAfterRope) a = normalise(a, at), b = normalise(b, to);
+    scale_features<1>(&a, factor);
+    scale_features<1>(&b, factor);
     head.store<1>(at, &a);
     head.store<1>(to, &b);
   }
   for (int i = p.rotary_dim + lane_idx; i < p.head_dim; i += kWarpSize) {
-    const float x = normalise(to_float(head.in[i]), i);
+    float x = normalise(to_float(head.in[i]), i);
+    scale_features<1>(&x, factor);
     head.store<1>(i, &x);
   }
 }

@@ -43,6 +43,9 @@ class RopeConfig:
         Whether to round the bounds of the yarn ramp to whole dimensions.
     short_factor, long_factor : tuple of float
         Longrope's divisor of each frequency, below and above the training length.
+    q_scale_beta, q_scale_length : float, int
+        Rotated queries at position p are multiplied by 1 + beta ln(1 + floor(p / length)), length
+        in tokens; beta 0 disables it (Ministral 3).
     """
 
     theta: float = 10000.0
@@ -61,6 +64,8 @@ class RopeConfig:
     truncate: bool = True
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
+    q_scale_beta: float = 0.0
+    q_scale_length: int = 0
 
 
 @dataclass(frozen=True)

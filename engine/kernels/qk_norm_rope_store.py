@@ -32,7 +32,7 @@ _PARAMS = (
     "v_stride_t:i64 v_stride_h:i64 page_stride:i64 head_stride:i64 token_stride:i64 "
     "num_slots:i64 num_positions:i32 num_q_heads:i32 "
     "num_kv_heads:i32 head_dim:i32 rotary_dim:i32 block_size:i32 heads_per_block:i32 eps:f32 "
-    "weight_offset:f32 k_scale:ptr v_scale:ptr"
+    "weight_offset:f32 k_scale:ptr v_scale:ptr q_factors:ptr"
 )
 _KERNELS = {
     (pairing, access): Kernel(
@@ -56,16 +56,25 @@ def specs(
     *,
     kv_dtype: str = "",
     norm_after_rope: bool = False,
+    q_factors: bool = False,
     patterns: bool = False,
     **_: Any,
 ) -> tuple[ModuleSpec, ...]:
-    """Return the modules for `dtype` and pages of `kv_dtype`; with `patterns`, of both orders."""
-    orders = (False, True) if patterns else (norm_after_rope,)
-    return tuple(_spec(dtype, kv_dtype, norm_after_rope=order) for order in orders)
+    """Return the modules for `dtype` and pages of `kv_dtype`; with `patterns`, all variants."""
+    variants = (
+        {(False, False), (True, False), (False, True)}
+        if patterns
+        else {(norm_after_rope, q_factors)}
+    )
+    return tuple(
+        _spec(dtype, kv_dtype, norm_after_rope=after, q_factors=factors)
+        for after, factors in sorted(variants)
+    )
 
 
-def _spec(dtype: str, kv_dtype: str, *, norm_after_rope: bool) -> ModuleSpec:
+def _spec(dtype: str, kv_dtype: str, *, norm_after_rope: bool, q_factors: bool) -> ModuleSpec:
     macros = kv_macros(kv_dtype) | ({"NORM_AFTER_ROPE": 1} if norm_after_rope else {})
+    macros |= {"Q_FACTORS": 1} if q_factors else {}
     return ModuleSpec("qk_norm_rope_store.cu", dtype, tuple(macros.items()))
 
 
@@ -117,6 +126,7 @@ def qk_norm_rope_store(
     interleaved: bool = False,
     k_scale: Any = None,
     v_scale: Any = None,
+    q_factors: Any = None,
 ) -> None:
     """Normalise and rotate q in place, and store normalised, rotated keys and values to pages.
 
@@ -149,6 +159,8 @@ def qk_norm_rope_store(
         Rotate pairs (2i, 2i+1) instead of (i, i + R/2).
     k_scale, v_scale : (K,) array of float32, optional
         Scales of a quantized KV cache. See `kv_store`.
+    q_factors : (P,) array of float32, optional
+        Each position's factor on the rotated queries (Ministral 3).
 
     Raises
     ------
@@ -160,7 +172,8 @@ def qk_norm_rope_store(
     Notes
     -----
     Results are rounded to q's dtype after the norm and after the rotation, as in the separate ops
-    (once, at the end, with `norm_after_rope`), and then quantized if the pages are quantized.
+    (once, at the end, with `norm_after_rope`), and again after the factor; and then quantized if
+    the pages are quantized.
 
     Examples
     --------
@@ -193,6 +206,9 @@ def qk_norm_rope_store(
     arrays |= {"k_pages": k_pages, "v_pages": v_pages, "slot_mapping": slot_mapping}
     arrays |= {"q_weight": q_weight, "k_weight": k_weight}
     arrays |= checked_scales(call, k_pages, k_scale, v_scale)
+    if q_factors is not None:
+        q_factors = call.array("q_factors", q_factors, "P", FLOAT32)
+    arrays["q_factors"] = q_factors
     if call.on_cpu:
         _check_values(call, positions, slot_mapping)
         reference.qk_norm_rope_store(
@@ -204,7 +220,10 @@ def qk_norm_rope_store(
         )
         return
     spec = _spec(
-        dtype_name(q.dtype), kv_dtype_of(k_pages.dtype), norm_after_rope=bool(norm_after_rope)
+        dtype_name(q.dtype),
+        kv_dtype_of(k_pages.dtype),
+        norm_after_rope=bool(norm_after_rope),
+        q_factors=q_factors is not None,
     )
     pairing = "interleaved" if interleaved else "half"
     _launch(call, arrays, spec, pairing, eps, weight_offset)

@@ -79,11 +79,13 @@ class Attention:
         Attention sinks: one extra logit in each head's softmax, without a value.
     kv_scales : mapping of str to (k_scale, v_scale), optional
         Scales of a quantized KV cache, by kv_cache_dtype: two (K,) float32 arrays.
+    q_factors : (P,) float32 array, optional
+        Factors on the rotated queries, by position.
     """
 
     __slots__ = (
         *("cos_sin", "k_norm", "kv_scales", "norms_whole_rows", "o", "params", "q_norm", "qkv"),
-        "sinks",
+        *("q_factors", "sinks"),
     )
 
     def __init__(
@@ -96,6 +98,7 @@ class Attention:
         k_norm: Norm | None = None,
         sinks: Any = None,
         kv_scales: Mapping[str, tuple[Any, Any]] | None = None,
+        q_factors: Any = None,
     ) -> None:
         self.params = params
         self.qkv = qkv
@@ -105,13 +108,15 @@ class Attention:
         self.k_norm = k_norm
         self.sinks = sinks
         self.kv_scales = dict(kv_scales or {})
+        self.q_factors = q_factors
         self.norms_whole_rows = q_norm is not None and q_norm.weight.shape[0] != params.head_dim
 
     def arrays(self) -> Iterator[tuple[str, Any]]:
         """Yield (name, array) for every array of the layer."""
         yield "cos_sin", self.cos_sin
-        if self.sinks is not None:
-            yield "sinks", self.sinks
+        for name in ("sinks", "q_factors"):
+            if (array := getattr(self, name)) is not None:
+                yield name, array
         for kv_dtype, scales in self.kv_scales.items():
             for name, scale in zip("kv", scales, strict=True):
                 yield f"{kv_dtype}.{name}_scale", scale
@@ -141,7 +146,7 @@ class Attention:
             heads = self._decode(q, batch, k_pages, v_pages, **new, **self._norms())
         else:
             places = (batch.rope_positions, self.cos_sin, k_pages, v_pages, batch.slot_mapping)
-            options = self._norms() | self._scales(k_pages)
+            options = self._norms() | self._factors() | self._scales(k_pages)
             kernels.qk_norm_rope_store(q, k, v, *places, **options)
             heads = self._attend(q, batch, k_pages, v_pages)
         heads = heads.reshape(heads.shape[0], -1)
@@ -155,7 +160,7 @@ class Attention:
         """Store the keys and values of `x` (T, N) in the pages, without attention."""
         q, k, v, _ = self._rows(x)
         places = (batch.rope_positions, self.cos_sin, k_pages, v_pages, batch.slot_mapping)
-        options = self._norms() | self._scales(k_pages)
+        options = self._norms() | self._factors() | self._scales(k_pages)
         kernels.qk_norm_rope_store(q, k, v, *places, **options)
 
     def project(self, x: Any, rope_positions: Any) -> tuple[Any, Any, Any]:
@@ -167,6 +172,9 @@ class Attention:
         kernels.rope(query, key, rope_positions, self.cos_sin, out=(query, key))
         if is_late:
             self._norm_heads(query, key)
+        if self.q_factors is not None:
+            rows = query.reshape(query.shape[0], -1)
+            query = kernels.scale_rows(rows, self.q_factors[rope_positions]).reshape(query.shape)
         return query, key, value
 
     def _norm_heads(self, query: Any, key: Any) -> None:
@@ -205,7 +213,8 @@ class Attention:
         """Tell whether the decode kernel also stores k and v: each sequence has one new token."""
         is_all = batch.num_decodes == batch.num_sequences and batch.query_len == 1
         p = self.params
-        return is_all and not (p.deterministic or p.norm_after_rope) and p.pattern is None
+        is_plain = p.pattern is None and self.q_factors is None
+        return is_all and not (p.deterministic or p.norm_after_rope) and is_plain
 
     def _norms(self) -> dict[str, Any]:
         """Return the per-head QK-norm as keywords of the op that applies rope."""
@@ -214,6 +223,10 @@ class Attention:
         norms = {"q_weight": self.q_norm.weight, "k_weight": self.k_norm.weight}
         norms |= {"eps": self.q_norm.eps, "weight_offset": self.q_norm.offset}
         return norms | ({"norm_after_rope": True} if self.params.norm_after_rope else {})
+
+    def _factors(self) -> dict[str, Any]:
+        """Return the factors on queries as a keyword of `qk_norm_rope_store`; {} without."""
+        return {} if self.q_factors is None else {"q_factors": self.q_factors}
 
     def _scales(self, pages: Any) -> dict[str, Any]:
         """Return the scales of a quantized KV cache as keywords of an op; {} for other pages."""

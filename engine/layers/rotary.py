@@ -16,7 +16,7 @@ from engine.config import RopeConfig
 from engine.errors import ConfigError
 
 __all__ = ["attention_factor", "inverse_frequencies", "long_rope_offset", "rope_table"]
-__all__ += ["rope_rows", "table_shape"]
+__all__ += ["q_factors", "rope_rows", "table_shape"]
 
 Array = np.ndarray[Any, Any]
 
@@ -68,6 +68,20 @@ def rope_rows(
             sines = np.sin(-angles if config.is_reversed else angles)
             rows = np.concatenate([np.cos(angles), sines], axis=1) * scale
             yield part * num_positions + first, rows.astype(np.float32)
+
+
+def q_factors(config: RopeConfig, positions: Array) -> Array:
+    """Return the factors (len(positions),) float32 on rotated queries.
+
+    Examples
+    --------
+    >>> scaled = RopeConfig(q_scale_beta=0.1, q_scale_length=4)
+    >>> q_factors(scaled, np.array([3, 4, 8])).round(3)
+    array([1.   , 1.069, 1.11 ], dtype=float32)
+    """
+    factors = 1.0 + config.q_scale_beta * np.log1p(positions // config.q_scale_length)
+    rounded: Array = factors.astype(np.float32)
+    return rounded
 
 
 def table_shape(config: RopeConfig, num_positions: int) -> tuple[int, int]:

@@ -134,7 +134,7 @@ class _RopeReader:
             "longrope": self._longrope,
         }
         extra = readers[kind](common["rotary_dim"]) if kind in readers else {}
-        config = RopeConfig(**{**common, **extra})
+        config = RopeConfig(**{**common, **extra, **self._q_scale()})
         beyond = self.rope.real("attn_factor", 0.0, 1e3, 1.0)
         refuse_unread_rope(self.rope, self.family)
         if self.family.qk_norm_after_rope:  # the norm undoes every factor
@@ -174,6 +174,14 @@ class _RopeReader:
         if count % 2:
             raise self.config.error(key, "even")
         return count
+
+    def _q_scale(self) -> dict[str, Any]:
+        if not self.family.q_scale:
+            return {}
+        return {
+            "q_scale_beta": self.rope.real("llama_4_scaling_beta", 0.0, 1e3, 0.0),
+            "q_scale_length": self._original(self.max_position),
+        }
 
     def _factor(self, default: Any = REQUIRED) -> float:
         factor: float = self.rope.real("factor", 1.0, _MAX_FACTOR, default)

@@ -267,7 +267,7 @@ class Decoder:
     @property
     def table_bytes(self) -> int:
         """Bytes of the rope tables."""
-        return sum(int(table.nbytes) for table in self.rope_tables)
+        return sum(table.num_bytes for table in self._ropes)
 
     def rope_offsets(self, lengths: Any) -> np.ndarray[Any, np.dtype[np.int32]]:
         """Return the row of the rope table for position 0 of sequences of `lengths` tokens (B,).
@@ -547,15 +547,17 @@ class Decoder:
             deterministic=self.deterministic,
             pattern=self.patterns.get(self.stage.first + index),
         )
+        rope = self._ropes[rope_index(config, index)]
         return Attention(
             params,
             self._linear(f"{name}.qkv", config.qkv_bias),
             self._linear(f"{name}.o", config.o_bias, self.parts.attention_output),
-            self.rope_tables[rope_index(config, index)],
+            rope.array,
             self._head_norm(f"{name}.q_norm"),
             self._head_norm(f"{name}.k_norm"),
             self._weight(f"{name}.sinks").data if config.sinks else None,
             self.kv_scales.of_layer(index),
+            rope.q_factors,
         )
 
 

@@ -11,8 +11,8 @@ from engine.models.expert_names import (
     shared_expert_names,
 )
 from engine.models.family import TensorName
+from engine.models.glm4_moe import GLM4_EXPERTS
 from engine.models.llama import LLAMA_NAMES
-from engine.models.moe_family import MoeFamily
 from engine.models.olmo2 import OLMO2
 
 __all__ = ["EXAONE4", "EXAONE_MOE"]
@@ -63,17 +63,6 @@ EXAONE_MOE = replace(
     },
     pre_norms=True,
     post_norms=False,
-    moe=MoeFamily(
-        num_experts=64,
-        width="moe_intermediate_size",
-        renormalize="norm_topk_prob",
-        sparse_layers="after_first",
-        lists_layers=True,
-        score="sigmoid",
-        correction=True,
-        scale="routed_scaling_factor",
-        has_groups=True,
-        shared_count="num_shared_experts",
-    ),
+    moe=replace(GLM4_EXPERTS, num_experts=64, lists_layers=True, shared_count="num_shared_experts"),
 )
 """K-EXAONE: the same with norms before each branch, and experts after the first layers."""

@@ -280,6 +280,9 @@ class Family:
         q and k are rotated backwards.
     rope_alpha : bool
         An `alpha` in rope parameters of type "dynamic" raises the base, at every length alike.
+    q_scale : bool
+        Rope parameters may hold `llama_4_scaling_beta`: a factor on queries that grows with their
+        position.
     interleaved_rope : bool
         Checkpoints store the rotated rows of q and k interleaved: pair i is rows 2i and 2i + 1 of a
         head instead of i and i + R/2.
@@ -331,6 +334,7 @@ class Family:
     rope_alpha: bool = False
     activation_aliases: Mapping[str, str] = field(default_factory=dict)
     rotary_dim: str = ""
+    q_scale: bool = False
     interleaved_rope: bool = False
     gguf_interleaved_rope: bool = False
     attn_gate: str = ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from engine.models.expert_names import fused_expert_names, router_names, separate_expert_names
+from engine.models.moe_family import MoeFamily
 from engine.models.olmo2 import OLMO2
 from engine.models.olmoe import OLMOE
 
@@ -31,5 +32,5 @@ FLEX_OLMO = replace(
     },
     pre_norms=False,
     post_norms=True,
-    moe=replace(OLMOE.moe, num_experts=7),
+    moe=MoeFamily(num_experts=7, renormalize="norm_topk_prob"),
 )

@@ -12,7 +12,20 @@ from engine.models.family import Family, TensorName
 from engine.models.llama import LLAMA_NAMES
 from engine.models.moe_family import MoeFamily
 
-__all__ = ["GLM4_MOE"]
+__all__ = ["GLM4_EXPERTS", "GLM4_MOE"]
+
+GLM4_EXPERTS = MoeFamily(
+    num_experts=128,
+    width="moe_intermediate_size",
+    renormalize="norm_topk_prob",
+    sparse_layers="after_first",
+    score="sigmoid",
+    correction=True,
+    scale="routed_scaling_factor",
+    has_groups=True,
+    shared_count="n_shared_experts",
+)
+"""Routing of DeepSeek-V3's kind."""
 
 GLM4_MOE = Family(
     model_type="glm4_moe",
@@ -39,15 +52,5 @@ GLM4_MOE = Family(
     qkv_bias="attention_bias",
     qk_norm="use_qk_norm",
     extra_layers="num_nextn_predict_layers",
-    moe=MoeFamily(
-        num_experts=128,
-        width="moe_intermediate_size",
-        renormalize="norm_topk_prob",
-        sparse_layers="after_first",
-        score="sigmoid",
-        correction=True,
-        scale="routed_scaling_factor",
-        has_groups=True,
-        shared_count="n_shared_experts",
-    ),
+    moe=GLM4_EXPERTS,
 )

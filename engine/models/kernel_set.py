@@ -10,6 +10,7 @@ from engine.config import ModelConfig
 from engine.device import Device
 from engine.kernels import _module
 from engine.kernels._module import ModuleSpec
+from engine.models.rope_tables import has_q_factors
 from engine.weights import Format
 
 __all__ = ["kernel_specs", "prepare_kernels", "prepare_quantized_kv", "quantized_kv_specs"]
@@ -86,6 +87,7 @@ def kernel_specs(
             head_dim=config.head_dim,
             subtract_mean=config.layer_norm,
             norm_after_rope=config.qk_norm_after_rope,
+            q_factors=has_q_factors(config),
             formats=tuple(form.name for form in formats),
             **({"patterns": True} if has_patterns and op == "attention_prefill" else {}),
         )
@@ -121,6 +123,7 @@ def quantized_kv_specs(config: ModelConfig, dtype: str, kv_dtype: str) -> list[M
             head_dim=config.head_dim,
             kv_dtype=kv_dtype,
             norm_after_rope=config.qk_norm_after_rope,
+            q_factors=has_q_factors(config),
         )
     return list(dict.fromkeys(specs))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from engine.models.moe_family import MoeFamily
 from engine.models.qwen3_moe import QWEN3_MOE
 
 __all__ = ["MELLUM"]
@@ -32,5 +33,10 @@ MELLUM = replace(
     windows="layer_types",
     local_rope=True,
     extra_layers="num_nextn_predict_layers",
-    moe=replace(QWEN3_MOE.moe, num_experts=64, sparse_layers="all", lists_layers=True),
+    moe=MoeFamily(
+        num_experts=64,
+        width="moe_intermediate_size",
+        renormalize="norm_topk_prob",
+        lists_layers=True,
+    ),
 )

@@ -30,7 +30,7 @@ from engine.models.llama import LLAMA
 from engine.models.mellum import MELLUM
 from engine.models.mimo import MIMO
 from engine.models.minimax_m2 import MINIMAX_M2
-from engine.models.mistral import MINISTRAL, MISTRAL
+from engine.models.mistral import MINISTRAL, MINISTRAL3, MISTRAL
 from engine.models.mixtral import MIXTRAL
 from engine.models.nanochat import NANOCHAT
 from engine.models.nemotron import NEMOTRON
@@ -61,6 +61,7 @@ __all__ = ["FAMILIES", "family", "family_of_gguf", "wrapper"]
 _DENSE = (
     LLAMA,
     MINISTRAL,
+    MINISTRAL3,
     MISTRAL,
     QWEN2,
     MIMO,

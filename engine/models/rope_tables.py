@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from engine.config import ModelConfig, RopeConfig
-from engine.layers.rotary import rope_rows, table_shape
+from engine.layers.rotary import q_factors, rope_rows, table_shape
 
-__all__ = ["RopeTable", "rope_bytes", "rope_index", "ropes"]
+__all__ = ["RopeTable", "has_q_factors", "rope_bytes", "rope_index", "ropes"]
 
 _STEP = 8192  # positions computed at a time: 9 ms for 128 features
 
@@ -32,6 +32,8 @@ class RopeTable:
     ----------
     array : (P, R) array of float32
         See `engine.layers.rotary.rope_table`; zero where it has not been computed.
+    q_factors : (P,) array of float32, or None
+        Factors on rotated queries, if the config has any.
 
     Examples
     --------
@@ -43,9 +45,19 @@ class RopeTable:
 
     def __init__(self, xp: Any, config: RopeConfig, num_positions: int) -> None:
         self.array = xp.zeros(table_shape(config, num_positions), np.float32)
+        self.q_factors = None
+        if config.q_scale_beta:
+            positions = np.arange(len(self.array)) % num_positions
+            self.q_factors = xp.asarray(q_factors(config, positions))
         self.num_computed = 0
         self._config = config
         self._num_positions = num_positions
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the table and of the factors."""
+        factors = 0 if self.q_factors is None else self.q_factors.nbytes
+        return int(self.array.nbytes + factors)
 
     def extend(self, num_positions: int) -> None:
         """Compute the rows of the first `num_positions` positions, at least."""
@@ -64,8 +76,16 @@ class RopeTable:
 
 def rope_bytes(config: ModelConfig, max_model_len: int) -> int:
     """Return the bytes of the rope tables for sequences of up to `max_model_len` tokens."""
-    shapes = [table_shape(rope, max_model_len) for rope in ropes(config)]
-    return sum(rows * columns * np.dtype(np.float32).itemsize for rows, columns in shapes)
+    total = 0
+    for rope in ropes(config):
+        rows, columns = table_shape(rope, max_model_len)
+        total += rows * (columns + (rope.q_scale_beta != 0)) * np.dtype(np.float32).itemsize
+    return total
+
+
+def has_q_factors(config: ModelConfig) -> bool:
+    """Tell whether any layer multiplies its rotated queries by factors."""
+    return any(rope.q_scale_beta for rope in ropes(config))
 
 
 def rope_index(config: ModelConfig, layer: int) -> int:

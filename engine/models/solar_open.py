@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from engine.models.glm4_moe import GLM4_MOE
+from engine.models.glm4_moe import GLM4_EXPERTS, GLM4_MOE
 
 __all__ = ["SOLAR_OPEN"]
 
@@ -25,5 +25,5 @@ SOLAR_OPEN = replace(
     },
     qk_norm=False,
     extra_layers="",
-    moe=replace(GLM4_MOE.moe, sparse_layers="all"),
+    moe=replace(GLM4_EXPERTS, sparse_layers="all"),
 )

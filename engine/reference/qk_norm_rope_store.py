@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from engine.dtypes import accumulation_dtype
 from engine.reference.kv_store import kv_store
 from engine.reference.rmsnorm import rmsnorm
 from engine.reference.rope import rope
@@ -33,6 +34,7 @@ def qk_norm_rope_store(
     interleaved: bool = False,
     k_scale: Array | None = None,
     v_scale: Array | None = None,
+    q_factors: Array | None = None,
 ) -> None:
     """Normalise the heads of q and k, apply rope, write q in place and k and v to their pages."""
     if norm_after_rope:
@@ -45,6 +47,8 @@ def qk_norm_rope_store(
             for x, weight in ((q, q_weight), (k, k_weight))
         )
         query, keys = rope(query, keys, positions, cos_sin, interleaved=interleaved)
+    if q_factors is not None:
+        query = query.astype(accumulation_dtype(q.dtype)) * q_factors[positions, None, None]
     q[...] = query
     kv_store(keys, v, k_pages, v_pages, slot_mapping, k_scale=k_scale, v_scale=v_scale)
 

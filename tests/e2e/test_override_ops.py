@@ -25,7 +25,7 @@ from engine.weights.quantize import quantize, resolve_format
 ROOT = Path(engine.__file__).parent
 RNG = np.random.default_rng(0)
 SAMPLES = [
-    {"activation": name, "residual": 0, "q_weight": 0, "k_weight": 0}
+    {"activation": name, "residual": 0, "q_weight": 0, "k_weight": 0, "q_factors": 0}
     for name in ("swiglu", "silu", "gelu", "gelu_tanh", "relu")
 ]
 
@@ -46,7 +46,8 @@ def heads(q_weight=True):
     """Arguments of `qk_norm_rope_store`: 3 tokens, H = 4, K = 2, D = 8."""
     args = (array(3, 4, 8), array(3, 2, 8), array(3, 2, 8), np.arange(3, dtype=np.int32))
     args += (array(8, 8), pages(), pages(), np.arange(3, dtype=np.int64))
-    return args, {"q_weight": array(8), "k_weight": array(8)} if q_weight else {}
+    norms = {"q_weight": array(8), "k_weight": array(8)} if q_weight else {}
+    return args, {"q_factors": array(8), **norms}
 
 
 def decode():

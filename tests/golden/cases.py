@@ -729,6 +729,25 @@ MODELS |= {
     },
 }
 
+# The factor on queries: 1 for the first 8 positions, then it grows twice before the prompt ends.
+_MINISTRAL3 = {**_TINY, "model_type": "ministral3", "head_dim": 24}
+_Q_SCALE = {**_YARN_OLD, "original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.7}
+MODELS |= {
+    "ministral3": {**_MINISTRAL3, "rope_theta": 500.0, "rope_scaling": _Q_SCALE},
+    "ministral3_window_new_keys": {
+        **_MINISTRAL3,
+        "sliding_window": 12,
+        "tie_word_embeddings": True,
+        "rope_parameters": {
+            **_Q_SCALE,
+            "rope_theta": 500.0,
+            "original_max_position_embeddings": 11,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.5,
+        },
+    },
+}
+
 _HEAD128 = {**_LLAMA, "hidden_size": 512, "max_position_embeddings": 131072}
 
 # (config, length of the sequence) of rope tables with the numbers of real models.

@@ -27,7 +27,17 @@ SPARSE = (
 SWITCHED = ("qwen2", "qwen3", "smollm3", "qwen2_moe", "qwen3_moe")
 SWITCHED += ("qwen2_vl_text", "qwen2_5_vl_text")
 FAMILIES = (
-    *("llama", "mistral", "ministral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3_text"),
+    *(
+        "llama",
+        "mistral",
+        "ministral",
+        "ministral3",
+        "qwen2",
+        "qwen3",
+        "phi3",
+        "gemma2",
+        "gemma3_text",
+    ),
     *("granite", "olmo2", "olmo3", "smollm3", "glm4", "starcoder2", "stablelm", "cohere2", "phi"),
     *("gemma", "vaultgemma", "glm", "seed_oss", "ernie4_5", "exaone4", "helium", "hyperclovax"),
     *SPARSE,

@@ -132,6 +132,34 @@ def test_the_norm_after_the_rotation_is_that_of_the_rotated_heads(xp, case, norm
         assert_close(xp.ascontiguousarray(a), to_numpy(xp.ascontiguousarray(b)), reduction=64)
 
 
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("norms", ["none", "both"])
+@pytest.mark.parametrize(
+    "case", [(1, 6, 2, 64, 64), (700, 5, 2, 128, 96), (3, 2, 1, 22, 12)], ids=str
+)
+def test_factors_multiply_the_rotated_queries_only(xp, case, norms, dtype):
+    """Bitwise equal to `scale_rows` of the queries behind the op without factors."""
+    qkv, places, slots, weights = _inputs(case, dtype, norms)
+    factors = cases.normal((_POSITIONS,), "float32", seed=9, mean=1.5, scale=0.5)
+    got, want, *arrays, gslots, factors = cases.to_module(
+        xp, qkv.copy(), qkv.copy(), *places, slots, factors
+    )
+    weights = {name: xp.asarray(weight) for name, weight in weights.items()}
+    pages, want_pages = (xp.zeros((2, *_pages_shape(case)), qkv.dtype) for _ in "ab")
+    options = {**weights, "q_factors": factors}
+    kernels.qk_norm_rope_store(*_split(got, case), *arrays, *pages, gslots, **options)
+    kernels.qk_norm_rope_store(*_split(want, case), *arrays, *want_pages, gslots, **weights)
+    rows = want[:, : case[1] * case[3]]
+    kernels.scale_rows(rows, factors[arrays[0]], out=rows)
+    np.testing.assert_array_equal(to_numpy(got), to_numpy(want))
+    np.testing.assert_array_equal(to_numpy(pages), to_numpy(want_pages))
+    host = qkv.copy(), np.zeros((2, *_pages_shape(case)), qkv.dtype)
+    keywords = {name: to_numpy(array) for name, array in options.items()}
+    rows = _split(host[0], case)
+    reference.qk_norm_rope_store(*rows, *places, *host[1], slots, **keywords)
+    assert_close(got, host[0], reduction=case[3] if weights else 2)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_rows_do_not_depend_on_their_number(xp, dtype):
     case = (600, 5, 2, 128, 128)
@@ -215,6 +243,8 @@ def test_contract(xp):
         op(q, k, v, *arrays, *pages, gslots, weight_offset=float("nan"))
     with pytest.raises(ContractError, match=r"cos_sin: must be \(P, R\), R even and at most D = 8"):
         op(q, k, v, arrays[0], arrays[1][:, :7], *pages, gslots)
+    with pytest.raises(ShapeError, match=r"q_factors: must have shape \(P\); P = 97 from cos_sin"):
+        op(q, k, v, *arrays, *pages, gslots, q_factors=xp.ones(96, np.float32))
     with pytest.raises(ShapeError, match="v_pages: must have the strides of k_pages"):
         op(q, k, v, *arrays, pages[0].swapaxes(0, 2).copy().swapaxes(0, 2), pages[1], gslots)
 

@@ -252,6 +252,7 @@ def _qk_norm_rope_store(
     interleaved: bool = False,
     k_scale: Any = None,
     v_scale: Any = None,
+    q_factors: Any = None,
 ) -> None:
     def normed(x: Any, weight: Any, out: Any = None) -> Any:
         if weight is None:
@@ -264,12 +265,17 @@ def _qk_norm_rope_store(
     if norm_after_rope:
         normed(q, q_weight, q)
         key = normed(key, k_weight, key)
+    if q_factors is not None:
+        rows = q.reshape(len(q), -1)
+        copy_into(q, run("scale_rows", rows, q_factors[positions]).reshape(q.shape))
     run("kv_store", key, v, k_pages, v_pages, slot_mapping, k_scale=k_scale, v_scale=v_scale)
 
 
 def _head_parts(options: Options) -> Collection[str]:
     has_norm = options.get("q_weight") is not None or options.get("k_weight") is not None
-    return ("rope", "kv_store", "rmsnorm") if has_norm else ("rope", "kv_store")
+    norm = ("rmsnorm",) if has_norm else ()
+    factors = () if options.get("q_factors") is None else ("scale_rows",)
+    return ("rope", "kv_store", *norm, *factors)
 
 
 WHOLES: dict[str, tuple[Parts, Callable[..., Any]]] = {
