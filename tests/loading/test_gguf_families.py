@@ -106,6 +106,15 @@ CASES = {
     ),
     "olmo3": Converted(YARN, POST_NORMS, arch="olmo2"),
     "granite": Converted(GRANITE, pairs=True),
+    "gemma": Converted(norm_offset=1.0),
+    "seed_oss": Converted(names={"post_attention_layernorm": "post_attention_norm"}),
+    "ernie4_5": Converted(),
+    "exaone4": Converted(
+        {"attention.sliding_window": "sliding_window"},
+        POST_NORMS,
+        # A file without the pattern has a window in all but every fourth layer.
+        lost={"layer_windows": (8, 8, 8), "rope_layers": ()},
+    ),
 }
 
 
