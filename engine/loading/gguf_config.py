@@ -61,9 +61,11 @@ _EOS_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
 # Architecture names shared by several families -> the family with windows, or with experts.
 _WITH_WINDOW = {"llama": MISTRAL, "olmo2": OLMO3}
 _WITH_EXPERTS = {"llama": MIXTRAL}
+# Rule of the layers with experts -> key of the first one.
+_FIRST_SPARSE = {"after_first": "first_k_dense_replace", "interval": "moe_layer_start_index"}
 _LAST_TOKEN = (0, 3)  # llama.cpp's numbers of no pooling and of the last token's
 # Rules of config.json whose layers a .gguf records only as a pattern.
-_UNRECORDED = ("max_window_layers", "even_layers")
+_UNRECORDED = ("max_window_layers", "even_layers", "last_layers")
 _ROPE_TYPES = ("none", "linear", "yarn", "longrope")
 _PLAIN_DTYPES = {"F32": "float32", "F16": "float16"}
 
@@ -183,7 +185,10 @@ def _implied(config: ModelConfig, family: Family) -> dict[str, tuple[Any, ...]]:
         implied |= dict.fromkeys(("expert_used_count", "expert_feed_forward_length"), (0,))
     else:
         implied["expert_feed_forward_length"] = (config.moe.intermediate_size, 0)
-        if config.moe.renormalize:
+        implied["expert_shared_feed_forward_length"] = (config.moe.shared_size, 0)
+        if config.moe.score == "sigmoid":
+            implied["expert_gating_func"] = (2, 0)
+        elif config.moe.renormalize:
             # 3 is softmax over the chosen experts: the same after division by the sum.
             implied["expert_gating_func"] = (1, 0, 3)
     return implied
@@ -197,7 +202,7 @@ def _renamed(keys: _Keys, family: Family) -> tuple[dict[str, Any], dict[str, str
     if family.logit_scale:
         table[family.logit_scale] = "logit_scale"
     if family.moe is not None:
-        table |= _MOE_KEYS
+        table |= _MOE_KEYS | _routing_keys(family.moe)
         if family.moe.width in _KEYS:
             del table["moe_intermediate_size"]
         if isinstance(family.moe.renormalize, str):
@@ -215,6 +220,8 @@ def _renamed(keys: _Keys, family: Family) -> tuple[dict[str, Any], dict[str, str
     # head, heads of hidden_size / heads.
     for key in ("bos_token_id", "num_key_value_heads", "head_dim"):
         values.setdefault(key, None)
+    if family.moe is not None:
+        values.update(_routing(family.moe, values))
     if "rope_theta" not in values:
         values["rope_theta"] = keys.get("rope.global.freq_base") or 10000.0
     if keys.get(table[family.eps_key]) is None:
@@ -295,6 +302,27 @@ def _experts(keys: _Keys, moe: MoeFamily) -> dict[str, Any]:
     if not isinstance(moe.renormalize, str) or keys.name(key) in keys.file.metadata:
         return {}
     return {moe.renormalize: moe.gguf_renormalize}
+
+
+def _routing_keys(moe: MoeFamily) -> dict[str, str]:
+    """Return the .gguf names of keys that only some families with experts have."""
+    named = {
+        moe.scale: "expert_weights_scale",
+        moe.shared_count: "expert_shared_count",
+        _FIRST_SPARSE.get(moe.sparse_layers, ""): "leading_dense_block_count",
+    }
+    if moe.sparse_layers == "interval":
+        named["moe_layer_interval"] = "interleave_moe_layer_step"
+    if moe.has_groups:
+        named |= {"n_group": "expert_group_count", "topk_group": "expert_group_used_count"}
+    return {key: name for key, name in named.items() if key}
+
+
+def _routing(moe: MoeFamily, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return these keys with llama.cpp's defaults, which are not those of config.json."""
+    first = _FIRST_SPARSE.get(moe.sparse_layers)
+    found = {key: values.get(key) or None for key in _routing_keys(moe)}
+    return found if first is None else {**found, first: values.get(first, 0)}
 
 
 def _head_dim(values: Mapping[str, Any]) -> int | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from engine.models.expert_names import GGUF_EXPERT_NAMES, GGUF_SHARED_EXPERT_NAMES
+from engine.models.family import GGUF_SPLIT_NAMES
 from engine.models.glm4_moe import GLM4_MOE
 
 __all__ = ["DOTS1"]
@@ -11,6 +13,8 @@ __all__ = ["DOTS1"]
 DOTS1 = replace(
     GLM4_MOE,
     model_type="dots1",
+    gguf_names=(*GGUF_SPLIT_NAMES, *GGUF_EXPERT_NAMES, *GGUF_SHARED_EXPERT_NAMES),
+    gguf_arch="dots1",
     defaults={
         "max_position_embeddings": 2048,
         "rms_norm_eps": 1e-6,

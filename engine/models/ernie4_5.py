@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from engine.models.expert_names import (
+    GGUF_EXPERT_NAMES,
+    GGUF_SHARED_EXPERT_NAMES,
     fused_expert_names,
     router_names,
     separate_expert_names,
     shared_expert_names,
 )
-from engine.models.family import Family, TensorName
+from engine.models.family import GGUF_SPLIT_NAMES, Family, TensorName
 from engine.models.llama import LLAMA_NAMES
 from engine.models.moe_family import MoeFamily
 from engine.models.tensor_layout import Layout
@@ -53,9 +55,8 @@ ERNIE4_5_MOE = replace(
         *fused_expert_names(),
         *shared_expert_names("mlp.shared_experts"),
     ),
-    gguf_names=(),
-    gguf_arch="",
-    gguf_interleaved_rope=False,
+    gguf_names=(*GGUF_SPLIT_NAMES, *GGUF_EXPERT_NAMES, *GGUF_SHARED_EXPERT_NAMES),
+    gguf_arch="ernie4_5-moe",
     defaults={
         **{key: value for key, value in ERNIE4_5.defaults.items() if key != "head_dim"},
         "num_key_value_heads": 4,

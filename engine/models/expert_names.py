@@ -5,7 +5,7 @@ from __future__ import annotations
 from engine.models.family import TensorName
 from engine.models.tensor_layout import ROWS, Layout
 
-__all__ = ["GGUF_EXPERT_NAMES"]
+__all__ = ["GGUF_EXPERT_NAMES", "GGUF_SHARED_EXPERT_NAMES"]
 __all__ += ["fused_expert_names", "router_names", "separate_expert_names", "shared_expert_names"]
 
 
@@ -16,6 +16,14 @@ GGUF_EXPERT_NAMES: tuple[TensorName, ...] = (
     TensorName("blk.{i}.ffn_down_exps.weight", "experts_down"),
 )
 """Names of router and experts in a .gguf."""
+
+GGUF_SHARED_EXPERT_NAMES: tuple[TensorName, ...] = (
+    TensorName("blk.{i}.exp_probs_b.bias", "router_correction"),
+    TensorName("blk.{i}.ffn_gate_shexp.weight", "shared_gate_up", "shared_gate"),
+    TensorName("blk.{i}.ffn_up_shexp.weight", "shared_gate_up", "shared_up"),
+    TensorName("blk.{i}.ffn_down_shexp.weight", "shared_down"),
+)
+"""Names of the router's correction and of the shared expert in a .gguf."""
 
 
 def router_names(*names: str) -> tuple[TensorName, ...]:

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from engine.models.expert_names import fused_expert_names, router_names, separate_expert_names
-from engine.models.family import Family, TensorName
+from engine.models.expert_names import (
+    GGUF_EXPERT_NAMES,
+    GGUF_SHARED_EXPERT_NAMES,
+    fused_expert_names,
+    router_names,
+    separate_expert_names,
+)
+from engine.models.family import GGUF_SPLIT_NAMES, Family, TensorName
 from engine.models.llama import LLAMA_NAMES
 from engine.models.moe_family import MoeFamily
 
@@ -21,7 +27,8 @@ MINIMAX_M2 = Family(
         *separate_expert_names(_BLOCK, gate="w1", up="w3", down="w2"),
         *fused_expert_names(),
     ),
-    gguf_names=(),
+    gguf_names=(*GGUF_SPLIT_NAMES, *GGUF_EXPERT_NAMES, *GGUF_SHARED_EXPERT_NAMES),
+    gguf_arch="minimax-m2",
     defaults={
         "num_key_value_heads": 8,
         "head_dim": 128,

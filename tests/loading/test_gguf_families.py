@@ -154,10 +154,13 @@ def write(path: Path, values: dict, tensors: dict, rule: Converted, **changes) -
 
 def rounded(config: ModelConfig) -> ModelConfig:
     """Return the config with its numbers in float32, as a .gguf stores them."""
-    numbers = {
-        name: float(f"{value:.6g}") for name, value in vars(config).items() if type(value) is float
-    }
-    return replace(config, **numbers)
+
+    def numbers(one: object) -> dict[str, float]:
+        found = {name: value for name, value in vars(one).items() if type(value) is float}
+        return {name: float(f"{value:.6g}") for name, value in found.items()}
+
+    moe = config.moe and replace(config.moe, **numbers(config.moe))
+    return replace(config, moe=moe, **numbers(config))
 
 
 @pytest.mark.parametrize("case", CASES)

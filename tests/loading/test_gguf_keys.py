@@ -139,6 +139,8 @@ def test_a_key_changes_the_configuration_or_is_refused(arch):
             value = not plain.parallel
         elif key == "expert_weights_norm" and plain.moe is not None:
             value = not plain.moe.renormalize
+        elif key == "expert_gating_func" and plain.moe is not None:
+            value = 1 if plain.moe.score == "sigmoid" else 2
         got = outcome(arch, {**keys, **beside, key: value})
         if isinstance(got, str):
             given = {**beside, key: value}
