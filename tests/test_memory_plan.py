@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import pytest
@@ -10,8 +10,10 @@ import pytest
 from engine import cli
 from engine.cache.block_plan import MemoryBudget
 from engine.cache.kv_cache import KVGeometry
+from engine.cache.layer_cache import CACHES_OF_KIND, LayerCache, StateShape
 from engine.cache.memory_pool import format_bytes
 from engine.commands._bench_models import built_in_config, built_in_names, config_folder
+from engine.config import ModelConfig
 from engine.core import resolve as resolving
 from engine.core.resolve import default_budget, resolve
 from engine.device import CPU, Device
@@ -91,6 +93,45 @@ def test_the_budget_is_the_engines(device, num_ranks, monkeypatch):
     assert replace(found, others=0) == expected and expected.collectives == buffers
     assert found.others == 0 or not device.is_cuda
     assert ("buffers of collectives 72.00 MiB" in str(found)) == bool(buffers)
+
+
+@dataclass(frozen=True)
+class _Hybrid(ModelConfig):
+    """Every second layer has a state of 2 MiB instead of keys and values."""
+
+    @property
+    def layer_kinds(self):
+        return ("attention", "mock state") * (self.num_layers // 2)
+
+
+@pytest.mark.parametrize("total", [80 * 10**9, 30 * 10**9])
+def test_states_are_planned_as_the_engine_does(total, monkeypatch):
+    """With less memory fewer requests run: their states take half of what weights leave."""
+    state = LayerCache(states=(StateShape((32, 128, 128), "float32"),))
+    monkeypatch.setitem(CACHES_OF_KIND, "mock state", lambda *_: state)
+    config = _Hybrid(**vars(built_in_config("llama-3.1-8b")))
+    plan = plan_memory(config, _how(config), total)
+    monkeypatch.setattr(resolving, "device_memory", lambda place: (total, total))
+    fields = {"device": CUDA, "dtype": "bfloat16", "deterministic": False, "num_ranks": 1}
+    fields |= {"num_stages": 1, "feature_layers": (), "stage_sizes": lambda options: []}
+    fields |= {"has_patterns": False, "kernels": ModelKernels(), "max_model_len": 131072}
+    model = SimpleNamespace(config=config, weight_bytes=plan.budget.weights, **fields)
+    made = resolve(EngineConfig(max_model_len=4096), model)
+    limits = made.scheduler
+    per_request = 16 * 2 << 20
+    assert plan.states.bytes_per_request == made.geometry.bytes_per_slot == per_request
+    assert plan.states.num_requests == limits.max_num_seqs
+    assert plan.budget.states == limits.num_state_slots * per_request
+    left = plan.budget.left + plan.budget.states
+    if total == 80 * 10**9:
+        assert limits.max_num_seqs == 256
+        assert limits.num_state_slots - 256 == (left - 256 * per_request) // 4 // per_request
+    else:
+        assert limits.max_num_seqs == left // 2 // per_request < 256
+        assert "half of what is left" in made.reasons["max_num_seqs"]
+    assert limits.num_blocks * 16 == min(plan.pages[0].num_tokens, 4096 * limits.max_num_seqs)
+    assert "states" in str(plan) and "32.00 MiB for each of" in str(plan)
+    assert not plan_memory(built_in_config("llama-3.1-8b"), _how(config), total).budget.states
 
 
 @pytest.mark.parametrize("device", [CPU, CUDA])

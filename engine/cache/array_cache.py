@@ -159,14 +159,16 @@ class Cache:
     def peaks(self) -> np.ndarray[Any, np.dtype[np.float32]]:
         """Return the largest magnitude of keys and values by layer and head, (layers, 2, K).
 
-        Only for floating-point pages. Slots that were never written are zero.
+        Only for floating-point pages. Slots that were never written are zero, and so are layers
+        without keys.
         """
-        found = [
-            [abs(part.astype(np.float32)).max(axis=(0, 2, 3)) for part in layer]
-            for layer in self.kv.layers
-        ]
-        rows = [[to_numpy(part) for part in layer] for layer in found]
-        return np.array(rows, np.float32)
+        shapes = [layer.pages for layer in self.kv.geometry.layers]
+        num_heads = max(page.num_heads for pages in shapes for page in pages)
+        found = np.zeros((len(shapes), 2, num_heads), np.float32)
+        for layer, pages, arrays in zip(found, shapes, self.kv.layers, strict=True):
+            for row, part in zip(layer, arrays[: len(pages)], strict=False):
+                row[: part.shape[1]] = to_numpy(abs(part.astype(np.float32)).max(axis=(0, 2, 3)))
+        return found
 
     def reset(self) -> None:
         """Drop all tokens; the pages stay allocated."""

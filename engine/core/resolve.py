@@ -23,7 +23,7 @@ from engine.scheduler.config import SchedulerConfig
 from engine.speculative.config import SpeculativeConfig
 from engine.speculative.draft_pages import num_spare_blocks
 
-__all__ = ["ResolvedConfig", "default_budget", "default_num_seqs", "resolve"]
+__all__ = ["ResolvedConfig", "budget_with_states", "default_budget", "default_num_seqs", "resolve"]
 
 # Keep a CPU step from lasting seconds; fill the chip on a GPU.
 _BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
@@ -246,6 +246,21 @@ def default_budget(
         collectives=buffer_bytes(num_ranks) if kind == "cuda" else 0,
     )
     return budget if draft is None else draft.added_to(budget, tokens, seqs, has_graphs)
+
+
+def budget_with_states(
+    budget: MemoryBudget, geometry: KVGeometry, max_num_seqs: int
+) -> tuple[MemoryBudget, int]:
+    """Return `budget` with the state slots of recurrent layers, and the requests that may run.
+
+    `max_num_seqs`: limit of the requests; lowered as an engine does that is given none.
+    """
+    size = geometry.bytes_per_slot
+    if not size:
+        return budget, max_num_seqs
+    seqs = fitting_num_seqs(max_num_seqs, size, budget.left)
+    plan = plan_num_slots(size, budget.left, max_num_seqs=seqs)
+    return replace(budget, states=plan.num_bytes), seqs
 
 
 def default_num_seqs(kind: str) -> int:

@@ -8,7 +8,7 @@ from engine.cache.block_plan import MemoryBudget
 from engine.cache.kv_cache import KVGeometry
 from engine.cache.memory_pool import format_bytes
 from engine.config import ModelConfig
-from engine.core.resolve import default_budget, default_num_seqs
+from engine.core.resolve import budget_with_states, default_budget, default_num_seqs
 from engine.dtypes import itemsize
 from engine.loading.load_config import LoadConfig
 from engine.loading.weight_memory import quantized_formats, weight_dtype
@@ -18,7 +18,7 @@ from engine.runner.memory_sizes import DraftSizes
 from engine.speculative.draft_pages import num_spare_blocks
 from engine.weights import FORMATS, dense_format
 
-__all__ = ["MemoryPlan", "PagePlan", "WeightGroup", "plan_memory"]
+__all__ = ["MemoryPlan", "PagePlan", "StateNeed", "WeightGroup", "plan_memory"]
 
 # Group of weights -> kinds of weights. A trailing "_" matches every kind with this prefix.
 _GROUPS = {
@@ -51,6 +51,18 @@ class PagePlan:
 
 
 @dataclass(frozen=True)
+class StateNeed:
+    """Recurrent states: bytes per request, and the number of requests that may run."""
+
+    bytes_per_request: int
+    num_requests: int
+
+    def __str__(self) -> str:
+        size = format_bytes(self.bytes_per_request)
+        return f"{size} for each of {self.num_requests} requests, and snapshots"
+
+
+@dataclass(frozen=True)
 class MemoryPlan:
     """Use of a device's memory.
 
@@ -69,6 +81,8 @@ class MemoryPlan:
         Maximum number of tokens per sequence.
     draft : DraftSizes or None
         Sizes of a draft model; `pages` include its pages.
+    states : StateNeed or None
+        For a model with recurrent layers; the budget counts their slots.
     """
 
     weights: tuple[WeightGroup, ...]
@@ -77,6 +91,7 @@ class MemoryPlan:
     pages: tuple[PagePlan, ...]
     max_model_len: int
     draft: DraftSizes | None = None
+    states: StateNeed | None = None
 
     def __str__(self) -> str:
         budget = self.budget
@@ -87,6 +102,8 @@ class MemoryPlan:
         rows.append(("activations", budget.activations, "at most, with default options"))
         if self.draft is not None:
             rows.append(("draft model", budget.drafts, str(self.draft)))
+        if self.states is not None:
+            rows.append(("states", budget.states, str(self.states)))
         share = f"{100 * budget.utilization:.3g} % of {format_bytes(budget.total)} are used"
         rows.append(("left for pages", budget.left, share))
         lines = [
@@ -148,13 +165,15 @@ def plan_memory(
     beside = None if draft is None else _draft_sizes(*draft, block_size, num_drafts)
     budget = default_budget(config, dtype, kind, total, weights, beside)
     geometry = KVGeometry.of_model(config, dtype, block_size)
+    (budget, seqs) = budget_with_states(budget, geometry, default_num_seqs(kind))
     of_drafts = 0 if beside is None else beside.bytes_per_block // block_size
     pages = []
     for name, divisor in ((dtype, 1), ("8-bit", itemsize(dtype))):
-        per_token = geometry.bytes_per_token // divisor + of_drafts
+        per_token = max(1, geometry.bytes_per_token // divisor + of_drafts)
         blocks = max(0, budget.left) // (per_token * block_size)
         pages.append(PagePlan(name, per_token, blocks * block_size))
-    return MemoryPlan(groups, tables, budget, tuple(pages), length, beside)
+    states = StateNeed(geometry.bytes_per_slot, seqs) if geometry.has_states else None
+    return MemoryPlan(groups, tables, budget, tuple(pages), length, beside, states)
 
 
 def _draft_sizes(

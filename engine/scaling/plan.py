@@ -10,7 +10,7 @@ from typing import Any
 from engine.cache.kv_cache import KVGeometry
 from engine.cache.memory_pool import format_bytes
 from engine.config import ModelConfig
-from engine.core.resolve import default_budget
+from engine.core.resolve import budget_with_states, default_budget
 from engine.errors import ConfigError
 from engine.loading.weight_memory import quantized_formats, weight_bytes
 from engine.models.rope_tables import rope_bytes
@@ -37,6 +37,11 @@ class PlanRow:
         Reason why the division is impossible; "" if it is possible.
     weights, activations, collectives, pages : int
         Bytes on the fullest GPU; `pages` is negative if the rest does not fit.
+    states : int
+        Bytes of the state slots of recurrent layers on that GPU.
+    max_num_seqs : int
+        Maximum number of concurrent requests per replica: with recurrent layers, their states must
+        leave room for pages.
     num_tokens : int
         Tokens that fit in the pages of a replica.
     longest : int
@@ -57,6 +62,8 @@ class PlanRow:
     activations: int = 0
     collectives: int = 0
     pages: int = 0
+    states: int = 0
+    max_num_seqs: int = 0
     num_tokens: int = 0
     longest: int = 0
     num_running: int = 0
@@ -236,14 +243,14 @@ def _row(
         division.check(model.config, speed.gpus_per_host, FORMATS.get(model.quantization or ""))
     except ConfigError as error:
         return PlanRow(division, str(error))
-    row = _memory(model, division, max_model_len)
+    row = _memory(model, division, max_model_len, max_num_seqs)
     if row.pages < 0:
         return replace(row, reason=f"does not fit: {format_bytes(-row.pages)} a GPU are missing")
     if row.num_tokens < work.prompt[1] + work.output[1]:
         return replace(row, reason=f"pages for {row.num_tokens:,} tokens: not for one request")
     fitting = int(row.num_tokens / (work.mean_prompt + work.mean_output))
     mine = math.ceil(work.num_requests / division.data)
-    running = max(1, min(max_num_seqs, fitting, mine))
+    running = max(1, min(row.max_num_seqs, fitting, mine))
     token = speed.token(work.mean_prompt + work.mean_output / 2)
     rate, requests = speed.requests(work, running)
     return replace(
@@ -258,7 +265,7 @@ def _row(
     )
 
 
-def _memory(model: StepModel, division: Division, max_model_len: int) -> PlanRow:
+def _memory(model: StepModel, division: Division, max_model_len: int, max_num_seqs: int) -> PlanRow:
     """Return the memory of the fullest GPU: in the stage whose pages hold the fewest tokens."""
     found = []
     for index, local in enumerate(stages(model.config, division)):
@@ -272,11 +279,12 @@ def _memory(model: StepModel, division: Division, max_model_len: int) -> PlanRow
             weights,
             num_ranks=division.tensor,
         )
-        per_token = KVGeometry.of_model(local, model.dtype, _BLOCK).bytes_per_token
-        per_token = per_token * model.page_itemsize // 2
+        geometry = KVGeometry.of_model(local, model.dtype, _BLOCK)
+        (budget, seqs) = budget_with_states(budget, geometry, max_num_seqs)
+        per_token = max(1, geometry.bytes_per_token * model.page_itemsize // 2)
         tokens = max(0, budget.left) // (per_token * _BLOCK) * _BLOCK
         sizes = budget.activations, budget.collectives, budget.left
-        row = PlanRow(division, "", weights, *sizes, tokens)
+        row = PlanRow(division, "", weights, *sizes, budget.states, seqs, tokens)
         found.append((budget.left / per_token, index, row))
     return min(found)[2]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from engine.cache.kv_cache import KVGeometry
 from engine.errors import ConfigError
 from engine.loading.download import resolve_model
 from engine.loading.model_config import load_config
@@ -47,11 +48,21 @@ def load_draft(config: SpeculativeConfig | None, target: Model) -> Model | Loade
         config=sizes,
     )
     try:
+        _check_caches(draft)
         check_vocabulary(draft, target)
     except ConfigError:
         draft.close()
         raise
     return draft
+
+
+def _check_caches(draft: Any) -> None:
+    """Reject a draft model with recurrent layers: its states cannot be rolled back."""
+    if KVGeometry.of_model(draft.config, draft.dtype).has_states:
+        raise ConfigError(
+            "speculative_config.model must have no recurrent layers; got "
+            f"{draft.name!r} of model_type {draft.config.model_type!r}"
+        )
 
 
 def check_vocabulary(draft: Any, target: Any) -> None:
