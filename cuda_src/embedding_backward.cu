@@ -8,9 +8,9 @@
 //   out        (V, N) scalar_t   contiguous; is_large: larger than L2, so stored evict-first
 //
 // Numerics: summed in float in a fixed order (the result is reproducible), rounded once.
-// Parallelisation: blockIdx.x owns kIds ids, blockIdx.y 32 * kWidth columns. A warp sums the rows
-// of an id. Ids with more than kMaxAlone rows (text has very frequent tokens) follow: each warp
-// sums an eighth of the rows, and the first warp adds the eight sums.
+// Parallelisation: a block owns kIds ids. A warp sums the rows of an id. Ids with more than
+// kMaxAlone rows (text has very frequent tokens) follow: each warp sums an eighth of the rows, and
+// the first warp adds the eight sums.
 // Mirror: engine/reference/embedding_backward.py
 #include "common/packed.cuh"
 #include "common/pdl.cuh"
@@ -18,9 +18,9 @@
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
-constexpr int kIds = 16;
+constexpr int kIds = 32;
 constexpr int kMaxAlone = 32;
-constexpr int kRows = 8;  // loads in flight
+constexpr int kRows = 4;  // loads in flight
 
 // Returns the number of sorted ids below `id`: each round, the threads of the block probe evenly
 // spaced places of the range that is left.
@@ -81,10 +81,6 @@ __device__ __forceinline__ void embedding_backward(const scalar_t* __restrict__ 
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
   const int64_t first_id = static_cast<int64_t>(blockIdx.x) * kIds;
-  const int64_t column = (static_cast<int64_t>(blockIdx.y) * 32 + lane) * kWidth;
-  const bool is_inside = column < n;
-  dout += column;
-  out += column;
   if (threadIdx.x < kIds) starts[threadIdx.x] = ends[threadIdx.x] = 0;
   const int64_t begin = lower_bound(sorted_ids, num_tokens, first_id);
   __syncthreads();
@@ -97,29 +93,34 @@ __device__ __forceinline__ void embedding_backward(const scalar_t* __restrict__ 
   __syncthreads();
   const auto count = [&](int i) { return first_id + i == padding_id ? 0 : ends[i] - starts[i]; };
   for (int i = warp; i < kIds && first_id + i < vocab_size; i += kWarps) {
-    if (count(i) > kMaxAlone || !is_inside) continue;
-    float acc[kWidth] = {};
-    add_rows<kWidth>(dout, order, starts[i], starts[i] + count(i), n, acc);
-    store<kWidth>(out + (first_id + i) * n, acc, scale, is_large);
+    if (count(i) > kMaxAlone) continue;
+    for (int64_t column = lane * kWidth; column < n; column += 32 * kWidth) {
+      float acc[kWidth] = {};
+      add_rows<kWidth>(dout + column, order, starts[i], starts[i] + count(i), n, acc);
+      store<kWidth>(out + (first_id + i) * n + column, acc, scale, is_large);
+    }
   }
   for (int i = 0; i < kIds && first_id + i < vocab_size; ++i) {
     if (count(i) <= kMaxAlone) continue;
     const int64_t share = (count(i) + kWarps - 1) / kWarps;
     const int64_t first = starts[i] + warp * share;
     const int64_t last = min(first + share, ends[i]);
-    float acc[kWidth] = {};
-    if (is_inside) add_rows<kWidth>(dout, order, first, last, n, acc);
+    for (int64_t begin_column = 0; begin_column < n; begin_column += 32 * kWidth) {
+      const int64_t column = begin_column + lane * kWidth;
+      float acc[kWidth] = {};
+      if (column < n) add_rows<kWidth>(dout + column, order, first, last, n, acc);
 #pragma unroll
-    for (int j = 0; j < kWidth; ++j) sums[warp][j * 32 + lane] = acc[j];
-    __syncthreads();
-    if (warp == 0 && is_inside) {
-      for (int other = 1; other < kWarps; ++other) {
+      for (int j = 0; j < kWidth; ++j) sums[warp][j * 32 + lane] = acc[j];
+      __syncthreads();
+      if (warp == 0 && column < n) {
+        for (int other = 1; other < kWarps; ++other) {
 #pragma unroll
-        for (int j = 0; j < kWidth; ++j) acc[j] += sums[other][j * 32 + lane];
+          for (int j = 0; j < kWidth; ++j) acc[j] += sums[other][j * 32 + lane];
+        }
+        store<kWidth>(out + (first_id + i) * n + column, acc, scale, is_large);
       }
-      store<kWidth>(out + (first_id + i) * n, acc, scale, is_large);
+      __syncthreads();
     }
-    __syncthreads();
   }
 }
 

@@ -16,8 +16,7 @@ from engine.kernels._module import ModuleSpec
 __all__ = ["embedding_backward", "specs"]
 
 _THREADS = 256  # kThreads in CUDA
-_IDS = 16  # kIds in CUDA
-_LANES = 32  # threads of a block along the columns
+_IDS = 32  # kIds in CUDA
 _PARAMS = (
     "dout:ptr sorted_ids:ptr order:ptr out:ptr num_tokens:i64 vocab_size:i64 padding_id:i64 n:i64 "
     "scale:f32 is_large:i32"
@@ -98,10 +97,9 @@ def embedding_backward(
     n = call["N"]
     out = call.output("out", out, (vocab_size, n), dout.dtype)
     fits = n % vector_width(dout) == 0 and is_aligned(dout, out)
-    items = n // vector_width(dout) if fits else n
     (_VECTOR if fits else _SCALAR).launch(
         specs(dtype_name(dout.dtype))[0],
-        (ceil_div(vocab_size, _IDS), ceil_div(items, _LANES)),
+        (ceil_div(vocab_size, _IDS),),
         (_THREADS,),
         pdl=True,
         dout=dout,
