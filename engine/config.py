@@ -43,9 +43,9 @@ class RopeConfig:
         Whether to round the bounds of the yarn ramp to whole dimensions.
     short_factor, long_factor : tuple of float
         Longrope's divisor of each frequency, below and above the training length.
-    q_scale_beta, q_scale_length : float, int
-        Rotated queries at position p are multiplied by 1 + beta ln(1 + floor(p / length)), length
-        in tokens; beta 0 disables it (Ministral 3).
+    q_scale_beta, q_scale_length, q_scale_start : float, int, int
+        Rotated queries at position p are multiplied by 1 + beta ln(1 + floor((p + start) /
+        length)), length in tokens; beta 0 disables it (Ministral 3, Llama 4).
     """
 
     theta: float = 10000.0
@@ -66,6 +66,7 @@ class RopeConfig:
     long_factor: tuple[float, ...] = ()
     q_scale_beta: float = 0.0
     q_scale_length: int = 0
+    q_scale_start: int = 0
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,9 @@ class MoeConfig:
         groups.
     correction : bool
         Whether a bias per expert is added to the scores for the choice of experts.
+    scales_input : bool
+        Whether a token's weight multiplies the input of its only expert instead of the output
+        (Llama 4).
     shared_size : int
         Features of the shared expert, which processes every token; 0 if there is none.
     shared_gate : bool
@@ -114,6 +118,7 @@ class MoeConfig:
     num_groups: int = 1
     top_groups: int = 1
     correction: bool = False
+    scales_input: bool = False
     shared_size: int = 0
     shared_gate: bool = False
     router_bias: bool = False
@@ -149,8 +154,13 @@ class ModelConfig:
         Rope of the sliding-window layers (Gemma 3).
     layer_windows : tuple of int
         Per layer: sliding window in keys, including the query's own; 0 is full attention.
+    layer_chunks : tuple of int
+        Per layer: keys per chunk of chunked attention (Llama 4), where a query sees only the keys
+        of its own chunk; 0 is no chunk, () is none in all layers.
     rope_layers : tuple of bool
         Per layer: whether to rotate q and k; () rotates in all layers.
+    no_rope : RopeConfig
+        Factors on queries in layers that do not rotate them.
     tie_word_embeddings, qkv_bias, o_bias, mlp_bias, lm_head_bias, qk_norm, pre_norms, post_norms
         Whether each of these exists (bool): output embedding tied to the input embedding, biases,
         q and k norms, norms before and after attention and MLP.
@@ -158,6 +168,8 @@ class ModelConfig:
         Whether q and k are normalised over all heads together instead of per head (OLMo).
     qk_norm_after_rope : bool
         Whether q and k are rotated first, then normalised (Hunyuan).
+    bare_qk_norm : bool
+        Whether q and k norms have no weight, and only layers with rope have them (Llama 4).
     parallel : bool
         Whether attention and MLP read the same normalised input and their outputs are summed
         (parallel block).
@@ -217,7 +229,9 @@ class ModelConfig:
     rope: RopeConfig = field(default_factory=RopeConfig)
     rope_local: RopeConfig | None = None
     layer_windows: tuple[int, ...] = ()
+    layer_chunks: tuple[int, ...] = ()
     rope_layers: tuple[bool, ...] = ()
+    no_rope: RopeConfig = RopeConfig(scaling="none")
     tie_word_embeddings: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
@@ -226,6 +240,7 @@ class ModelConfig:
     qk_norm: bool = False
     whole_qk_norm: bool = False
     qk_norm_after_rope: bool = False
+    bare_qk_norm: bool = False
     pre_norms: bool = True
     post_norms: bool = False
     parallel: bool = False
@@ -260,9 +275,17 @@ class ModelConfig:
         """Return the sliding window of layer `layer` in keys; 0 is full attention."""
         return self.layer_windows[layer] if self.layer_windows else 0
 
+    def chunk(self, layer: int) -> int:
+        """Return the keys per chunk in layer `layer`; 0 is no chunked attention."""
+        return self.layer_chunks[layer] if self.layer_chunks else 0
+
     def has_rope(self, layer: int) -> bool:
         """Tell whether layer `layer` rotates q and k."""
         return not self.rope_layers or self.rope_layers[layer]
+
+    def has_qk_norm(self, layer: int) -> bool:
+        """Tell whether layer `layer` normalises q and k."""
+        return self.qk_norm and (not self.bare_qk_norm or self.has_rope(layer))
 
     def moe_of(self, layer: int) -> MoeConfig | None:
         """Return the mixture of experts of layer `layer`; None if it has an MLP."""

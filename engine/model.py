@@ -237,7 +237,7 @@ class Model:
 
     @property
     def has_patterns(self) -> bool:
-        """Tell whether some layers have an attention pattern (`load`'s `attention_pattern`)."""
+        """Tell whether some layers have an attention pattern, by `load`'s option or by chunks."""
         return bool(self.decoder.patterns)
 
     @property
@@ -370,8 +370,8 @@ class Model:
             return ""
         if self.has_patterns:
             raise ConfigError(
-                "kv_cache_dtype must be 'auto' with an attention_pattern: its kernel reads no "
-                f"quantized keys; got {dtype}"
+                "kv_cache_dtype must be 'auto' with an attention_pattern, or with chunks shorter "
+                f"than max_model_len: its kernel reads no quantized keys; got {dtype}"
             )
         prepare_quantized_kv(self.config, self.dtype, dtype, self.device)
         return page_calibration.ensure_scales(self, self.decoder.kv_scales, dtype)

@@ -53,7 +53,7 @@ struct AttentionDecodeParams {
   int num_kv_heads, group;      // K, H / K
   int head_dim;                 // D
   int block_shift, num_blocks;  // log2(block_size), P
-  int window;                   // 0: no window
+  int window;                   // see RowRule
   int num_splits;
   int is_vector;                    // all rows consist of whole, aligned 16-byte words
   float score_inner, score_factor;  // ScoreRule

@@ -30,7 +30,7 @@ struct AttentionDecodeSm90Params {
   int block_shift, num_blocks;  // log2(block_size), P
   // Strides in page rows (PageRows in engine/kernels/_pages.py), and elements per page row.
   int page_rows, head_rows, token_rows, row_elements;
-  int window;       // 0: no window
+  int window;       // see RowRule
   int num_splits;   // splits per sequence; 0: equal work for all CTAs
   int token_parts;  // parts into which clusters divide a sequence's query tokens, or 1
   float score_inner, score_factor;  // ScoreRule

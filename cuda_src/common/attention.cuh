@@ -60,17 +60,21 @@ struct RowRule {
   int group;                    // query heads per key/value head
   int last_key_of_first_token;  // negative: that token sees no key
   int causal;      // 1: each token sees one key more than the previous; 0: all see the same keys
-  unsigned reach;  // number of keys a row sees, up to its last key: the window, or 2^31
+  unsigned reach;  // number of keys a row sees, up to its last key: 2^31 without a limit
   const uint64_t* tree = nullptr;  // bit mask of the new tokens each token sees; null: causal
   int earlier = 0;                 // number of mask bits for tokens before token 0
 
+  // `window`: number of keys a row sees; 0 means no limit. A negative one is for a single token: it
+  // sees the keys of its own chunk of -window keys.
   __device__ __forceinline__ RowRule(int num_tokens, int group, int num_keys, bool causal,
                                      int window)
       : count(num_tokens * group),
         group(group),
         last_key_of_first_token(causal ? num_keys - num_tokens : num_keys - 1),
         causal(causal),
-        reach(window > 0 ? static_cast<unsigned>(window) : 1u << 31) {}
+        reach(window > 0 ? static_cast<unsigned>(window) : 1u << 31) {
+    if (window < 0) reach = static_cast<unsigned>((num_keys - 1) % -window + 1);
+  }
 
   __device__ __forceinline__ int last_key(int row) const {
     return last_key_of_first_token + (causal ? row / group : 0);

@@ -40,11 +40,12 @@ _USUAL = "from 1e-18 to 1e18"  # allowed range of a scale or soft cap, in error 
 
 @dataclass(frozen=True)
 class ScoreRule:
-    """Scaling and masking of scores: `scale` > 0; `window` or `softcap` 0 means none."""
+    """Scaling and masking of scores: `scale` > 0; `window`, `softcap` or `chunk` 0 means none."""
 
     scale: float
     window: int
     softcap: float
+    chunk: int = 0
 
     @classmethod
     def checked(
@@ -57,6 +58,16 @@ class ScoreRule:
         call.check("softcap", softcap < math.inf, "finite", softcap)
         call.check("softcap", not softcap or _is_usual(softcap), f"0 or {_USUAL}", softcap)
         return cls(scale, window, softcap)
+
+    @property
+    def longest_reach(self) -> int:
+        """Maximum number of keys that one query sees; 0 means no limit."""
+        return self.chunk or self.window
+
+    @property
+    def window_argument(self) -> int:
+        """Argument `window` of RowRule in common/attention.cuh."""
+        return -self.chunk if self.chunk else self.window
 
     @property
     def inner(self) -> float:

@@ -44,6 +44,8 @@ class AttentionParams:
         Batch invariance: a token's bits depend on neither the batch nor the chunk size.
     pattern : BlockSparse or Periodic, optional
         Further restricts the keys that a query sees, by their positions.
+    chunk : int
+        Keys per chunk of chunked attention, which `pattern` also says; 0 is no chunk.
     """
 
     num_heads: int
@@ -57,6 +59,12 @@ class AttentionParams:
     gate: str = ""
     deterministic: bool = False
     pattern: Any = None
+    chunk: int = 0
+
+    @property
+    def decodes(self) -> bool:
+        """Whether the decode kernel supports the layer's rule for one new token per sequence."""
+        return not self.deterministic and (self.pattern is None or self.chunk > 0)
 
 
 class Attention:
@@ -213,8 +221,7 @@ class Attention:
         """Tell whether the decode kernel also stores k and v: each sequence has one new token."""
         is_all = batch.num_decodes == batch.num_sequences and batch.query_len == 1
         p = self.params
-        is_plain = p.pattern is None and self.q_factors is None
-        return is_all and not (p.deterministic or p.norm_after_rope) and is_plain
+        return is_all and p.decodes and not p.norm_after_rope and self.q_factors is None
 
     def _norms(self) -> dict[str, Any]:
         """Return the per-head QK-norm as keywords of the op that applies rope."""
@@ -241,9 +248,18 @@ class Attention:
         rule: dict[str, Any] = {"scale": p.scale, "window": p.window, "softcap": p.softcap}
         return rule | {"sinks": self.sinks} | self._scales(pages)
 
+    def _pattern(self) -> dict[str, Any]:
+        """Return the pattern as a keyword of `attention_prefill`."""
+        return {} if self.params.pattern is None else {"pattern": self.params.pattern}
+
+    def _chunk(self) -> dict[str, Any]:
+        """Return the chunk as a keyword of `attention_decode`."""
+        return {"chunk": self.params.chunk} if self.params.chunk else {}
+
     def _attend(self, q: Any, batch: ForwardBatch, k_pages: Any, v_pages: Any) -> Any:
         """Compute decodes with the decode kernel, and other sequences with the prefill kernel."""
-        if self.params.deterministic or self.params.pattern is not None:
+        p = self.params
+        if not p.decodes or (p.chunk and batch.query_len > 1):
             return self._attend_in_one(q, batch, k_pages, v_pages)
         if batch.num_decodes == 0:
             return self._prefill(q, batch, k_pages, v_pages)
@@ -258,14 +274,14 @@ class Attention:
 
         Its summation order ignores the other tokens: its tiles of keys begin at fixed positions. On
         the CPU, the order of summation in BLAS depends on the shapes of the matrices, so each token
-        is decoded separately if that matters. Only this kernel knows patterns.
+        is decoded separately if that matters. Only this kernel knows patterns, and chunks for
+        several tokens of a sequence.
         """
+        p = self.params
         if batch.tree_mask is not None:
             raise ContractError("a batch with a tree_mask needs deterministic=False; got True")
-        rule = self._rule(k_pages)
-        if self.params.pattern is not None:
-            rule["pattern"] = self.params.pattern
-        if array_module(q) is not np or self.params.pattern is not None:
+        is_by_token = array_module(q) is np and (p.pattern is None or (p.deterministic and p.chunk))
+        if not is_by_token:
             return kernels.attention_prefill(
                 q,
                 k_pages,
@@ -275,7 +291,8 @@ class Attention:
                 context_lens=batch.context_lens,
                 max_seqlen_q=batch.max_seqlen_q,
                 num_splits=1,
-                **rule,
+                **self._rule(k_pages),
+                **self._pattern(),
             )
         rows = np.repeat(np.arange(batch.num_sequences), np.diff(batch.cu_seqlens_q))
         result = kernels.attention_decode(
@@ -284,7 +301,8 @@ class Attention:
             v_pages,
             block_tables=batch.block_tables[rows],
             context_lens=batch.positions + np.int32(1),
-            **rule,
+            **self._rule(k_pages),
+            **self._chunk(),
         )
         return result[:, 0]
 
@@ -314,6 +332,7 @@ class Attention:
             block_tables=batch.block_tables[:n],
             context_lens=batch.context_lens[:n],
             **self._rule(k_pages),
+            **self._chunk(),
             max_context_len=batch.max_context_len,
             tree_mask=batch.tree_mask,
             pdl=True,
@@ -335,6 +354,7 @@ class Attention:
             block_tables=batch.block_tables[n:],
             context_lens=batch.context_lens[n:],
             **self._rule(k_pages),
+            **self._pattern(),
             max_seqlen_q=batch.max_seqlen_q,
             out=None if out is None else out[num_decode_tokens:],
         )

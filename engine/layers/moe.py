@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from engine import kernels
 from engine.device import array_module
-from engine.errors import WeightsError
+from engine.errors import ConfigError, WeightsError
 from engine.layers.arrays import arrays_of
 from engine.layers.linear import Linear
 from engine.layers.mlp import MLP
@@ -40,6 +40,9 @@ class RoutingParams:
         Divide the weights by their sum.
     scale : float
         Factor on the weights.
+    scales_input : bool
+        The sigmoid of the only expert's logit multiplies its input, and the weight is 1. Requires
+        `top_k` 1; the other fields must have their defaults.
     """
 
     top_k: int
@@ -48,6 +51,11 @@ class RoutingParams:
     top_groups: int = 1
     renormalize: bool = True
     scale: float = 1.0
+    scales_input: bool = False
+
+    def __post_init__(self) -> None:
+        if self.scales_input and replace(self, scales_input=False) != RoutingParams(1):
+            raise ConfigError(f"scales_input must be False unless only top_k=1 is set; got {self}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -272,9 +280,9 @@ class MoE:
         With a `residual` (T, N), which may be `x`, the output is added to it. With `slots` (T,)
         int64, padding (a negative slot) is not counted in `load`.
         """
-        x, routing = self._normed_and_routed(x, norm, slots)
+        x, routing, rows = self._normed_and_routed(x, norm, slots)
         return self.experts.combined(
-            x,
+            rows,
             routing,
             deterministic=self.deterministic,
             shared=None if self.shared is None else self.shared(x),
@@ -285,9 +293,12 @@ class MoE:
 
     def _normed_and_routed(
         self, x: Any, norm: Norm | None, slots: Any
-    ) -> tuple[Any, kernels.Routing]:
-        """Return `x`, normalised by `norm` if given, and its routing."""
+    ) -> tuple[Any, kernels.Routing, Any]:
+        """Return `x`, normalised by `norm` if given, its routing, and the experts' input."""
         p = self.params
+        if p.scales_input:
+            x = x if norm is None else norm(x)
+            return x, *self._routed_by_input(x, slots)
         options = {
             "score": p.score,
             "correction": self.correction,
@@ -301,7 +312,7 @@ class MoE:
         router = self.router
         is_dense = router.weight.format.is_dense
         if norm is not None and norm.is_plain and is_dense and not self.deterministic:
-            return kernels.rmsnorm_moe_route(
+            x, routing = kernels.rmsnorm_moe_route(
                 x,
                 norm.weight,
                 router.weight.data,
@@ -312,6 +323,17 @@ class MoE:
                 pdl=True,  # no kernel writes the weight or the bias
                 **options,
             )
+            return x, routing, x
         if norm is not None:
             x = norm(x)
-        return x, kernels.moe_route(router(x, out_dtype=_FLOAT32), p.top_k, **options)
+        return x, kernels.moe_route(router(x, out_dtype=_FLOAT32), p.top_k, **options), x
+
+    def _routed_by_input(self, x: Any, slots: Any) -> tuple[kernels.Routing, Any]:
+        """Return a routing with the weight 1, and `x` times the sigmoid of its expert's logit.
+
+        Two experts whose sigmoids round to the same value still differ in their softmax.
+        """
+        logits = self.router(x, out_dtype=_FLOAT32)
+        routing = kernels.moe_route(logits, 1, slots=slots, load=self.load)
+        sigmoid = kernels.moe_route(logits, 1, score="sigmoid", renormalize=False).weights
+        return routing, kernels.scale_rows(x, sigmoid.reshape(-1))

@@ -79,7 +79,8 @@ def q_factors(config: RopeConfig, positions: Array) -> Array:
     >>> q_factors(scaled, np.array([3, 4, 8])).round(3)
     array([1.   , 1.069, 1.11 ], dtype=float32)
     """
-    factors = 1.0 + config.q_scale_beta * np.log1p(positions // config.q_scale_length)
+    steps = (positions + config.q_scale_start) // config.q_scale_length
+    factors = 1.0 + config.q_scale_beta * np.log1p(steps)
     rounded: Array = factors.astype(np.float32)
     return rounded
 
@@ -217,7 +218,8 @@ def _yarn(config: RopeConfig, frequencies: Array) -> Array:
 def _llama3(config: RopeConfig, frequencies: Array) -> Array:
     """Stretch long wavelengths, keep short ones, and interpolate between them."""
     turns = config.original_max_position * frequencies / (2 * math.pi)  # rotations in training
-    span = config.high_freq_factor - config.low_freq_factor
+    # With equal bounds (Llama 4) nothing is interpolated: a tiny span rounds to a step.
+    span = max(config.high_freq_factor - config.low_freq_factor, 1e-12)
     keep = np.clip((turns - config.low_freq_factor) / span, 0.0, 1.0)
     blend: Array = keep + (1.0 - keep) / config.factor
     return frequencies * blend

@@ -32,7 +32,8 @@ def layer_patterns(given: Any, config: ModelConfig, options: LoadConfig) -> dict
     if isinstance(given, str):
         given = load_place("attention_pattern", given)
     if isinstance(given, Pattern):
-        full = [layer for layer in range(config.num_layers) if not config.window(layer)]
+        layers = range(config.num_layers)
+        full = [layer for layer in layers if not config.window(layer) and not config.chunk(layer)]
         given = dict.fromkeys(full, given)
     if not isinstance(given, Mapping):
         raise ConfigError(f"attention_pattern must be {_WANTED}; got {shown_with_type(given)}")
@@ -43,6 +44,8 @@ def layer_patterns(given: Any, config: ModelConfig, options: LoadConfig) -> dict
                 f"attention_pattern must be {_WANTED} from 0 to {config.num_layers - 1}; "
                 f"got {shown_with_type(layer if not is_layer else pattern)}"
             )
+        if config.chunk(layer):
+            raise ConfigError(f"attention_pattern must not be of layer {layer}: it has chunks")
     if options.deterministic and not options.device.is_cuda:
         raise ConfigError(
             "attention_pattern must be left out with deterministic=True on the CPU: the order of "

@@ -27,7 +27,8 @@ def config_to_json(config: ModelConfig) -> dict[str, Any]:
 def config_from_json(fields: Mapping[str, Any]) -> ModelConfig:
     """Undo `config_to_json`."""
     given = _with_tuples(fields)
-    given["rope"] = RopeConfig(**_with_tuples(given["rope"]))
+    for name in ("rope", "no_rope"):
+        given[name] = RopeConfig(**_with_tuples(given[name]))
     if given["rope_local"] is not None:
         given["rope_local"] = RopeConfig(**_with_tuples(given["rope_local"]))
     if given["moe"] is not None:

@@ -114,7 +114,7 @@ def load_decoder(
             device,
             formats=formats,
             is_shared=collectives is not None,
-            has_patterns=bool(patterns),
+            has_patterns=bool(decoder.patterns),
             progress=progress,
         )
     if options.load_format != "dummy" and source is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import ChainMap
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from engine.checks import warn_once
-from engine.config import ModelConfig
+from engine.config import ModelConfig, RopeConfig
 from engine.dtypes import FLOAT_NAMES
 from engine.errors import ConfigError, WeightsError
 from engine.loading._fields import Fields
@@ -211,7 +211,7 @@ def build_config(
     fields = Fields(ChainMap(present, defaults), where, names)
     if fields.raw("quantization_config") not in (None, {}):
         scheme_of(fields.child("quantization_config"))  # raises if it is not supported
-    sizes = _sizes(fields)
+    sizes = _sizes(fields, kind.mlp_width)
     positions = fields.integer("max_position_embeddings", 1, MAX_POSITIONS)
     rope, rope_local = rope_configs(fields, kind, sizes["head_dim"], positions)
     positions = scaled_max_position(rope, positions, kind)
@@ -230,7 +230,9 @@ def build_config(
         rope=rope,
         rope_local=rope_local,
         layer_windows=layer_windows,
+        layer_chunks=_layer_chunks(fields, kind, rope_layers, positions),
         rope_layers=() if all(rope_layers) else rope_layers,
+        no_rope=_no_rope(fields, kind),
         **_switches(fields, kind),
         moe=moe_config(fields, kind.moe, sizes["num_layers"]),
         num_extra_layers=fields.integer(kind.extra_layers, 0, 64, 0) if kind.extra_layers else 0,
@@ -251,7 +253,7 @@ def _with_shared_names(
     return renamed, {shared: key for key, shared in own.items()} | dict(names or {})
 
 
-def _sizes(fields: Fields) -> dict[str, Any]:
+def _sizes(fields: Fields, mlp_width: str) -> dict[str, Any]:
     """Return the model's dimensions, checked for consistency."""
     hidden = fields.integer("hidden_size", 1, _MAX_WIDTH)
     heads = fields.integer("num_attention_heads", 1, _MAX_HEADS)
@@ -270,7 +272,7 @@ def _sizes(fields: Fields) -> dict[str, Any]:
         "num_heads": heads,
         "num_kv_heads": kv_heads,
         "head_dim": head_dim,
-        "intermediate_size": fields.integer("intermediate_size", 1, _MAX_WIDTH),
+        "intermediate_size": fields.integer(mlp_width, 1, _MAX_WIDTH),
     }
 
 
@@ -295,6 +297,7 @@ def _switches(fields: Fields, kind: Family) -> dict[str, Any]:
         "qk_norm": declared(kind.qk_norm),
         "whole_qk_norm": kind.whole_qk_norm,
         "qk_norm_after_rope": kind.qk_norm_after_rope,
+        "bare_qk_norm": kind.bare_qk_norm,
         "pre_norms": kind.pre_norms,
         "post_norms": declared(kind.post_norms),
         "layer_norm": kind.layer_norm,
@@ -390,7 +393,7 @@ def _rope_layers(fields: Fields, kind: Family, num_layers: int) -> tuple[bool, .
     """Return one flag per layer: whether rope applies. True unless the family has NoPE layers."""
     if kind.rope_layers != "no_rope_layers":
         return (True,) * num_layers
-    if not fields.has("no_rope_layers"):
+    if fields.raw("no_rope_layers") in (None, []):
         interval = fields.integer("no_rope_layer_interval", 1, _MAX_LAYERS)
         return tuple((layer + 1) % interval != 0 for layer in range(num_layers))
     given = fields.raw("no_rope_layers")
@@ -401,6 +404,16 @@ def _rope_layers(fields: Fields, kind: Family, num_layers: int) -> tuple[bool, .
     ):
         raise fields.error("no_rope_layers", f"{num_layers} of 1 (has rope) or 0")
     return tuple(map(bool, given))
+
+
+def _no_rope(fields: Fields, kind: Family) -> RopeConfig:
+    """Return the factors on queries in layers without rope."""
+    config = RopeConfig(scaling="none")
+    if not kind.scales_unrotated_q or not fields.raw("attn_temperature_tuning"):  # old: a number
+        return config
+    beta = fields.real("attn_scale", 0.0, 1e3)
+    length = fields.integer("floor_scale", 1, MAX_POSITIONS)
+    return replace(config, q_scale_beta=beta, q_scale_length=length, q_scale_start=1)
 
 
 def _layer_windows(
@@ -464,16 +477,32 @@ def _pattern(fields: Fields, num_layers: int) -> list[bool]:
     return [bool((layer + 1) % every) for layer in range(num_layers)]
 
 
-def _layer_types(fields: Fields, num_layers: int) -> list[bool]:
+def _layer_chunks(
+    fields: Fields, kind: Family, rope_layers: tuple[bool, ...], positions: int
+) -> tuple[int, ...]:
+    """Return the chunk of every layer; () if none has one, or one covers the longest sequence."""
+    chunk = fields.integer("attention_chunk_size", 1, 1 << 31, 0) if kind.chunks else 0
+    is_chunked: Iterable[bool] = rope_layers
+    if kind.chunks and fields.has("layer_types"):
+        is_chunked = _layer_types(fields, len(rope_layers), "chunked_attention")
+        if any(is_chunked) and not chunk:
+            raise fields.error("attention_chunk_size", "given, since some layers have chunks")
+    if not 0 < chunk < positions or not any(is_chunked):
+        return ()
+    return tuple(chunk if chunked else 0 for chunked in is_chunked)
+
+
+def _layer_types(fields: Fields, num_layers: int, partial: str = "sliding_attention") -> list[bool]:
+    """Return one flag per layer: whether `layer_types` calls it `partial`, or full attention."""
     types = fields.raw("layer_types")
-    known = ("full_attention", "sliding_attention")
+    known = ("full_attention", partial)
     if (
         not isinstance(types, list)
         or len(types) != num_layers
         or any(t not in known for t in types)
     ):
         raise fields.error("layer_types", f"{num_layers} of {' or '.join(known)}")
-    return [one == "sliding_attention" for one in types]
+    return [one == partial for one in types]
 
 
 def generation_config(path: str | PathLike[str]) -> dict[str, Any]:

@@ -38,7 +38,7 @@ def moe_config(fields: Fields, kind: MoeFamily | None, num_layers: int) -> MoeCo
 
     width = fields.integer(kind.width, 1, _MAX_WIDTH)
     num_groups, top_groups = _groups(fields, kind, num_experts)
-    most = min(num_experts, MAX_TOP_K)
+    most = 1 if kind.scales_input else min(num_experts, MAX_TOP_K)
     top_ks = fields.per_layer("num_experts_per_tok", num_layers, 1, most)
     config = MoeConfig(
         num_experts=num_experts,
@@ -52,6 +52,7 @@ def moe_config(fields: Fields, kind: MoeFamily | None, num_layers: int) -> MoeCo
         num_groups=num_groups,
         top_groups=top_groups,
         correction=kind.correction,
+        scales_input=kind.scales_input,
         shared_size=_shared_size(fields, kind, width),
         shared_gate=kind.shared_gate,
         router_bias=kind.router_bias,
@@ -119,6 +120,8 @@ def _sparse_layers(fields: Fields, kind: MoeFamily, num_layers: int) -> tuple[bo
     if kind.sparse_layers == "after_first":
         first = fields.integer("first_k_dense_replace", 0, 1 << 31)
         return tuple(i >= first for i in range(num_layers))
+    if kind.sparse_layers == "moe_layers":
+        return _moe_layers(fields, num_layers)
     step = fields.integer("decoder_sparse_step", 1, 1 << 31, 1)
     dense = fields.raw("mlp_only_layers") or []
     if not isinstance(dense, list) or any(type(one) is not int or one < 0 for one in dense):
@@ -143,3 +146,14 @@ def _layers_at_interval(fields: Fields, num_layers: int) -> tuple[bool, ...]:
     last = fields.integer("moe_layer_end_index", -1, 1 << 31, -1)
     end = num_layers if last == -1 else last + 1
     return tuple(first <= i < end and (i + 1) % step == 0 for i in range(num_layers))
+
+
+def _moe_layers(fields: Fields, num_layers: int) -> tuple[bool, ...]:
+    """Return the flags for `moe_layers` or, without it, `interleave_moe_layer_step`."""
+    step = fields.integer("interleave_moe_layer_step", 1, 1 << 31, 1)
+    listed = fields.raw("moe_layers")
+    if listed is None:
+        return tuple((i + 1) % step == 0 for i in range(num_layers))
+    if not isinstance(listed, list) or any(type(one) is not int for one in listed):
+        raise fields.error("moe_layers", "a list of layers")
+    return tuple(i in listed for i in range(num_layers))

@@ -220,8 +220,8 @@ class _RopeReader:
 
     def _llama3(self, rotary_dim: int) -> dict[str, Any]:
         low = self.rope.real("low_freq_factor", 1e-3, 1e6)
-        if (high := self.rope.real("high_freq_factor", 1e-3, 1e6)) <= low:
-            raise self.rope.error("high_freq_factor", f"above low_freq_factor ({low:g})")
+        if (high := self.rope.real("high_freq_factor", 1e-3, 1e6)) < low:
+            raise self.rope.error("high_freq_factor", f"at least low_freq_factor ({low:g})")
         return {
             "factor": self._factor(),
             "original_max_position": self._original(self.max_position),

@@ -278,7 +278,7 @@ def _layer_shapes(config: ModelConfig, parts: _Parts, layer: int) -> dict[str, t
         shapes["qkv_bias"] = (qkv,)
     if config.whole_qk_norm:
         shapes |= {"q_norm": (parts.whole["q"],), "k_norm": (parts.whole["k"],)}
-    elif config.qk_norm:
+    elif config.qk_norm and not config.bare_qk_norm:
         shapes |= {"q_norm": (d,), "k_norm": (d,)}
     if config.sinks:
         shapes["sinks"] = (parts.size("sink"),)

@@ -7,7 +7,7 @@ the other modules of this package.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,7 @@ from engine.layers.mlp import MLP
 from engine.layers.moe import MoE
 from engine.layers.norm import NoNorm, Norm
 from engine.layers.rotary import long_rope_offset
+from engine.models.chunks import active_chunk, chunk_patterns
 from engine.models.kv_scales import KVScales
 from engine.models.layer_plans import LayerPlans
 from engine.models.moe_layer import build_moe
@@ -228,7 +229,7 @@ class Decoder:
         patterns: Mapping[int, Any] | None = None,
     ) -> None:
         self.config = config
-        self.patterns = dict(patterns or {})
+        self.patterns = chunk_patterns(config, stage, max_model_len) | dict(patterns or {})
         self.kernels = ModelKernels() if model_kernels is None else model_kernels
         self.parts = parts
         self.deterministic = deterministic
@@ -455,11 +456,14 @@ class Decoder:
         c = self.config
         return Embedding(self._weight("embed"), c.embed_scale, rounds_scale=c.rounds_embed_scale)
 
-    def _head_norm(self, name: str) -> Norm | None:
+    def _head_norm(self, layer: int, part: str) -> Norm | None:
         """Return the QK-norm of q or k: per head, or over all heads of the model together."""
-        if not self.config.qk_norm:
+        c = self.config
+        if not c.has_qk_norm(layer):
             return None
-        norm = self._norm(name)
+        if c.bare_qk_norm:
+            return Norm(self._unit_weight, c.rms_norm_eps)
+        norm = self._norm(f"layers.{layer}.{part}_norm")
         if not self.config.whole_qk_norm:
             return norm
         return self.parts.row_norm(norm, norm.weight.shape[0] // self.config.head_dim)
@@ -474,6 +478,12 @@ class Decoder:
             subtract_mean=c.layer_norm,
             bias=self._weight(f"{name}_bias").data if c.norm_bias else None,
         )
+
+    @cached_property
+    def _unit_weight(self) -> Any:
+        """Weight of norms without one: (D,) ones in the dtype of the other norms."""
+        dtype = self._weight("layers.0.attn_norm").data.dtype
+        return self.xp.ones(self.config.head_dim, dtype)
 
     def _pre_norm(self, name: str) -> Norm:
         c = self.config
@@ -546,6 +556,7 @@ class Decoder:
             gate=config.attn_gate,
             deterministic=self.deterministic,
             pattern=self.patterns.get(self.stage.first + index),
+            chunk=active_chunk(config, index, self.max_model_len),
         )
         rope = self._ropes[rope_index(config, index)]
         return Attention(
@@ -553,8 +564,8 @@ class Decoder:
             self._linear(f"{name}.qkv", config.qkv_bias),
             self._linear(f"{name}.o", config.o_bias, self.parts.attention_output),
             rope.array,
-            self._head_norm(f"{name}.q_norm"),
-            self._head_norm(f"{name}.k_norm"),
+            self._head_norm(index, "q"),
+            self._head_norm(index, "k"),
             self._weight(f"{name}.sinks").data if config.sinks else None,
             self.kv_scales.of_layer(index),
             rope.q_factors,

@@ -234,6 +234,8 @@ class Family:
         Norms are LayerNorms (the mean is subtracted); norms have a weight; norms have a bias.
     embed_norm : bool
         The embedding is normalised.
+    mlp_width : str
+        Key of the MLP's intermediate size.
     gated_mlp : bool
         The MLP is act(gate x) * up x; otherwise act(up x).
     parallel : bool or str
@@ -244,6 +246,8 @@ class Family:
         QK-norm over all heads of q or k together instead of per head.
     qk_norm_after_rope : bool
         q and k are rotated first, then normalised.
+    bare_qk_norm : bool
+        QK-norm has no weight, and only layers with rope have it.
     sinks : bool
         Every head has an attention sink.
     windows : str
@@ -254,6 +258,9 @@ class Family:
         "layers_without_rope" (if `use_sliding_window`), "last_layers" (from `max_window_layers` on,
         without a switch) or "layer_types" (only those that key names). For all but "never" and
         "switched", `layer_types` takes precedence if given.
+    chunks : bool
+        Layers with rope, or those that `layer_types` calls "chunked_attention", see only the keys
+        of their own chunk of `attention_chunk_size` positions, if that is set.
     rope_layers : str
         Layers that rotate q and k: "all", "windows" (those with a sliding window),
         "windows_if_set" (the same, but all layers if `sliding_window` is null), or "no_rope_layers"
@@ -283,6 +290,9 @@ class Family:
     q_scale : bool
         Rope parameters may hold `llama_4_scaling_beta`: a factor on queries that grows with their
         position.
+    scales_unrotated_q : bool
+        Unless `attn_temperature_tuning` is off, `attn_scale` and `floor_scale` say how queries grow
+        with their position in layers without rope.
     interleaved_rope : bool
         Checkpoints store the rotated rows of q and k interleaved: pair i is rows 2i and 2i + 1 of a
         head instead of i and i + R/2.
@@ -308,6 +318,7 @@ class Family:
     norm_weight: bool = True
     embed_norm: bool = False
     norm_bias: bool = False
+    mlp_width: str = "intermediate_size"
     gated_mlp: bool = True
     parallel: bool | str = False
     parallel_norms: bool = False
@@ -318,10 +329,12 @@ class Family:
     qk_norm: bool | str = False
     whole_qk_norm: bool = False
     qk_norm_after_rope: bool = False
+    bare_qk_norm: bool = False
     pre_norms: bool = True
     post_norms: bool | str = False
     sinks: bool = False
     windows: WindowRule = "never"
+    chunks: bool = False
     rope_layers: RopeRule = "all"
     norm_weight_offset: float = 0.0
     scale_embedding: bool | str = False
@@ -335,6 +348,7 @@ class Family:
     activation_aliases: Mapping[str, str] = field(default_factory=dict)
     rotary_dim: str = ""
     q_scale: bool = False
+    scales_unrotated_q: bool = False
     interleaved_rope: bool = False
     gguf_interleaved_rope: bool = False
     attn_gate: str = ""

@@ -78,6 +78,7 @@ def kernel_specs(
     specs: list[ModuleSpec] = []
     if config.moe is not None:
         chosen += _MOE_OPS
+        chosen += ["scale_rows"] * config.moe.scales_input
     chosen += _quantized_ops(formats)
     for op in (*_OPS, *chosen):
         # Imported by name: the package's attribute `op` is the function, not the module.

@@ -7,7 +7,7 @@ from typing import Literal
 
 __all__ = ["MoeFamily", "SparseRule"]
 
-SparseRule = Literal["all", "steps", "after_first", "interval"]
+SparseRule = Literal["all", "steps", "after_first", "interval", "moe_layers"]
 
 
 @dataclass(frozen=True)
@@ -26,14 +26,17 @@ class MoeFamily:
         Value of `renormalize` for a .gguf without that key; most lack it.
     sparse_layers : str
         Layers with experts: "all", "steps" (by `decoder_sparse_step` and `mlp_only_layers`),
-        "after_first" (all but the first `first_k_dense_replace`), or "interval" (every
-        `moe_layer_interval`-th from `moe_layer_start_index` to `moe_layer_end_index`).
+        "after_first" (all but the first `first_k_dense_replace`), "interval" (every
+        `moe_layer_interval`-th from `moe_layer_start_index` to `moe_layer_end_index`), or
+        "moe_layers" (those that key lists; without it, every `interleave_moe_layer_step`-th).
     lists_layers : bool
         Whether `mlp_layer_types` ("sparse" or "dense" per layer) takes precedence if given.
     score : str
         Function of the router's logits: "softmax" or "sigmoid".
     correction : bool
         Add a bias per expert to the scores when experts are selected.
+    scales_input : bool
+        A token's only weight multiplies the input of its expert instead of the output.
     scale : str
         Key of the factor on a token's weights; "" for none.
     has_groups : bool
@@ -57,6 +60,7 @@ class MoeFamily:
     lists_layers: bool = False
     score: str = "softmax"
     correction: bool = False
+    scales_input: bool = False
     scale: str = ""
     has_groups: bool = False
     shared_width: str = ""

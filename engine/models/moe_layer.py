@@ -64,6 +64,7 @@ def build_moe(
             config.top_groups,
             config.renormalize,
             config.scale,
+            config.scales_input,
         ),
         linear("router", config.router_bias),
         Experts(

@@ -27,6 +27,7 @@ from engine.models.hy_v3 import HY_V3
 from engine.models.hyperclovax import HYPERCLOVAX
 from engine.models.jais2 import JAIS2
 from engine.models.llama import LLAMA
+from engine.models.llama4 import LLAMA4_TEXT
 from engine.models.mellum import MELLUM
 from engine.models.mimo import MIMO
 from engine.models.minimax_m2 import MINIMAX_M2
@@ -121,6 +122,7 @@ _OF_WRAPPERS = (
     QWEN2_5_VL_TEXT,
     QWEN3_VL_TEXT,
     QWEN3_VL_MOE_TEXT,
+    LLAMA4_TEXT,
 )
 
 FAMILIES: dict[str, Family] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -102,4 +103,4 @@ def ropes(config: ModelConfig) -> tuple[RopeConfig, ...]:
         return own
     # For layers without rope, a table of zero angles is simpler than a second path through the
     # fused ops. It covers whole heads: the decode kernel requires that to store keys itself.
-    return *own, RopeConfig(rotary_dim=config.head_dim, scaling="none")
+    return *own, replace(config.no_rope, rotary_dim=config.head_dim)

@@ -61,6 +61,7 @@ def local_config(config: ModelConfig, shard: Shard) -> ModelConfig:
     if shard.stage.num_layers:
         sizes["num_layers"] = shard.stage.last - shard.stage.first
         sizes["layer_windows"] = config.layer_windows[layers]
+        sizes["layer_chunks"] = config.layer_chunks[layers]
         sizes["rope_layers"] = config.rope_layers[layers]
     if moe is not None:
         width = moe.intermediate_size

@@ -97,6 +97,8 @@ def attend(
         scores = p.softcap * np.tanh(scores / p.softcap)
     distance = positions[:, None] - positions[None, :]
     is_hidden = (distance < 0) | ((distance >= p.window) if p.window else False)
+    if p.chunk:
+        is_hidden |= positions[:, None] // p.chunk != positions[None, :] // p.chunk
     scores[:, is_hidden] = -np.inf
     no_sinks = np.full(p.num_heads, -np.inf, np.float32)
     sinks = (no_sinks if attention.sinks is None else attention.sinks)[:, None, None]

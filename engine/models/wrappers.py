@@ -72,6 +72,7 @@ class Wrapper:
 _DECLARED = (
     Wrapper("mistral3", "mistral", ("vision_tower", "multi_modal_projector")),
     Wrapper("gemma3", "gemma3_text", ("vision_tower", "multi_modal_projector")),
+    Wrapper("llama4", "llama4_text", ("vision_model", "multi_modal_projector")),
     Wrapper("qwen2_vl", "qwen2_vl_text", ("visual",)),
     Wrapper("qwen2_5_vl", "qwen2_5_vl_text", ("visual",)),
     Wrapper("qwen3_vl", "qwen3_vl_text", ("visual",)),

@@ -34,6 +34,7 @@ def attention_decode(
     scale: float | None = None,
     window: int = 0,
     softcap: float = 0.0,
+    chunk: int = 0,
     tree_mask: Array | None = None,
     sinks: Array | None = None,
     k_scale: Array | None = None,
@@ -42,6 +43,7 @@ def attention_decode(
 ) -> Any:
     """softmax(scale Q K^T) V of the last Q tokens of every sequence, causal among themselves.
 
+    With a chunk, a sequence's only query sees the keys of its own chunk of that many positions.
     tree_mask (B, Q) uint64: query i sees query j only if bit j of its mask is set too. If k and v
     (B, 1, K, D) of one new token are given, qk_norm_rope_store runs first. sinks (H,): exp(sink) is
     added to the softmax denominator of each row of its head. With k_scale and v_scale (K,) the
@@ -74,7 +76,7 @@ def attention_decode(
             values,
             causal=True,
             scale=scale,
-            window=window,
+            window=(length - 1) % chunk + 1 if chunk else window,
             softcap=softcap,
             tree=None if tree_mask is None else tree_mask[b],
             sinks=sinks,

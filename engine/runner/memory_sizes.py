@@ -74,7 +74,8 @@ def activation_bytes(model: ModelConfig, dtype: str, num_tokens: int, num_rows: 
     mlp = 3 * model.intermediate_size if model.has_mlp else 0  # gate, up, and their product
     if model.moe is not None:  # gate · up and the output of each of a token's experts
         pairs = model.moe.top_k * (model.moe.intermediate_size + model.hidden_size)
-        mlp = max(mlp, pairs + 3 * model.moe.shared_size)
+        scaled = model.hidden_size if model.moe.scales_input else 0
+        mlp = max(mlp, pairs + scaled + 3 * model.moe.shared_size)
     attention = 2 * model.qkv_dim
     per_token = (4 * model.hidden_size + mlp + attention) * itemsize(dtype)
     per_row = 4 * 4 * model.vocab_size

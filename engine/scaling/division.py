@@ -177,6 +177,7 @@ def _layers(config: ModelConfig, first: int, last: int) -> ModelConfig:
         config,
         num_layers=last - first,
         layer_windows=config.layer_windows[first:last],
+        layer_chunks=config.layer_chunks[first:last],
         rope_layers=config.rope_layers[first:last],
         moe=moe,
     )

@@ -330,7 +330,7 @@ def _weights(
     first: dict[tuple[object, ...], int] = {}
     kinds: Counter[tuple[int, int]] = Counter()
     for layer in range(local.num_layers):
-        window = local.window(layer)
+        window = local.window(layer) or local.chunk(layer) // 2  # keys seen on average
         key = window, local.moe_of(layer) is not None
         kinds[first.setdefault(key, layer), window] += 1
     return shapes, formats, kinds

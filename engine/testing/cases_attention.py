@@ -50,11 +50,13 @@ class AttentionCase:
     window: int = 0
     softcap: float = 0.0
     sinks: tuple[float, ...] = ()
+    chunk: int = 0
 
     @property
     def rule(self) -> dict[str, Any]:
         """Keyword arguments that determine how the op computes scores."""
-        return {"scale": self.scale, "window": self.window, "softcap": self.softcap}
+        rule = {"scale": self.scale, "window": self.window, "softcap": self.softcap}
+        return rule | ({"chunk": self.chunk} if self.chunk else {})
 
     @property
     def head_sinks(self) -> Array:
@@ -69,6 +71,7 @@ class AttentionCase:
     def __str__(self) -> str:
         mask = "" if self.causal else "-full"
         extra = f"{mask}-w{self.window}-c{self.softcap:g}-s{self.scale}"
+        extra += f"-k{self.chunk}" if self.chunk else ""
         extra += "".join(f"-{sink:g}" for sink in self.sinks)
         q, k = ("_".join(map(str, lens)) for lens in (self.lens_q, self.lens_k))
         heads = f"H{self.num_heads}K{self.num_kv_heads}D{self.head_dim}"

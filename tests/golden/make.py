@@ -136,9 +136,15 @@ def router_margin(model: Any, ids: list[int]) -> float:
             ranks = groups.masked_fill(~kept[:, :, None], -np.inf).view(ranks.shape)
         margins.append(choice_margin(ranks, router.top_k))
 
-    routers = [m for m in model.modules() if type(m).__name__.lower().endswith(ROUTERS)]
-    hooks = [router.register_forward_hook(look) for router in routers]
-    model(torch.tensor([ids]), use_cache=False)
+    def look_at_scores(router: Any, inputs: Any, outputs: Any) -> None:
+        margins.append(choice_margin(outputs[1].float(), router.top_k))
+
+    hooks = [
+        module.register_forward_hook(look_at_scores if name == "llama4router" else look)
+        for module in model.modules()
+        if (name := type(module).__name__.lower()).endswith((*ROUTERS, "llama4router"))
+    ]
+    all_logits(model, ids, one_by_one=False)
     for hook in hooks:
         hook.remove()
     return min(margins)
@@ -147,6 +153,8 @@ def router_margin(model: Any, ids: list[int]) -> float:
 @torch.no_grad()
 def all_logits(model: Any, ids: list[int], one_by_one: bool) -> np.ndarray:
     """Return (T, V) float32 logits, from one pass or token by token."""
+    if type(model).__name__ == "Llama4ForConditionalGeneration":
+        model = model.language_model  # the whole model fails without an image
     if not one_by_one:
         return model(torch.tensor([ids]), use_cache=False).logits[0].float().numpy()
     cache, rows = DynamicCache(config=model.config), []

@@ -22,7 +22,7 @@ SPARSE = (
     *("qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "granitemoe", "gpt_oss", "glm4_moe"),
     *("afmoe", "hunyuan_v1_moe", "qwen3_vl_moe_text"),
     *("dots1", "solar_open", "minimax_m2", "hy_v3", "ernie4_5_moe", "exaone_moe", "mellum"),
-    *("flex_olmo", "granitemoeshared"),
+    *("flex_olmo", "granitemoeshared", "llama4_text"),
 )
 SWITCHED = ("qwen2", "qwen3", "smollm3", "qwen2_moe", "qwen3_moe")
 SWITCHED += ("qwen2_vl_text", "qwen2_5_vl_text")
@@ -56,6 +56,7 @@ EXPERTS = {
 }  # fmt: skip
 # Text models without a class of their own that computes logits -> the type of the whole model.
 WHOLE = {f"{name}_text": name for name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")}
+LLAMA4 = {"num_experts_per_tok": 1, "attention_chunk_size": 5, "floor_scale": 4}
 MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
 TOWER = {"depth": 1, "num_heads": 2, "hidden_size": 8, "out_hidden_size": 32, "patch_size": 4}
 SIZES = ("model_type", "vocab_size", "num_hidden_layers", "dtype", "architectures")
@@ -101,6 +102,7 @@ def measure(family: str) -> dict:
     values |= EXPERTS if family in SPARSE else {}
     values |= {"use_sliding_window": True, "max_window_layers": 1} if family in SWITCHED else {}
     values |= {"rope_parameters": MROPE} if family in WHOLE else {}
+    values |= LLAMA4 if family == "llama4_text" else {}
     model = build(family, values)
     generator = torch.Generator().manual_seed(1)
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}

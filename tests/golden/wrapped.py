@@ -25,12 +25,27 @@ _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 20, "tie_word_emb
 # The sections of height and width begin at other frequencies in every type.
 _MROPE = {"type": "mrope", "mrope_section": [2, 3, 3]}
 _INTERLEAVED = {"mrope_section": [4, 4, 4], "mrope_interleaved": True, "rope_type": "default"}
+_LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 16}
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+
+_LLAMA4 = {
+    **_TEXT,
+    "head_dim": 24,
+    "intermediate_size": 40,
+    "intermediate_size_mlp": 88,
+    "num_hidden_layers": 4,
+    "num_local_experts": 5,
+    "attention_chunk_size": 6,
+    "floor_scale": 4,
+    "attn_scale": 0.7,
+}
 
 _TOWER = {"hidden_size": 8, "intermediate_size": 8}
 _SIGLIP = {**_TOWER, "num_hidden_layers": 1, "num_attention_heads": 2}
 _SIGLIP |= {"model_type": "siglip_vision_model", "image_size": 28, "patch_size": 14}
 _PIXTRAL = {**_SIGLIP, "model_type": "pixtral", "head_dim": 4}
+_LLAMA4_TOWER = {**_SIGLIP, "model_type": "llama4_vision_model", "vision_output_dim": 8}
+_LLAMA4_TOWER |= {"projector_input_dim": 8, "projector_output_dim": 8}
 _QWEN_TOWER = {**_TOWER, "depth": 1, "num_heads": 2, "out_hidden_size": 64, "patch_size": 4}
 _QWEN3_TOWER = {**_QWEN_TOWER, "num_position_embeddings": 4, "deepstack_visual_indexes": [0]}
 _QWEN2_5_TOWER = {**_QWEN_TOWER, "fullatt_block_indexes": [0]}
@@ -63,6 +78,16 @@ WRAPPED: dict[str, dict[str, Any]] = {
             "rope_parameters": {**_YARN, "rope_theta": 500.0},
         },
     },
+    "mistral3_of_ministral3": {
+        "model_type": "mistral3",
+        "tie_word_embeddings": False,
+        "vision_config": _PIXTRAL,
+        "text_config": {
+            **_TEXT,
+            "model_type": "ministral3",
+            "rope_parameters": {**_YARN, "rope_theta": 500.0, "llama_4_scaling_beta": 0.6},
+        },
+    },
     "gemma3_wrapped": {
         "model_type": "gemma3",
         "eos_token_id": [2, 5],
@@ -86,6 +111,36 @@ WRAPPED: dict[str, dict[str, Any]] = {
                 "full_attention": {"rope_type": "default", "rope_theta": 1000.0},
                 "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
             },
+        },
+    },
+    "llama4": {
+        "model_type": "llama4",
+        "vision_config": _LLAMA4_TOWER,
+        "text_config": {
+            **_LLAMA4,
+            "model_type": "llama4_text",
+            "no_rope_layers": [],
+            "no_rope_layer_interval": 3,
+            "interleave_moe_layer_step": 2,
+            "attn_temperature_tuning": False,
+            "rope_theta": 500.0,
+            # Bounds as published: nothing is interpolated
+            "rope_scaling": {**_LLAMA3, "low_freq_factor": 1.0, "high_freq_factor": 1.0},
+        },
+    },
+    "llama4_biases_new_keys": {
+        "model_type": "llama4",
+        "tie_word_embeddings": False,
+        "vision_config": _LLAMA4_TOWER,
+        "text_config": {
+            **_LLAMA4,
+            "model_type": "llama4_text",
+            "attention_bias": True,
+            "no_rope_layers": [1, 0, 0, 1],
+            "layer_types": ["chunked_attention", "full_attention"] * 2,
+            "moe_layers": [0, 3],
+            "use_qk_norm": False,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
         },
     },
     "qwen2_vl": {  # the text model's keys are among those of the whole model

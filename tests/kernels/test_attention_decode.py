@@ -89,6 +89,37 @@ def test_matches_mirror(xp, case, dtype, num_splits):
     assert bool(xp.isnan(buffer[:64]).all()) and bool(xp.isnan(buffer[-64:]).all())
 
 
+CHUNKED = AttentionCase((1,) * 7, (64, 65, 1, 200, 63, 320, 0), 8, 2, 64, block_size=16)
+
+
+def test_mirror_of_chunks_is_each_chunk_by_itself():
+    """A sequence's query sees what it would see if its chunk were all there is."""
+    q, k, v, tables, lens = _inputs(CHUNKED, "float32")
+    options = {"softcap": 3.0, "return_lse": True}
+    got = _run(reference.attention_decode, np, (q, k, v, tables, lens), chunk=64, **options)
+    first = (np.maximum(lens, 1) - 1) // 64 * 64
+    own = np.stack(
+        [np.resize(row[start // 16 :], 4) for row, start in zip(tables, first, strict=True)]
+    )
+    want = _run(reference.attention_decode, np, (q, k, v, own, lens - first), **options)
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_array_equal(one, other)
+    whole = _run(reference.attention_decode, np, (q, k, v, tables, lens), **options)
+    assert (got[0] != whole[0]).any(axis=(1, 2, 3)).tolist() == (lens > 64).tolist()
+
+
+@pytest.mark.grid("chunk", [1, 48, 64, 500])
+@pytest.mark.grid("num_splits", [None, 1, 3])
+@pytest.mark.grid("dtype", cases.DTYPES)
+def test_chunks(xp, dtype, num_splits, chunk, tier):
+    arrays = _inputs(CHUNKED, dtype)
+    want, want_lse = _run(reference.attention_decode, np, arrays, chunk=chunk, return_lse=True)
+    options = {"num_splits": num_splits, "chunk": chunk, "max_context_len": 320}
+    got, lse = _run(kernels.attention_decode, xp, arrays, **options, return_lse=True)
+    assert_close(got, want, reduction=CHUNKED.reduction)
+    assert_close(lse, want_lse, reduction=CHUNKED.reduction, name="lse")
+
+
 @pytest.mark.grid("num_queries", range(1, 9))
 @pytest.mark.grid("group", [1, 3, 4, 8])
 def test_queries_and_groups(xp, num_queries, group):
@@ -413,6 +444,12 @@ def test_contract(xp):
         op(q, pages, pages, **where, tree_mask=xp.ones((2, 2), np.uint64))
     with pytest.raises(ContractError, match="tree_mask: must be None with a window"):
         op(q, pages, pages, **where, tree_mask=masks, window=4)
+    with pytest.raises(ContractError, match="tree_mask: must be None with a window or chunk"):
+        op(q, pages, pages, **where, tree_mask=masks, chunk=4)
+    with pytest.raises(ContractError, match="chunk: must be 0 with a window; got 8"):
+        op(q, pages, pages, **where, window=4, chunk=8)
+    with pytest.raises(ContractError, match="Q: must be 1 with a chunk; got 2"):
+        op(xp.ones((2, 2, 4, 8), np.float32), pages, pages, **where, chunk=8)
     with pytest.raises(ContractError, match="Q: must be at most 64 with a tree_mask; got 65"):
         many = xp.ones((2, 65, 4, 8), np.float32)
         op(many, pages, pages, **where, tree_mask=xp.ones((2, 65), np.uint64))

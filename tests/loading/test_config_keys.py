@@ -25,6 +25,7 @@ EXTRA = {name: EXPERTS for name in SPARSE} | {
     "qwen2": WINDOWS,
     "qwen3": WINDOWS,
     "smollm3": {"use_sliding_window": True},
+    "llama4_text": {"num_experts": 8, "max_position_embeddings": 16384},
     "ministral": {"layer_types": ["sliding_attention"] * 6},
 }
 # Values that no family has by default, where 3 is none, and where a file must hold more with them.
@@ -64,6 +65,8 @@ def test_a_listed_key_changes_the_configuration_or_is_refused(family):
         value = VALUES.get(key, 3)
         if key in ("use_parallel_residual", "use_parallel_block", "parallel_attn"):
             value = not plain.parallel
+        elif key == "attn_temperature_tuning":
+            value = not plain.no_rope.q_scale_beta
         elif key == "use_gated_activation":
             value = not plain.gated_mlp
         elif key in ("rope_interleave", "rope_interleaved"):

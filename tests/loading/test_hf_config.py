@@ -356,7 +356,7 @@ BAD = {
         {"type": "dynamic", "factor": "2"}, {"type": "linear", "factor": 10**30},
         {"type": "mrope", "factor": 2}, {"type": 5}, {"rope_type": "proportional"},
         {"type": "llama3", "factor": 8.0},
-        {"type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0},
+        {"type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 3.0},
         {"type": "yarn", "factor": 4, "beta_fast": 1, "beta_slow": 2},
         {"type": "yarn", "factor": 4, "truncate": 1},
         {"type": "yarn", "factor": 4, "original_max_position_embeddings": 0},

@@ -37,6 +37,15 @@ CONFIGS = {
     "norms of outputs": replace(
         CONFIG, pre_norms=False, post_norms=True, qk_norm=True, whole_qk_norm=True
     ),
+    "chunks": replace(
+        CONFIG,
+        layer_windows=(),
+        layer_chunks=(40, 0),
+        rope_layers=(True, False),
+        qk_norm=True,
+        bare_qk_norm=True,
+        moe=MoeConfig(9, 1, 96, (False, True), scales_input=True, shared_size=64),
+    ),
     "parallel": replace(
         CONFIG,
         branch_scale=0.5,

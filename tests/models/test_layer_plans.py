@@ -95,6 +95,14 @@ FAMILIES = {
             activation="swiglu_clamped",
         ),
     ),
+    "chunks and one expert": dataclasses.replace(
+        CONFIG,
+        layer_chunks=(8, 0, 8, 8, 0, 8),
+        rope_layers=(True, False, True, True, False, True),
+        qk_norm=True,
+        bare_qk_norm=True,
+        moe=MoeConfig(5, 1, 96, (True,) * 6, scales_input=True, shared_size=64),
+    ),
 }
 
 

@@ -52,6 +52,8 @@ def test_end_ids_come_from_the_tokenizer_and_the_model(directory):
     _edit(directory / "config.json", eos_token_id=5, bos_token_id=1)
     tokenizer = load_tokenizer(directory)
     assert tokenizer.eos_token_ids == (2, 0, 5)
+    _edit(directory / "config.json", text_config={"eos_token_id": [5, 7], "bos_token_id": 3})
+    assert load_tokenizer(directory).eos_token_ids == (2, 0, 5, 7)
     assert tokenizer.eos_token_id == 2
     assert tokenizer.bos_token_id == 0  # the tokenizer's own bos_token takes precedence
 
@@ -198,6 +200,21 @@ def test_any_known_decoder_decodes_as_the_backend_does(directory):
 
 
 TEMPLATE = "F{{ eos_token }}{{ '' if tools }}"
+
+
+def test_the_template_of_a_multimodal_model(directory):
+    """Old releases wrote it to a file of its own; other places take precedence."""
+    (directory / "chat_template.json").write_text(json.dumps({"chat_template": "M"}))
+    messages = [{"role": "user", "content": "x"}]
+    own = json.loads((directory / "tokenizer_config.json").read_text())
+    _edit(directory / "tokenizer_config.json", chat_template="D")
+    assert load_tokenizer(directory).apply_chat_template(messages) == "D"
+    (directory / "tokenizer_config.json").write_text(
+        json.dumps({key: value for key, value in own.items() if key != "chat_template"})
+    )
+    assert load_tokenizer(directory).apply_chat_template(messages) == "M"
+    (directory / "chat_template.jinja").write_text("F")
+    assert load_tokenizer(directory).apply_chat_template(messages) == "F"
 
 
 def test_templates_by_name_and_by_file(directory):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -73,6 +74,7 @@ def attention_decode(
     scale: float | None = None,
     window: int = 0,
     softcap: float = 0.0,
+    chunk: int = 0,
     tree_mask: Any = None,
     sinks: Any = None,
     k_scale: Any = None,
@@ -116,6 +118,9 @@ def attention_decode(
         Each query sees only its last `window` keys, including its own; 0 means no limit.
     softcap : float
         Replace a scaled score s by softcap * tanh(s / softcap); 0 means no cap.
+    chunk : int
+        Chunked attention: the query at position i sees only keys j with i // chunk == j // chunk;
+        0 means no chunks. Requires Q = 1, and neither `window` nor `tree_mask`.
     tree_mask : (B, Q) array of uint64, optional
         Bit j of tree_mask[b, i], j <= i, tells whether query i sees query j (bits beyond i are
         ignored); every query sees the tokens before the Q queries. One call verifies a tree of
@@ -192,7 +197,8 @@ def attention_decode(
     )
     check_heads(call)
     rule = ScoreRule.checked(call, call["D"], scale, window, softcap)
-    tree_mask = _checked_tree(call, tree_mask, window)
+    rule = replace(rule, chunk=_checked_chunk(call, chunk, window))
+    tree_mask = _checked_tree(call, tree_mask, rule.longest_reach)
     sinks = checked_sinks(call, sinks, accumulation_dtype(q.dtype))
     new_tokens = NewTokens.checked(
         call,
@@ -261,6 +267,7 @@ def _mirror(
         scale=rule.scale,
         window=rule.window,
         softcap=rule.softcap,
+        chunk=rule.chunk,
         tree_mask=tree_mask,
         sinks=sinks,
         **pages.scales,
@@ -269,10 +276,18 @@ def _mirror(
     return result
 
 
-def _checked_tree(call: Contract, tree_mask: Any, window: int) -> Any:
+def _checked_chunk(call: Contract, chunk: int, window: int) -> int:
+    chunk = check_count(call, "chunk", chunk)
+    if chunk:
+        call.check("chunk", window == 0, "0 with a window", chunk)
+        call.check("Q", call["Q"] == 1, "1 with a chunk", call["Q"])
+    return chunk
+
+
+def _checked_tree(call: Contract, tree_mask: Any, reach: int) -> Any:
     """Return the checked `tree_mask`, or None."""
     if tree_mask is None:
         return None
-    call.check("tree_mask", window == 0, "None with a window", "a mask")
+    call.check("tree_mask", reach == 0, "None with a window or chunk", "a mask")
     call.check("Q", call["Q"] <= _TREE_BITS, f"at most {_TREE_BITS} with a tree_mask", call["Q"])
     return call.array("tree_mask", tree_mask, "B Q", np.dtype(np.uint64))

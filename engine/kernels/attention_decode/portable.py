@@ -129,7 +129,8 @@ def launch(
     module = spec(tile, dtype, pages.kv_dtype)
     row_tiles = ceil_div(num_rows, tile.rows(dtype))
     if num_splits is None:
-        keys = min(max_context_len, rule.window + num_queries) if rule.window else max_context_len
+        reach = rule.longest_reach
+        keys = min(max_context_len, reach + num_queries) if reach else max_context_len
         rounded = ceil_div(keys, _SPLIT_GRAIN) * _SPLIT_GRAIN  # for lru_cache hits
         num_splits = choose_num_splits(batch * num_kv_heads * row_tiles, rounded, sm_count())
     arguments = _arguments(q, pages, out, lse, rule, num_splits)
@@ -175,7 +176,7 @@ def _arguments(
         "head_dim": head_dim,
         "block_shift": block_size.bit_length() - 1,
         "num_blocks": num_blocks,
-        "window": rule.window,
+        "window": rule.window_argument,
         "num_splits": num_splits,
         "is_vector": int(are_aligned(q, pages.k, pages.v, out)),
         "score_inner": rule.inner,

@@ -436,7 +436,7 @@ def launch(
         num_queries=num_queries,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        window=rule.window,
+        window=rule.window_argument,
         num_splits=num_splits or 0,
         token_parts=token_parts,
         score_inner=rule.inner,
