@@ -97,6 +97,8 @@ class MoeConfig:
         (Llama 4).
     shared_size : int
         Features of the shared expert, which processes every token; 0 if there is none.
+    shared_scale : float
+        Factor on the shared expert's output.
     shared_gate : bool
         Whether the shared expert's output is scaled by a sigmoid gate computed from the token.
     router_bias, expert_bias, shared_bias : bool
@@ -120,6 +122,7 @@ class MoeConfig:
     correction: bool = False
     scales_input: bool = False
     shared_size: int = 0
+    shared_scale: float = 1.0
     shared_gate: bool = False
     router_bias: bool = False
     expert_bias: bool = False

@@ -210,6 +210,8 @@ class MoE:
         Added to the scores when experts are selected.
     shared : MLP, optional
         Shared expert, applied to every token.
+    shared_scale : float
+        Factor on the output of `shared`.
     shared_gate : Linear, optional
         (1, N): the sigmoid of its output scales the output of `shared`.
     deterministic : bool
@@ -223,7 +225,7 @@ class MoE:
 
     __slots__ = (
         *("correction", "deterministic", "experts", "load", "params", "router", "shared"),
-        "shared_gate",
+        *("shared_factor", "shared_gate"),
     )
 
     def __init__(
@@ -234,6 +236,7 @@ class MoE:
         *,
         correction: Any = None,
         shared: MLP | None = None,
+        shared_scale: float = 1.0,
         shared_gate: Linear | None = None,
         deterministic: bool = False,
     ) -> None:
@@ -245,7 +248,9 @@ class MoE:
         self.shared_gate = shared_gate
         self.deterministic = deterministic
         matrix = router.weight.data
-        self.load = array_module(matrix).zeros(matrix.shape[0], np.int64)
+        xp = array_module(matrix)
+        self.shared_factor = None if shared_scale == 1.0 else xp.full(1, shared_scale, _FLOAT32)
+        self.load = xp.zeros(matrix.shape[0], np.int64)
 
     @property
     def input_format(self) -> Format | None:
@@ -269,8 +274,9 @@ class MoE:
             shared_gate=self.shared_gate,
         )
         yield "load", self.load
-        if self.correction is not None:
-            yield "correction", self.correction
+        for name in ("correction", "shared_factor"):
+            if getattr(self, name) is not None:
+                yield name, getattr(self, name)
 
     def __call__(
         self, x: Any, *, norm: Norm | None = None, residual: Any = None, slots: Any = None
@@ -285,11 +291,19 @@ class MoE:
             rows,
             routing,
             deterministic=self.deterministic,
-            shared=None if self.shared is None else self.shared(x),
+            shared=self._shared_output(x),
             shared_gate=None if self.shared_gate is None else self.shared_gate(x),
             residual=residual,
             out=residual,
         )
+
+    def _shared_output(self, x: Any) -> Any:
+        """Return the shared expert's output (T, N), or None."""
+        if self.shared is None:
+            return None
+        y = self.shared(x)
+        factor = self.shared_factor
+        return y if factor is None else kernels.scale_rows(y, factor, out=y)
 
     def _normed_and_routed(
         self, x: Any, norm: Norm | None, slots: Any

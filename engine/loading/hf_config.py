@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from engine.checks import warn_once
-from engine.config import ModelConfig, RopeConfig
+from engine.config import ModelConfig, MoeConfig, RopeConfig
 from engine.dtypes import FLOAT_NAMES
 from engine.errors import ConfigError, WeightsError
 from engine.loading._fields import Fields
@@ -211,22 +211,21 @@ def build_config(
     fields = Fields(ChainMap(present, defaults), where, names)
     if fields.raw("quantization_config") not in (None, {}):
         scheme_of(fields.child("quantization_config"))  # raises if it is not supported
-    sizes = _sizes(fields, kind.mlp_width)
+    sizes = _sizes(fields, kind)
     positions = fields.integer("max_position_embeddings", 1, MAX_POSITIONS)
     rope, rope_local = rope_configs(fields, kind, sizes["head_dim"], positions)
     positions = scaled_max_position(rope, positions, kind)
     rope_layers = _rope_layers(fields, kind, sizes["num_layers"])
     layer_windows = _layer_windows(fields, kind, rope_layers, positions)
-    has_window = fields.has("sliding_window")
-    if kind.rope_layers == "windows" or (kind.rope_layers == "windows_if_set" and has_window):
-        rope_layers = tuple(window > 0 for window in layer_windows)
+    moe = moe_config(fields, kind.moe, sizes["num_layers"])
+    rope_layers = _with_rope_in_windows(fields, kind, rope_layers, layer_windows, moe)
     if rope.scaling == "longrope" and (rope_local is not None or not all(rope_layers)):
         raise fields.error("rope_scaling", "not longrope, since layers differ in their rope")
     config = ModelConfig(
         model_type=kind.model_type,
         **sizes,
         max_position_embeddings=positions,
-        rms_norm_eps=fields.real(kind.eps_key, 1e-12, 1.0),
+        rms_norm_eps=fields.real(_eps_key(fields, kind), 1e-12, 1.0),
         rope=rope,
         rope_local=rope_local,
         layer_windows=layer_windows,
@@ -234,7 +233,7 @@ def build_config(
         rope_layers=() if all(rope_layers) else rope_layers,
         no_rope=_no_rope(fields, kind),
         **_switches(fields, kind),
-        moe=moe_config(fields, kind.moe, sizes["num_layers"]),
+        moe=moe,
         num_extra_layers=fields.integer(kind.extra_layers, 0, 64, 0) if kind.extra_layers else 0,
         **_scales(fields, kind, sizes["hidden_size"]),
         **_tokens(fields, sizes["vocab_size"]),
@@ -253,9 +252,15 @@ def _with_shared_names(
     return renamed, {shared: key for key, shared in own.items()} | dict(names or {})
 
 
-def _sizes(fields: Fields, mlp_width: str) -> dict[str, Any]:
+def _eps_key(fields: Fields, kind: Family) -> str:
+    has_other = bool(kind.rms_norm_key) and fields.has(kind.rms_norm_key)
+    return kind.rms_norm_key if has_other else kind.eps_key
+
+
+def _sizes(fields: Fields, kind: Family) -> dict[str, Any]:
     """Return the model's dimensions, checked for consistency."""
     hidden = fields.integer("hidden_size", 1, _MAX_WIDTH)
+    width = kind.mlp_width if fields.has(kind.mlp_width) else "intermediate_size"
     heads = fields.integer("num_attention_heads", 1, _MAX_HEADS)
     kv_heads = fields.integer("num_key_value_heads", 1, _MAX_HEADS, heads)
     if heads % kv_heads:
@@ -272,7 +277,7 @@ def _sizes(fields: Fields, mlp_width: str) -> dict[str, Any]:
         "num_heads": heads,
         "num_kv_heads": kv_heads,
         "head_dim": head_dim,
-        "intermediate_size": fields.integer(mlp_width, 1, _MAX_WIDTH),
+        "intermediate_size": fields.integer(width, 1, _MAX_WIDTH),
     }
 
 
@@ -300,7 +305,7 @@ def _switches(fields: Fields, kind: Family) -> dict[str, Any]:
         "bare_qk_norm": kind.bare_qk_norm,
         "pre_norms": kind.pre_norms,
         "post_norms": declared(kind.post_norms),
-        "layer_norm": kind.layer_norm,
+        "layer_norm": kind.layer_norm and _eps_key(fields, kind) == kind.eps_key,
         "norm_weight": kind.norm_weight,
         "embed_norm": kind.embed_norm,
         "norm_bias": kind.norm_bias,
@@ -416,6 +421,26 @@ def _no_rope(fields: Fields, kind: Family) -> RopeConfig:
     return replace(config, q_scale_beta=beta, q_scale_length=length, q_scale_start=1)
 
 
+def _with_rope_in_windows(
+    fields: Fields,
+    kind: Family,
+    rope_layers: tuple[bool, ...],
+    layer_windows: tuple[int, ...],
+    moe: MoeConfig | None,
+) -> tuple[bool, ...]:
+    """Return `rope_layers`, or the layers with a window for families that rotate in these only."""
+    rule = kind.rope_layers
+    if not rule.startswith("windows") or (
+        rule == "windows_if_set" and not fields.has("sliding_window")
+    ):
+        return rope_layers
+    has_window = tuple(window > 0 for window in layer_windows)
+    if rule != "windows_and_dense" or _dense_pattern(fields) != 1:
+        return has_window
+    is_sparse = (False,) * len(has_window) if moe is None else moe.sparse_layers
+    return tuple(a or not b for a, b in zip(has_window, is_sparse, strict=True))
+
+
 def _layer_windows(
     fields: Fields, kind: Family, rope_layers: tuple[bool, ...], positions: int
 ) -> tuple[int, ...]:
@@ -435,7 +460,7 @@ def _layer_windows(
     is_sliding = _sliding_layers(fields, kind, rope_layers, window)
     if any(is_sliding) and not window:
         raise fields.error("sliding_window", "given, since some layers have a window")
-    selects_rope = kind.local_rope or kind.rope_layers in ("windows", "windows_if_set")
+    selects_rope = kind.local_rope or kind.rope_layers.startswith("windows")
     if window >= positions and not selects_rope:
         window = 0
     return tuple(window if sliding else 0 for sliding in is_sliding)
@@ -462,6 +487,10 @@ def _sliding_layers(
         return [bool(window) and layer % 2 == 0 and layer < end for layer in range(num_layers)]
     if kind.rope_layers == "windows_if_set" and not window:
         return [False] * num_layers
+    if kind.windows == "pattern_after_dense":
+        first = min(fields.integer("first_k_dense_replace", 0, _MAX_LAYERS), num_layers)
+        dense = [bool((layer + 1) % _dense_pattern(fields)) for layer in range(first)]
+        return dense + _pattern(fields, num_layers - first)
     return _pattern(fields, num_layers)
 
 
@@ -490,6 +519,12 @@ def _layer_chunks(
     if not 0 < chunk < positions or not any(is_chunked):
         return ()
     return tuple(chunk if chunked else 0 for chunked in is_chunked)
+
+
+def _dense_pattern(fields: Fields) -> int:
+    """Return n: of the dense layers in front, every n-th has full attention."""
+    pattern: int = fields.integer("prefix_dense_sliding_window_pattern", 1, _MAX_LAYERS)
+    return pattern
 
 
 def _layer_types(fields: Fields, num_layers: int, partial: str = "sliding_attention") -> list[bool]:

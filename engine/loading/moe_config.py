@@ -36,7 +36,10 @@ def moe_config(fields: Fields, kind: MoeFamily | None, num_layers: int) -> MoeCo
     def declared(value: bool | str) -> bool:
         return fields.flag(value, False) if isinstance(value, str) else value
 
+    score, renormalize = _score(fields, kind, declared(kind.renormalize))
     width = fields.integer(kind.width, 1, _MAX_WIDTH)
+    shared_size = _shared_size(fields, kind, width)
+    scale, shared_scale = _scales(fields, kind, shared_size)
     num_groups, top_groups = _groups(fields, kind, num_experts)
     most = 1 if kind.scales_input else min(num_experts, MAX_TOP_K)
     top_ks = fields.per_layer("num_experts_per_tok", num_layers, 1, most)
@@ -46,14 +49,15 @@ def moe_config(fields: Fields, kind: MoeFamily | None, num_layers: int) -> MoeCo
         layer_top_k=top_ks if len(set(top_ks)) > 1 else (),
         intermediate_size=width,
         sparse_layers=sparse,
-        score=kind.score,
-        renormalize=declared(kind.renormalize),
-        scale=fields.real(kind.scale, 1e-6, 1e6, 1.0) if kind.scale else 1.0,
+        score=score,
+        renormalize=renormalize,
+        scale=scale,
         num_groups=num_groups,
         top_groups=top_groups,
         correction=kind.correction,
         scales_input=kind.scales_input,
-        shared_size=_shared_size(fields, kind, width),
+        shared_size=shared_size,
+        shared_scale=shared_scale,
         shared_gate=kind.shared_gate,
         router_bias=kind.router_bias,
         expert_bias=kind.expert_bias,
@@ -157,3 +161,25 @@ def _moe_layers(fields: Fields, num_layers: int) -> tuple[bool, ...]:
     if not isinstance(listed, list) or any(type(one) is not int for one in listed):
         raise fields.error("moe_layers", "a list of layers")
     return tuple(i in listed for i in range(num_layers))
+
+
+def _score(fields: Fields, kind: MoeFamily, renormalize: bool) -> tuple[str, bool]:
+    """Return the function of the router's logits, and whether to divide by the weights' sum."""
+    if not kind.score_key:
+        return kind.score, renormalize
+    score = fields.text(kind.score_key)
+    if score not in ("softmax", "sigmoid"):
+        raise fields.error(kind.score_key, "softmax or sigmoid")
+    # A softmax over the chosen logits is one over all, divided by the chosen ones' sum.
+    return score, renormalize or score == "softmax"
+
+
+def _scales(fields: Fields, kind: MoeFamily, shared_size: int) -> tuple[float, float]:
+    """Return the factors on the outputs of the experts, and of the shared one."""
+    scale = fields.real(kind.scale, 1e-6, 1e6, 1.0) if kind.scale else 1.0
+    if not kind.shared_sum or not shared_size:
+        return scale, 1.0
+    how = fields.text(kind.shared_sum)
+    if how not in ("sum", "average"):
+        raise fields.error(kind.shared_sum, "sum or average")
+    return (0.5 * scale, 0.5) if how == "average" else (scale, 1.0)

@@ -42,8 +42,9 @@ WindowRule = Literal[
     "layers_without_rope",
     "layer_types",
     "last_layers",
+    "pattern_after_dense",
 ]
-RopeRule = Literal["all", "no_rope_layers", "windows", "windows_if_set"]
+RopeRule = Literal["all", "no_rope_layers", "windows", "windows_if_set", "windows_and_dense"]
 
 
 class WeightName(NamedTuple):
@@ -228,14 +229,14 @@ class Family:
     qk_norm, pre_norms, post_norms : bool or str
         QK-norm, norms before, and norms after attention and MLP; for the first and last, or the
         key of that flag.
-    eps_key : str
-        Key of the norms' epsilon.
+    eps_key, rms_norm_key : str
+        Key of the norms' epsilon; key of another one, whose presence makes LayerNorms RMSNorms.
     layer_norm, norm_weight, norm_bias : bool
         Norms are LayerNorms (the mean is subtracted); norms have a weight; norms have a bias.
     embed_norm : bool
         The embedding is normalised.
     mlp_width : str
-        Key of the MLP's intermediate size.
+        Key of the MLP's intermediate size; without it, that is `intermediate_size`.
     gated_mlp : bool
         The MLP is act(gate x) * up x; otherwise act(up x).
     parallel : bool or str
@@ -255,16 +256,18 @@ class Family:
         "switched" (every layer, if `use_sliding_window`), "max_window_layers" (from that layer on,
         if `use_sliding_window`), "even_layers" (those before `max_window_layers`, if
         `use_sliding_window`), "pattern" (all but every n-th, or the L of a string such as "LLLG"),
-        "layers_without_rope" (if `use_sliding_window`), "last_layers" (from `max_window_layers` on,
-        without a switch) or "layer_types" (only those that key names). For all but "never" and
-        "switched", `layer_types` takes precedence if given.
+        "pattern_after_dense" (the same, counted after the dense layers, which have a pattern of
+        their own), "layers_without_rope" (if `use_sliding_window`), "last_layers" (from
+        `max_window_layers` on, without a switch) or "layer_types" (only those that key names). For
+        all but "never" and "switched", `layer_types` takes precedence if given.
     chunks : bool
         Layers with rope, or those that `layer_types` calls "chunked_attention", see only the keys
         of their own chunk of `attention_chunk_size` positions, if that is set.
     rope_layers : str
         Layers that rotate q and k: "all", "windows" (those with a sliding window),
-        "windows_if_set" (the same, but all layers if `sliding_window` is null), or "no_rope_layers"
-        (that key lists 1 or 0 per layer; without it, all layers but every
+        "windows_if_set" (the same, but all layers if `sliding_window` is null), "windows_and_dense"
+        (the same, and the dense ones, if their pattern is 1), or "no_rope_layers" (that key lists 1
+        or 0 per layer; without it, all layers but every
         `no_rope_layer_interval`-th).
     norm_weight_offset : float
         Added to every norm's weight.
@@ -314,6 +317,7 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     key_aliases: Mapping[str, str] = field(default_factory=dict)
     eps_key: str = "rms_norm_eps"
+    rms_norm_key: str = ""
     layer_norm: bool = False
     norm_weight: bool = True
     embed_norm: bool = False

@@ -78,7 +78,8 @@ def kernel_specs(
     specs: list[ModuleSpec] = []
     if config.moe is not None:
         chosen += _MOE_OPS
-        chosen += ["scale_rows"] * config.moe.scales_input
+        has_factors = config.moe.scales_input or config.moe.shared_scale != 1.0
+        chosen += ["scale_rows"] * has_factors
     chosen += _quantized_ops(formats)
     for op in (*_OPS, *chosen):
         # Imported by name: the package's attribute `op` is the function, not the module.

@@ -31,6 +31,8 @@ class MoeFamily:
         "moe_layers" (those that key lists; without it, every `interleave_moe_layer_step`-th).
     lists_layers : bool
         Whether `mlp_layer_types` ("sparse" or "dense" per layer) takes precedence if given.
+    score_key : str
+        Key of `score`; with it, "softmax" is over the logits of the chosen experts only.
     score : str
         Function of the router's logits: "softmax" or "sigmoid".
     correction : bool
@@ -45,6 +47,9 @@ class MoeFamily:
         Key of the shared expert's intermediate size; "" for none.
     shared_count : str
         Key of the number of shared experts, each of size `width`; "" for none.
+    shared_sum : str
+        Key that says whether the outputs of the shared expert and the others are added ("sum") or
+        averaged ("average"); "" if they are added.
     shared_gate, router_bias, expert_bias, shared_bias : bool or str
         Whether these weights exist; `shared_bias` may be the key of that flag.
     activation : str
@@ -58,6 +63,7 @@ class MoeFamily:
     gguf_renormalize: bool = False
     sparse_layers: SparseRule = "all"
     lists_layers: bool = False
+    score_key: str = ""
     score: str = "softmax"
     correction: bool = False
     scales_input: bool = False
@@ -65,6 +71,7 @@ class MoeFamily:
     has_groups: bool = False
     shared_width: str = ""
     shared_count: str = ""
+    shared_sum: str = ""
     shared_gate: bool = False
     router_bias: bool = False
     expert_bias: bool = False

@@ -78,6 +78,7 @@ def build_moe(
         ),
         correction=None if correction is None else correction.data,
         shared=shared_expert() if config.shared_size else None,
+        shared_scale=config.shared_scale,
         shared_gate=linear("shared_gate") if config.shared_gate else None,
         deterministic=deterministic,
     )

@@ -7,6 +7,7 @@ from engine.models.afmoe import AFMOE
 from engine.models.apertus import APERTUS
 from engine.models.arcee import ARCEE
 from engine.models.cohere2 import COHERE2
+from engine.models.cohere2_moe import COHERE2_MOE
 from engine.models.dots1 import DOTS1
 from engine.models.ernie4_5 import ERNIE4_5, ERNIE4_5_MOE
 from engine.models.exaone4 import EXAONE4, EXAONE_MOE
@@ -115,6 +116,7 @@ _SPARSE = (
     MELLUM,
     FLEX_OLMO,
     GRANITEMOESHARED,
+    COHERE2_MOE,
 )
 
 _OF_WRAPPERS = (

@@ -29,6 +29,16 @@ _APERTUS = {**_TINY, "model_type": "apertus", "hidden_act": "xielu", "head_dim":
 _OLMO = {**_TINY, "model_type": "olmo"}
 del _OLMO["rms_norm_eps"]
 _NANOCHAT = {**_RELU2, "model_type": "nanochat", "rms_norm_eps": 1e-3}
+_COHERE2_MOE = {
+    **_MOE,
+    "model_type": "cohere2_moe",
+    "num_hidden_layers": 4,
+    "intermediate_size": 24,
+    "head_dim": 24,
+    "sliding_window": 8,
+    "logit_scale": 0.25,
+    "layer_norm_eps": 1e-3,
+}
 _AFMOE = {
     **_MOE,
     "model_type": "afmoe",
@@ -152,6 +162,32 @@ SWITCHES: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "tie_word_embeddings": True,
         "final_logit_softcapping": None,
+        "rope_parameters": _ROPE,
+    },
+    "cohere2_moe": {
+        **_COHERE2_MOE,
+        "num_experts": 7,
+        "num_experts_per_tok": 3,
+        "num_shared_experts": 2,
+        "expert_selection_fn": "sigmoid",
+        "norm_topk_prob": False,
+        "first_k_dense_replace": 1,
+        "prefix_dense_intermediate_size": 40,
+        "sliding_window_pattern": 2,
+        "rms_norm_eps": None,
+        "tie_word_embeddings": True,
+        "rope_theta": 500.0,
+    },
+    "cohere2_moe_rms_new_keys": {
+        **_COHERE2_MOE,
+        "num_experts": 5,
+        "num_shared_experts": 1,
+        "shared_expert_combination_strategy": "sum",
+        "mlp_layer_types": ["dense", "sparse", "dense", "sparse"],
+        "layer_types": ["full_attention", *["sliding_attention"] * 3],
+        "prefix_dense_sliding_window_pattern": 2,
+        "attention_bias": True,
+        "rms_norm_eps": 2e-3,
         "rope_parameters": _ROPE,
     },
     "hunyuan_v1_moe_new_keys": {

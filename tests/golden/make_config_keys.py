@@ -22,7 +22,7 @@ SPARSE = (
     *("qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "granitemoe", "gpt_oss", "glm4_moe"),
     *("afmoe", "hunyuan_v1_moe", "qwen3_vl_moe_text"),
     *("dots1", "solar_open", "minimax_m2", "hy_v3", "ernie4_5_moe", "exaone_moe", "mellum"),
-    *("flex_olmo", "granitemoeshared", "llama4_text"),
+    *("flex_olmo", "granitemoeshared", "llama4_text", "cohere2_moe"),
 )
 SWITCHED = ("qwen2", "qwen3", "smollm3", "qwen2_moe", "qwen3_moe")
 SWITCHED += ("qwen2_vl_text", "qwen2_5_vl_text")

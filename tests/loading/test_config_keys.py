@@ -26,6 +26,7 @@ EXTRA = {name: EXPERTS for name in SPARSE} | {
     "qwen3": WINDOWS,
     "smollm3": {"use_sliding_window": True},
     "llama4_text": {"num_experts": 8, "max_position_embeddings": 16384},
+    "cohere2_moe": {**EXPERTS, "expert_selection_fn": "sigmoid"},
     "ministral": {"layer_types": ["sliding_attention"] * 6},
 }
 # Values that no family has by default, where 3 is none, and where a file must hold more with them.

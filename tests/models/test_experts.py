@@ -84,6 +84,9 @@ def test_activations_of_experts_are_counted():
     ("case", "changes"),
     [
         ("glm4_moe", {"scale": 1.0}),
+        ("cohere2_moe", {"shared_scale": 1.0}),
+        ("cohere2_moe", {"scale": 1.0}),
+        ("cohere2_moe", {"score": "softmax"}),
         ("afmoe", {"scale": 1.0}),
         ("hunyuan_v1_moe", {"layer_top_k": ()}),
         ("afmoe", {"score": "softmax"}),

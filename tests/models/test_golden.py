@@ -241,6 +241,8 @@ def test_mimo_is_qwen2_beside_a_layer_that_it_ignores(golden, tmp_path):
         ("nanochat", {"embed_norm": False}),
         ("nanochat", {"final_softcap": 0.0}),
         ("nanochat", {"rope": RopeConfig(theta=500.0, rotary_dim=16)}),
+        ("cohere2_moe", {"rope_layers": (False, True, False, True)}),
+        ("cohere2_moe", {"layer_norm": False}),
         ("afmoe", {"attn_gate": ""}),
         ("afmoe", {"embed_scale": 1.0}),
         ("afmoe", {"rope_layers": ()}),
