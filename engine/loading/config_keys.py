@@ -136,9 +136,7 @@ def refuse_unread(
         The message names the first such key, and its value.
     """
     implied = _implied(kind, config)
-    if kind.windows == "pattern" or not any(config.layer_windows):
-        key = "sliding_window_pattern"  # `layer_types` says it, or nothing
-        implied[key] = (given.get(key),)
+    implied |= {key: (given.get(key),) for key in _overruled(given, kind, config)}
     for key in fields.unread():
         if key not in CONFIG_KEYS or key not in given:
             continue
@@ -162,6 +160,16 @@ def refuse_unread_rope(rope: Fields, kind: Family) -> None:
 def _wrong(fields: Fields, key: str, neutral: tuple[Any, ...], kind: Family) -> ConfigError:
     wanted = f"null or {neutral[0]!r}" if neutral and neutral[0] != "" else "null"
     return fields.error(key, f"{wanted} ({kind.model_type} has nothing else)")
+
+
+def _overruled(given: Mapping[str, Any], kind: Family, config: ModelConfig) -> list[str]:
+    """Return the keys that do not matter, since a list of layers in the file takes precedence."""
+    keys = []
+    if kind.windows == "pattern" or not any(config.layer_windows):
+        keys.append("sliding_window_pattern")  # or no layer has a window
+    if kind.moe is not None and kind.moe.lists_layers and "mlp_layer_types" in given:
+        keys.append("first_k_dense_replace")
+    return keys
 
 
 def _implied(kind: Family, config: ModelConfig) -> dict[str, tuple[Any, ...]]:

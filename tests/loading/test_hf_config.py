@@ -13,8 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.checks import shown
 from engine.config import ModelConfig, RopeConfig
 from engine.errors import ConfigError
+from engine.layers.rotary import attention_factor
 from engine.loading.hf_config import config_from_dict, generation_config
 from engine.loading.model_config import load_config
 from engine.models.registry import FAMILIES
@@ -257,6 +259,67 @@ def test_cohere2_has_rope_only_with_a_window():
     assert known("cohere2", num_hidden_layers=4).rope_layers == (True, True, True, False)
 
 
+@pytest.mark.parametrize("kind", ["exaone4", "exaone_moe"])
+def test_exaone_has_rope_only_with_a_window_if_any_layer_may_have_one(kind):
+    sizes = {"num_hidden_layers": 4, "sliding_window": 16}
+    for pattern in (4, "LLLG"):
+        config = known(kind, **sizes, sliding_window_pattern=pattern)
+        assert config.layer_windows == (16, 16, 16, 0)
+        assert config.rope_layers == (True, True, True, False)
+    assert known(kind, **sizes, sliding_window_pattern="GL").layer_windows == (0, 16, 0, 16)
+    full = ["full_attention"] * 4
+    assert known(kind, **sizes, layer_types=full).rope_layers == (False,) * 4
+    for changes in ({}, {"layer_types": full}, {"sliding_window_pattern": "LLLG"}):
+        config = known(kind, num_hidden_layers=4, sliding_window=None, **changes)
+        assert (config.layer_windows, config.rope_layers) == ((0,) * 4, ())
+    with pytest.raises(ConfigError, match=r"sliding_window_pattern must be .* of L .*got 'LXG'"):
+        known(kind, **sizes, sliding_window_pattern="LXG")
+
+
+def test_minimax_m2_counts_the_rotated_features():
+    sizes = {"num_key_value_heads": 2, "head_dim": 16}
+    assert known("minimax_m2", **sizes, rotary_dim=8).rope.rotary_dim == 8
+    assert known("minimax_m2", **sizes).rope.rotary_dim == 16
+    assert known("minimax_m2", **sizes, partial_rotary_factor=0.25).rope.rotary_dim == 4
+    with pytest.raises(ConfigError, match=r"rotary_dim must be null or 4 .*got 8"):
+        known("minimax_m2", **sizes, rotary_dim=8, partial_rotary_factor=0.25)
+    for wrong in (7, 18, 0, "8"):
+        with pytest.raises(ConfigError, match=rf"rotary_dim must be .*got {shown(wrong)}"):
+            known("minimax_m2", **sizes, rotary_dim=wrong)
+
+
+def test_ministral3_scales_queries_by_their_position():
+    sizes = {"num_key_value_heads": 2, "max_position_embeddings": 262144}
+    rope = known("ministral3", **sizes).rope
+    assert (rope.scaling, rope.factor, rope.theta) == ("yarn", 16.0, 1e6)
+    assert (rope.q_scale_beta, rope.q_scale_length) == (0.1, 16384)
+    assert attention_factor(rope) == 1.0
+    given = {"rope_type": "default", "rope_theta": 5e4, "llama_4_scaling_beta": 0.3}
+    rope = known("ministral3", **sizes, rope_parameters=given).rope
+    assert (rope.q_scale_beta, rope.q_scale_length) == (0.3, 262144)
+    with pytest.raises(ConfigError, match=r"llama_4_scaling_beta must be null or 0 .*got 0\.3"):
+        known("mistral", rope_parameters=given)
+
+
+def test_gemma_means_the_tanh_form_by_gelu():
+    sizes = {"head_dim": 8}
+    for changes in ({"hidden_act": "gelu"}, {"hidden_act": "gelu_pytorch_tanh"}, {}):
+        assert known("gemma", **sizes, **changes).activation == "gelu_tanh"
+    assert known("gemma2", **sizes, hidden_activation="gelu").activation == "gelu"
+
+
+def test_hyperclovax_multiplies_the_logits_and_may_norm_the_outputs():
+    config = known("hyperclovax", logits_scaling=0.125, residual_multiplier=0.5)
+    assert (config.logits_scale, config.branch_scale, config.post_norms) == (0.125, 0.5, True)
+    assert not known("hyperclovax", use_post_norm=False).post_norms
+
+
+def test_dots1_has_windows_from_a_layer_on():
+    sizes = {"num_hidden_layers": 4, "sliding_window": 16, "max_window_layers": 3}
+    assert known("dots1", **sizes).layer_windows == (0, 0, 0, 16)
+    assert known("dots1", **sizes | {"sliding_window": None}).layer_windows == (0,) * 4
+
+
 def test_phi_has_every_bias():
     config = known("phi", vocab_size=51200, partial_rotary_factor=0.5)
     assert (config.qkv_bias, config.o_bias, config.mlp_bias, config.lm_head_bias) == (1, 1, 1, 1)
@@ -450,6 +513,9 @@ def test_an_invalid_value_is_refused_by_name(key, value):
             for kind in ("smollm3", "olmo3", "cohere2")
         ),
         ("olmo3", {"sliding_window": None}),
+        ("ministral3", {"rope_parameters": {"llama_4_scaling_beta": -1.0}}),
+        ("mellum", {"num_hidden_layers": 2, "layer_types": ["sliding_attention"]}),
+        ("solar_open", {"partial_rotary_factor": 0.5}),
         ("olmo3", {"sliding_window_pattern": 0}),
         ("olmo3", {"rope_parameters": {"sliding_attention": {"rope_type": "odd"}}}),
         ("granite", {"attention_multiplier": [1.0]}),

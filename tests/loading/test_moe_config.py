@@ -69,6 +69,38 @@ def test_glm4_moe():
     assert known("glm4_moe", first_k_dense_replace=1).moe is None
 
 
+def test_a_list_of_layers_with_experts_takes_precedence():
+    layers = {"num_hidden_layers": 4, "mlp_layer_types": ["sparse", "dense", "sparse", "dense"]}
+    layers["num_key_value_heads"] = 2
+    for kind in ("hy_v3", "exaone_moe", "mellum"):
+        moe = known(kind, **layers, first_k_dense_replace=3).moe
+        assert moe.sparse_layers == (True, False, True, False)
+        with pytest.raises(ConfigError, match="mlp_layer_types must be 4 of dense or sparse"):
+            known(kind, **{**layers, "mlp_layer_types": ["sparse", "dense"]})
+        assert known(kind, **{**layers, "mlp_layer_types": ["dense"] * 4}).moe is None
+    assert known("hy_v3", num_hidden_layers=3, num_key_value_heads=2).moe.sparse_layers == (
+        False,
+        True,
+        True,
+    )
+    with pytest.raises(ConfigError, match="mlp_layer_types must be null"):
+        known("qwen3_moe", **layers)
+
+
+def test_ernie4_5_moe():
+    sizes = {"num_hidden_layers": 6, "moe_num_experts": 12, "moe_k": 3}
+    moe = known("ernie4_5_moe", **sizes).moe
+    assert (moe.num_experts, moe.top_k, moe.shared_size) == (12, 3, 2 * 1536)
+    assert moe.sparse_layers == (False, True, True, True, True, True)
+    assert (moe.score, moe.correction, moe.renormalize) == ("softmax", True, True)
+    some = {"moe_layer_interval": 2, "moe_layer_start_index": 2, "moe_layer_end_index": 3}
+    moe = known("ernie4_5_moe", **sizes, **some).moe
+    assert moe.sparse_layers == (False, False, False, True, False, False)
+    assert known("ernie4_5_moe", **sizes, use_bias=True).moe.shared_bias
+    with pytest.raises(ConfigError, match="moe_k must be a whole number from 1 to 12; got 13"):
+        known("ernie4_5_moe", **{**sizes, "moe_k": 13})
+
+
 def test_weights_of_experts():
     for kind in ("qwen2_moe", "qwen3_moe", "olmoe"):
         assert not known(kind).moe.renormalize and known(kind, norm_topk_prob=True).moe.renormalize

@@ -201,6 +201,16 @@ def test_mimo_is_qwen2_beside_a_layer_that_it_ignores(golden, tmp_path):
     assert _greedy(model, cache, want.prompt, len(want.greedy)) == want.greedy
 
 
+def _changed(config, change):
+    """Return the config with other values; "moe.scale" is the scale of its moe."""
+    for key, value in change.items():
+        part, _, name = key.rpartition(".")
+        if part:
+            key, value = part, replace(getattr(config, part), **{name: value})
+        config = replace(config, **{key: value})
+    return config
+
+
 @pytest.mark.parametrize(
     ("case", "change"),
     [
@@ -228,6 +238,26 @@ def test_mimo_is_qwen2_beside_a_layer_that_it_ignores(golden, tmp_path):
         ("cohere2", {"logits_scale": 1.0}),
         ("phi", {"lm_head_bias": False}),
         ("phi", {"norm_bias": False}),
+        ("exaone4", {"rope_layers": ()}),
+        ("exaone4", {"layer_windows": ()}),
+        ("gemma", {"embed_scale": 1.0}),
+        ("gemma", {"norm_weight_offset": 0.0}),
+        ("hyperclovax", {"logits_scale": 1.0}),
+        ("hyperclovax", {"branch_scale": 1.0}),
+        ("vaultgemma", {"attn_softcap": 0.0}),
+        ("mellum", {"rope_local": None}),
+        ("ministral3", {"rope.q_scale_beta": 0.0}),
+        ("ministral3", {"rope.scaling": "default"}),
+        ("minimax_m2", {"moe.correction": False}),
+        ("hy_v3", {"moe.scale": 1.0}),
+        ("hy_v3", {"moe.shared_size": 0}),
+        ("ernie4_5_moe", {"moe.correction": False}),
+        ("ernie4_5_moe", {"moe.score": "sigmoid"}),
+        ("ernie4_5_moe_biases_new_keys", {"moe.shared_bias": False}),
+        ("dots1", {"layer_windows": ()}),
+        ("exaone_moe", {"moe.top_groups": 3}),
+        ("exaone_moe_layer_types_not_normalized", {"moe.renormalize": True}),
+        ("granitemoeshared", {"moe.shared_size": 0}),
         ("arcee", {"activation": "silu"}),
         ("nemotron", {"norm_weight_offset": 0.0}),
         ("nemotron", {"rms_norm_eps": 1e-5}),
@@ -254,7 +284,7 @@ def test_what_tells_a_family_apart_matters(golden, case, change):
     """With a neutral value in its place a model is far from its golden logits."""
     want = golden(case)
     decoder = want.load().decoder
-    config = replace(decoder.config, **change)
+    config = _changed(decoder.config, change)
     other = Decoder(config, decoder.weights, decoder.max_model_len)
     geometry = KVGeometry.of_model(config, "float32")
     pages = KVCache(geometry, 2, MemoryPool(CPU))
