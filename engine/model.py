@@ -408,6 +408,7 @@ class Model:
         *,
         block_size: int = 16,
         kv_cache_dtype: str = "auto",
+        state_dtype: str = "auto",
     ) -> Cache:
         """Return an empty paged KV cache, one sequence per row.
 
@@ -421,6 +422,8 @@ class Model:
             Tokens per page: 16, 32, 64 or 128.
         kv_cache_dtype : str
             "auto" is the model's dtype; "fp8" and "int8" quantize the cache (`prepare_pages`).
+        state_dtype : str
+            Dtype of recurrent states: "float32", "bfloat16", or "auto" = float32.
 
         Raises
         ------
@@ -429,7 +432,9 @@ class Model:
         """
         check_count("batch_size", batch_size, 2**20)
         check_count("max_tokens", max_tokens, self.max_model_len)
-        geometry = KVGeometry.of_model(self.config, self.dtype, block_size, kv_cache_dtype)
+        geometry = KVGeometry.of_model(
+            self.config, self.dtype, block_size, kv_cache_dtype, state_dtype
+        )
         self.prepare_pages(geometry.dtype)
         return self.make_cache(geometry, batch_size, max_tokens)
 

@@ -138,6 +138,7 @@ def resolve(
     geometry = KVGeometry.of_model(
         model.config, model.dtype, config.block_size, config.kv_cache_dtype, config.state_dtype
     )
+    _check_states(config, model, geometry)
     memory = _memory(config, model, tokens, seqs, has_graphs)
     if geometry.has_states and config.max_num_seqs is None:
         seqs = _num_seqs_with_states(seqs, geometry, memory, reasons)
@@ -280,6 +281,14 @@ def _check_ranks(config: EngineConfig, model: ServedModel) -> None:
             f"pipeline_parallel_size must be {model.num_stages}, the number of stages that "
             f"have this model's layers (LLMEngine.from_name starts them); got "
             f"{config.pipeline_parallel_size}"
+        )
+
+
+def _check_states(config: EngineConfig, model: ServedModel, geometry: KVGeometry) -> None:
+    if geometry.has_states and model.deterministic and config.state_dtype == "bfloat16":
+        raise ConfigError(
+            "state_dtype must be 'auto' or 'float32' with deterministic=True: a state is rounded "
+            "where a chunk ends, which depends on the batch; got 'bfloat16'"
         )
 
 
