@@ -233,6 +233,47 @@ def test_quantized_modules_are_listed_under_any_prefix(tmp_path, prefix, listed)
     assert load_scheme(folder) == found
 
 
+_GROUP = {"weights": {"num_bits": 8, "strategy": "channel"}, "targets": ["Linear"]}
+_METHODS = {
+    "compressed-tensors": lambda listed: {
+        "format": "int-quantized",
+        "config_groups": {"0": _GROUP},
+        "ignore": [f"{listed}layers.1.mlp.gate", r"re:.*\.self_attn\..*", "re:.*visual.*"],
+    },
+    "fp8": lambda listed: {
+        "weight_block_size": [128, 128],
+        "modules_to_not_convert": [
+            *("lm_head", "model.visual", f"{listed}layers.1.mlp.gate"),
+            *(f"{listed}layers.{layer}.self_attn" for layer in range(2)),
+        ],
+    },
+    "gptq": lambda listed: {
+        "bits": 4,
+        "group_size": 128,
+        "dynamic": {
+            f"-:{listed}layers.1.mlp.gate$".replace(".", r"\."): {},
+            r"-:.*\.self_attn\.": {},
+            "-:.*visual": {},
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("listed", ["model.language_model.", "language_model.model.", "model."])
+@pytest.mark.parametrize("method", _METHODS)
+def test_modules_that_a_method_leaves_out(tmp_path, method, listed):
+    scheme = {"quant_method": method, **_METHODS[method](listed)}
+    config = {"model_type": "qwen3_vl_moe", "text_config": {}, "quantization_config": scheme}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = load_scheme(tmp_path)
+    for module, is_quantized in [
+        *(("layers.1.mlp.gate", False), ("layers.1.mlp.gate_proj", True)),
+        *(("layers.11.mlp.gate", True), ("layers.0.self_attn.q_proj", False)),
+        *(("layers.0.mlp.experts.3.up_proj", True), ("layers.1.mlp.down_proj", True)),
+    ]:
+        assert (found.storage_of(f"model.{module}") is not None) == is_quantized, module
+
+
 def test_a_quantized_module_that_the_list_ignores_is_refused(tmp_path):
     config, tensors = quantized(tmp_path / "plain", [])
     scheme = config.pop("quantization_config")
