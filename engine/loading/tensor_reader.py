@@ -13,7 +13,7 @@ from engine.dtypes import BFLOAT16, np_dtype
 from engine.errors import WeightsError
 from engine.loading.gguf import GgufFile
 from engine.loading.quantized.mxfp4 import dequantize_mxfp4, read_mxfp4_experts
-from engine.loading.quantized.reader import QuantizedCheckpoint
+from engine.loading.quantized.reader import QuantizedCheckpoint, name_fused_experts
 from engine.loading.quantized.rows import QuantizedRows
 from engine.loading.quantized.scheme import load_scheme
 from engine.loading.safetensors import SafetensorsDirectory, SafetensorsFile
@@ -54,7 +54,10 @@ class TensorReader:
             self.checkpoint = QuantizedCheckpoint(GgufFile(source))
         else:
             scheme = load_scheme(source) if is_present(source / "config.json") else None
-            self.checkpoint = QuantizedCheckpoint(open_model(source), scheme)
+            checkpoint = open_model(source)
+            if scheme is not None:
+                name_fused_experts(checkpoint)
+            self.checkpoint = QuantizedCheckpoint(checkpoint, scheme)
         self._config = config
         self._names = kind.gguf_names if is_gguf else kind.names
         self._is_interleaved = kind.gguf_interleaved_rope if is_gguf else kind.interleaved_rope

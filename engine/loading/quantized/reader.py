@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,12 +32,12 @@ from engine.loading.quantized.tensors import ModuleTensors
 from engine.loading.safetensors import SafetensorsDirectory, SafetensorsFile
 from engine.weights import Format
 
-__all__ = ["QuantizedCheckpoint", "read_rows"]
+__all__ = ["QuantizedCheckpoint", "name_fused_experts", "read_rows"]
 
 Array = np.ndarray[Any, Any]
 _Safetensors = SafetensorsFile | SafetensorsDirectory
 _Reader = Callable[[ModuleTensors, Storage, int, int, tuple[int, int] | None], QuantizedRows]
-_Shape = Callable[[ModuleTensors, Storage], tuple[int, int]]
+_Shape = Callable[[ModuleTensors, Storage], tuple[int, ...]]
 
 _LAYOUTS: dict[str, tuple[_Shape, _Reader]] = {
     "packed": (packed_shape, read_packed),
@@ -76,6 +77,7 @@ def read_rows(
         Module name, such as "model.layers.0.self_attn.q_proj".
     first, last : int
         Rows of the matrix (N, K), the transpose of GPTQ's and AWQ's layout; `last` None means N.
+        Rows of all experts' matrices (E, N, K) are numbered across the experts.
     columns : (int, int), optional
         Range of columns [begin, end) to read, in whole groups of the format; must be all columns if
         the matrix has a permutation.
@@ -91,7 +93,7 @@ def read_rows(
     if storage is None:
         return None
     shape_of, read = _LAYOUTS[storage.layout]
-    num_rows = shape_of(tensors, storage)[0]
+    num_rows = math.prod(shape_of(tensors, storage)[:-1])
     last = num_rows if last is None else last
     if not 0 <= first <= last <= num_rows:
         raise WeightsError(
@@ -99,6 +101,25 @@ def read_rows(
             f"[{first}, {last})"
         )
     return read(tensors, storage, first, last, columns)
+
+
+def name_fused_experts(checkpoint: _Safetensors) -> None:
+    """Give quantized experts of a layer in one tensor the names of a module's tensors.
+
+    transformers 5 writes "<module>", "<module>_scale_inv" and "<module>_activation_scale" for what
+    it calls "<module>.weight", "<module>.weight_scale_inv" and "<module>.activation_scale" of a
+    single matrix.
+    """
+    ends = {"": ".weight", "_scale_inv": ".weight_scale_inv"}
+    ends["_activation_scale"] = ".activation_scale"
+    fused = {
+        module + end: module + kind
+        for module in checkpoint.names()
+        if f"{module}_scale_inv" in checkpoint and len(checkpoint.shape(module)) > 2
+        for end, kind in ends.items()
+    }
+    if fused:
+        checkpoint.rename(lambda name: fused.get(name, name))
 
 
 def _is_quantized(tensors: ModuleTensors) -> bool:
@@ -146,7 +167,8 @@ class QuantizedCheckpoint:
     def names(self) -> Iterator[str]:
         """Yield the tensor names; a quantized module counts as one tensor, "<module>.weight".
 
-        KV cache scales are left out.
+        All experts of a layer in one tensor keep its name, "<module>". KV cache scales are left
+        out.
         """
         if isinstance(self.checkpoint, GgufFile) or self.scheme is None:
             yield from self.checkpoint.names()
@@ -157,7 +179,9 @@ class QuantizedCheckpoint:
             if kind in _CACHE_SCALES:
                 continue
             if kind in _COMPANIONS and _is_quantized(ModuleTensors(self.checkpoint, module)):
-                name = f"{module}.weight"
+                weight = f"{module}.weight"
+                is_fused = weight in self.checkpoint and len(self.checkpoint.shape(weight)) > 2
+                name = module if is_fused else weight
             if name not in seen:
                 seen.add(name)
                 yield name
@@ -219,10 +243,11 @@ class QuantizedCheckpoint:
 
     def _quantized(self, name: str) -> tuple[ModuleTensors, Storage] | None:
         """Return a quantized matrix's tensors and storage; None for other tensors."""
-        if isinstance(self.checkpoint, GgufFile) or not name.endswith(".weight"):
+        if isinstance(self.checkpoint, GgufFile) or self.scheme is None:
             return None
-        tensors = ModuleTensors(self.checkpoint, name.removesuffix(".weight"))
-        if self.scheme is None:
+        module = name.removesuffix(".weight")
+        if name == module and f"{name}.weight" not in self.checkpoint:
             return None
+        tensors = ModuleTensors(self.checkpoint, module)
         storage = _storage_of(tensors, self.scheme)
         return None if storage is None else (tensors, storage)
