@@ -7,6 +7,7 @@ from dataclasses import replace
 from engine.models.expert_names import (
     GGUF_EXPERT_NAMES,
     GGUF_SHARED_EXPERT_NAMES,
+    correction_names,
     fused_expert_names,
     router_names,
     separate_expert_names,
@@ -41,8 +42,6 @@ ERNIE4_5 = Family(
     interleaved_rope=True,
 )
 
-_CORRECTION = "model.layers.{i}.mlp.moe_statics.e_score_correction_bias"
-
 ERNIE4_5_MOE = replace(
     ERNIE4_5,
     model_type="ernie4_5_moe",
@@ -50,7 +49,11 @@ ERNIE4_5_MOE = replace(
         *LLAMA_NAMES,
         TensorName("lm_head.bias", "lm_head_bias"),
         *router_names("mlp.gate"),
-        TensorName(_CORRECTION, "router_correction", layout=Layout(transposed=True)),
+        *correction_names(
+            "mlp.moe_statics.e_score_correction_bias",
+            "mlp.gate.moe_statics.e_score_correction_bias",
+            layout=Layout(transposed=True),
+        ),
         *separate_expert_names("mlp"),
         *fused_expert_names(),
         *shared_expert_names("mlp.shared_experts"),

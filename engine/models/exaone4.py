@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from engine.models.expert_names import (
+    correction_names,
     fused_expert_names,
     router_names,
     separate_expert_names,
     shared_expert_names,
 )
-from engine.models.family import TensorName
 from engine.models.glm4_moe import GLM4_EXPERTS
 from engine.models.llama import LLAMA_NAMES
 from engine.models.olmo2 import OLMO2
@@ -42,7 +42,7 @@ EXAONE_MOE = replace(
     names=(
         *LLAMA_NAMES,
         *router_names("mlp.gate"),
-        TensorName("model.layers.{i}.mlp.e_score_correction_bias", "router_correction"),
+        *correction_names("mlp.e_score_correction_bias", "mlp.gate.e_score_correction_bias"),
         *separate_expert_names("mlp"),
         *fused_expert_names(),
         *shared_expert_names("mlp.shared_experts"),

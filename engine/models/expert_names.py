@@ -6,7 +6,13 @@ from engine.models.family import TensorName
 from engine.models.tensor_layout import ROWS, Layout
 
 __all__ = ["GGUF_EXPERT_NAMES", "GGUF_SHARED_EXPERT_NAMES"]
-__all__ += ["fused_expert_names", "router_names", "separate_expert_names", "shared_expert_names"]
+__all__ += [
+    "correction_names",
+    "fused_expert_names",
+    "router_names",
+    "separate_expert_names",
+    "shared_expert_names",
+]
 
 
 GGUF_EXPERT_NAMES: tuple[TensorName, ...] = (
@@ -30,6 +36,14 @@ def router_names(*names: str) -> tuple[TensorName, ...]:
     """Name the router's tensor; a checkpoint uses one of `names`."""
     return tuple(
         TensorName(f"model.layers.{{i}}.{name}.weight", "router", form=name) for name in names
+    )
+
+
+def correction_names(*names: str, layout: Layout = ROWS) -> tuple[TensorName, ...]:
+    """Name the correction of the router's choice; a checkpoint uses one of `names`."""
+    return tuple(
+        TensorName(f"model.layers.{{i}}.{name}", "router_correction", "", layout, name)
+        for name in names
     )
 
 
@@ -67,15 +81,20 @@ def fused_expert_names(
     )
 
 
-def shared_expert_names(block: str, gate: str = "") -> tuple[TensorName, ...]:
-    """Name the tensors of the shared expert, and of its gate unless `gate` is empty."""
+def shared_expert_names(block: str, gate: str = "", *, form: str = "") -> tuple[TensorName, ...]:
+    """Name the tensors of the shared expert, and of its gate unless `gate` is empty.
+
+    `form`: see `TensorName`.
+    """
     matrices = (
         ("gate_proj", "shared_gate_up", "shared_gate"),
         ("up_proj", "shared_gate_up", "shared_up"),
         ("down_proj", "shared_down", ""),
     )
     names = tuple(
-        TensorName(f"model.layers.{{i}}.{block}.{matrix}.{tensor}", f"{kind}{suffix}", part)
+        TensorName(
+            f"model.layers.{{i}}.{block}.{matrix}.{tensor}", f"{kind}{suffix}", part, form=form
+        )
         for matrix, kind, part in matrices
         for tensor, suffix in (("weight", ""), ("bias", "_bias"))
     )

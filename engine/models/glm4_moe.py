@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from engine.models.expert_names import (
+    correction_names,
     fused_expert_names,
     router_names,
     separate_expert_names,
     shared_expert_names,
 )
-from engine.models.family import Family, TensorName
+from engine.models.family import Family
 from engine.models.llama import LLAMA_NAMES
 from engine.models.moe_family import MoeFamily
 
@@ -32,7 +33,7 @@ GLM4_MOE = Family(
     names=(
         *LLAMA_NAMES,
         *router_names("mlp.gate"),
-        TensorName("model.layers.{i}.mlp.gate.e_score_correction_bias", "router_correction"),
+        *correction_names("mlp.gate.e_score_correction_bias"),
         *separate_expert_names("mlp"),
         *fused_expert_names(),
         *shared_expert_names("mlp.shared_experts"),

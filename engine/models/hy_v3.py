@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from engine.models.expert_names import (
+    correction_names,
     fused_expert_names,
     router_names,
     separate_expert_names,
     shared_expert_names,
 )
-from engine.models.family import Family, TensorName
+from engine.models.family import Family
 from engine.models.llama import LLAMA_NAMES
 from engine.models.moe_family import MoeFamily
 
@@ -19,10 +20,11 @@ HY_V3 = Family(
     names=(
         *LLAMA_NAMES,
         *router_names("mlp.router.gate", "mlp.gate"),
-        TensorName("model.layers.{i}.mlp.expert_bias", "router_correction"),
+        *correction_names("mlp.expert_bias", "mlp.e_score_correction_bias"),
         *separate_expert_names("mlp"),
         *fused_expert_names(),
-        *shared_expert_names("mlp.shared_mlp"),
+        *shared_expert_names("mlp.shared_mlp", form="published"),
+        *shared_expert_names("mlp.shared_experts", form="fused"),
     ),
     gguf_names=(),
     defaults={

@@ -5,25 +5,25 @@ from __future__ import annotations
 from engine.models.expert_names import (
     GGUF_EXPERT_NAMES,
     GGUF_SHARED_EXPERT_NAMES,
+    correction_names,
     fused_expert_names,
     router_names,
     separate_expert_names,
 )
-from engine.models.family import GGUF_SPLIT_NAMES, Family, TensorName
+from engine.models.family import GGUF_SPLIT_NAMES, Family
 from engine.models.llama import LLAMA_NAMES
 from engine.models.moe_family import MoeFamily
 
 __all__ = ["MINIMAX_M2"]
 
 _BLOCK = "block_sparse_moe"
-_CORRECTION = f"model.layers.{{i}}.{_BLOCK}.e_score_correction_bias"
 
 MINIMAX_M2 = Family(
     model_type="minimax_m2",
     names=(
         *LLAMA_NAMES,
         *router_names(f"{_BLOCK}.gate", "mlp.gate"),
-        TensorName(_CORRECTION, "router_correction"),
+        *correction_names(f"{_BLOCK}.e_score_correction_bias", "mlp.e_score_correction_bias"),
         *separate_expert_names(_BLOCK, gate="w1", up="w3", down="w2"),
         *fused_expert_names(),
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -199,6 +200,73 @@ def test_mimo_is_qwen2_beside_a_layer_that_it_ignores(golden, tmp_path):
     assert _error(model.step([want.prompt], cache, logits="all")[0], want.logits) < LIMIT
     cache = model.new_cache(1, want.max_tokens + 1)
     assert _greedy(model, cache, want.prompt, len(want.greedy)) == want.greedy
+
+
+# Names in published checkpoints -> in those saved with save_original_format=False.
+FUSED = {
+    "minimax_m2": {"block_sparse_moe.": "mlp."},
+    "hy_v3_biases_new_keys": {
+        "mlp.router.gate": "mlp.gate",
+        "mlp.expert_bias": "mlp.e_score_correction_bias",
+        "mlp.shared_mlp": "mlp.shared_experts",
+    },
+    "ernie4_5_moe_biases_new_keys": {"mlp.moe_statics": "mlp.gate.moe_statics"},
+    "exaone_moe": {"mlp.e_score": "mlp.gate.e_score"},
+}
+EXPERT = re.compile(r"(.*\.mlp\.experts)\.\d+\.(gate_proj|w1|up_proj|w3|down_proj|w2)\.weight")
+
+
+def _fused(tensors, names):
+    """Return the tensors under transformers' own names, with the matrices of all experts in one."""
+    out, experts = {}, {}
+    for name, value in tensors.items():
+        for old, new in names.items():
+            name = name.replace(old, new)
+        found = EXPERT.fullmatch(name)
+        if found is None:
+            out[name] = value
+        else:  # experts and their matrices are in order: gate, up
+            first = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}.get(found[2], found[2])
+            experts.setdefault(found[1], {}).setdefault(first, []).append(value)
+    for prefix, matrices in experts.items():
+        gate, up, down = (np.stack(matrices[f"{one}_proj"]) for one in ("gate", "up", "down"))
+        out[f"{prefix}.gate_up_proj"] = np.concatenate([gate, up], axis=1)
+        out[f"{prefix}.down_proj"] = down
+    return out
+
+
+@pytest.mark.parametrize("case", FUSED)
+def test_a_checkpoint_in_transformers_own_form(golden, tmp_path, case):
+    want = golden(case)
+    tensors = _fused(load_file(want.directory / "model.safetensors"), FUSED[case])
+    assert sum(".experts." in name for name in tensors) <= 2 * want.config["num_hidden_layers"]
+    (tmp_path / "config.json").write_text(json.dumps(want.config))
+    save_file(tensors, tmp_path / "model.safetensors")
+    model = engine.load(tmp_path, device="cpu", dtype="float32", progress=False)
+    got = model.step([want.prompt], model.new_cache(1, want.max_tokens), logits="all")[0]
+    assert _error(got, want.logits) < LIMIT
+
+
+@pytest.mark.parametrize(
+    ("case", "prefix", "keys"),
+    [
+        ("ernie4_5_moe", "model.mtp_block.0.", {}),
+        ("exaone_moe", "mtp.layers.0.", {}),
+        ("mellum", "mtp.layers.0.", {}),
+        ("hy_v3", "model.layers.3.", {}),
+        ("hy_v3", "model.layers.3.", {"num_nextn_predict_layers": 1}),
+    ],
+)
+def test_layers_that_predict_further_tokens_are_ignored(golden, tmp_path, case, prefix, keys):
+    want = golden(case)
+    tensors = load_file(want.directory / "model.safetensors")
+    first = [name for name in tensors if name.startswith("model.layers.0.")]
+    tensors |= {name.replace("model.layers.0.", prefix): tensors[name] for name in first}
+    (tmp_path / "config.json").write_text(json.dumps({**want.config, **keys}))
+    save_file(tensors, tmp_path / "model.safetensors")
+    model = engine.load(tmp_path, device="cpu", dtype="float32", progress=False)
+    got = model.step([want.prompt], model.new_cache(1, want.max_tokens), logits="all")[0]
+    assert _error(got, want.logits) < LIMIT
 
 
 def _changed(config, change):
