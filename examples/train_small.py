@@ -204,17 +204,29 @@ class Layer(nn.Module):
         return self.kernels.experts(tokens, logits, self.gate_up, self.down, top_k).view_as(x)
 
 
+class Head(nn.Module):
+    """The last norm and the loss of the logits."""
+
+    def __init__(self, config: Config, kernels: Any) -> None:
+        super().__init__()
+        self.kernels = kernels
+        self.norm = nn.Parameter(torch.ones(config.hidden_size))
+
+    def forward(self, x: Any, residual: Any, weight: Any, targets: Any) -> Any:
+        x, _ = self.kernels.add_norm(x, residual, self.norm)
+        return self.kernels.loss(x.flatten(0, 1), weight, targets.flatten())
+
+
 class Decoder(nn.Module):
     """Token ids and targets in, loss out; the embedding is the last layer's weight too."""
 
     def __init__(self, config: Config, kernels: Any) -> None:
         super().__init__()
-        self.kernels = kernels
         self.embedding = _matrix(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(
             Layer(config, kernels, has_experts=i % 3 == 2) for i in range(config.num_layers)
         )
-        self.norm = nn.Parameter(torch.ones(config.hidden_size))
+        self.head = Head(config, kernels)
         angles = (
             torch.arange(config.seq_len)[:, None]
             * 10000 ** -torch.linspace(0, 1, config.head_dim // 2 + 1)[:-1]
@@ -227,8 +239,12 @@ class Decoder(nn.Module):
         residual = torch.zeros_like(x)
         for layer in self.layers:
             x, residual = layer(x, residual, self.table, positions)
-        x, _ = self.kernels.add_norm(x, residual, self.norm)
-        return self.kernels.loss(x.flatten(0, 1), self.embedding, targets.flatten())
+        return self.head(x, residual, self.embedding, targets)
+
+    def compile_parts(self) -> None:
+        """Compile layer by layer: layers of one kind share their code."""
+        for part in (*self.layers, self.head):
+            part.compile(fullgraph=True)
 
 
 def _matrix(*shape: int) -> nn.Parameter:
@@ -270,12 +286,13 @@ def train(name: str, config: Config, steps: int, device: str, is_compiled: bool)
         model.table.data = model.table.float()
     optimizer = MasterWeights(model, config.learning_rate)
     language = Language(config, device)
-    forward = torch.compile(model, fullgraph=True) if is_compiled else model
+    if is_compiled:
+        model.compile_parts()
     losses, seconds = [], []
     for step, batch in enumerate(language.batches(steps)):
         _synchronize(device)
         start = time.perf_counter()
-        loss = forward(batch[:, :-1], batch[:, 1:])
+        loss = model(batch[:, :-1], batch[:, 1:])
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
