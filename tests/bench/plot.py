@@ -9,6 +9,7 @@ import argparse
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -179,6 +180,23 @@ def _attention_backward() -> Picture:
         ("tensor cores, 989 TFLOP/s", _BF16),
     )
     return Picture("attention_backward, bfloat16", _source(record), [panel], 1, 5.0)
+
+
+def _torch_ops() -> Picture:
+    record = _load("torch_ops")
+    panels = []
+    for model in ("100M", "1B", "8B"):
+        rows = [row for row in record["rows"] if row["model"] == model]
+        ops = list(dict.fromkeys(row["op"] for row in rows))
+
+        def ratios(name: str, rows: list[Any] = rows, ops: list[str] = ops) -> list[float | None]:
+            found = {row["op"]: row["ratio"] for row in rows if row["pass"] == name}
+            return [found.get(op) for op in ops]
+
+        series = {f"ours, {name}": ratios(name) for name in ("both", "forward", "backward")}
+        panel = Bars(model, "times torch.compile's speed", ops, series, ("torch.compile", 1.0))
+        panels.append(replace(panel, digits=".1f"))
+    return Picture("operators of PyTorch, 16,384 tokens, bfloat16", _source(record), panels, 3, 6.0)
 
 
 def _attention_decode() -> Picture:
@@ -576,6 +594,7 @@ PICTURES: dict[str, Callable[[], Picture]] = {
     "attention_prefill_fp8": _attention_prefill_fp8,
     "attention_backward": _attention_backward,
     "attention_decode": _attention_decode,
+    "torch_ops": _torch_ops,
     "moe_gemm": _moe_gemm,
     "shared_prefix": _shared_prefix,
     "sample_elementwise": _sample_elementwise,
