@@ -181,7 +181,8 @@ __device__ __forceinline__ void load_word(scalar_t* smem, const page_t* row, int
 }
 #endif
 
-template <int kHeadDim, int kKeys, int kThreads, bool kIsVector>
+// kParts: 1 copies K, 2 copies V, 3 both.
+template <int kHeadDim, int kKeys, int kThreads, bool kIsVector, int kParts>
 __device__ __forceinline__ void load_tile_words(scalar_t* smem_k, scalar_t* smem_v,
                                                 const KeyValues& kv, int first_key, int begin,
                                                 int end) {
@@ -205,21 +206,25 @@ __device__ __forceinline__ void load_tile_words(scalar_t* smem_k, scalar_t* smem
       v_offset += token * kv.v_token_stride;
     }
     const int offset = Layout::offset(row, word);
-    load_word<kIsVector>(smem_k + offset, kv.k + k_offset, word, kv.head_dim, valid);
-    load_word<kIsVector>(smem_v + offset, kv.v + v_offset, word, kv.head_dim, valid);
+    if constexpr ((kParts & 1) != 0)
+      load_word<kIsVector>(smem_k + offset, kv.k + k_offset, word, kv.head_dim, valid);
+    if constexpr ((kParts & 2) != 0)
+      load_word<kIsVector>(smem_v + offset, kv.v + v_offset, word, kv.head_dim, valid);
   }
 }
 
 // Starts copying keys and values [first_key, first_key + kKeys) to smem_k and smem_v. Keys outside
 // [begin, end) are not read but filled with zeros: they may hold NaN, and 0 * NaN would reach the
-// sum.
-template <int kHeadDim, int kKeys, int kThreads>
+// sum. kParts: see load_tile_words.
+template <int kHeadDim, int kKeys, int kThreads, int kParts = 3>
 __device__ __forceinline__ void load_tile(scalar_t* smem_k, scalar_t* smem_v, const KeyValues& kv,
                                           int first_key, int begin, int end) {
   if (kv.is_vector)
-    load_tile_words<kHeadDim, kKeys, kThreads, true>(smem_k, smem_v, kv, first_key, begin, end);
+    load_tile_words<kHeadDim, kKeys, kThreads, true, kParts>(smem_k, smem_v, kv, first_key, begin,
+                                                             end);
   else
-    load_tile_words<kHeadDim, kKeys, kThreads, false>(smem_k, smem_v, kv, first_key, begin, end);
+    load_tile_words<kHeadDim, kKeys, kThreads, false, kParts>(smem_k, smem_v, kv, first_key, begin,
+                                                              end);
 }
 
 // The query rows of one sequence and key/value head.

@@ -3,7 +3,9 @@
 //
 // kWarpsM x kWarpsN warps. A warp owns 16 kRowTiles rows and kKeys / kWarpsN keys of each tile.
 // With kWarpsN = 1 the warps split the rows (prefill); with kWarpsM = 1 they split the keys
-// (decode) and merge their results at the end. cp.async loads Q, K and V to shared memory; K and V
+// (decode) and merge their results at the end. Heads whose O does not fit into the registers have
+// kColumnWarps warps for the same rows and keys: each computes all of S, which costs less than
+// exchanging P, and its own columns of O. cp.async loads Q, K and V to shared memory; K and V
 // have kStages stages, so kStages - 1 tiles are in flight while one is in use.
 //
 // Per tile: S = Q K^T in float; P = 2^(S - running max), rounded to scalar_t; O = O 2^(old max -
@@ -14,19 +16,22 @@
 #include "common/attention.cuh"
 #include "common/mma.cuh"
 
-template <int kHeadDim, int kWarpsM, int kWarpsN, int kRowTiles, int kKeys, int kStages>
+template <int kHeadDim, int kWarpsM, int kWarpsN, int kRowTiles, int kKeys, int kStages,
+          int kColumnWarps = 1>
 struct MmaAttention {
   using Layout = TileLayout<kHeadDim>;
-  static constexpr int kThreads = kWarpsM * kWarpsN * kWarpSize;
+  static constexpr int kThreads = kWarpsM * kWarpsN * kColumnWarps * kWarpSize;
   static constexpr int kWarpRows = 16 * kRowTiles;
   static constexpr int kRows = kWarpRows * kWarpsM;
   static constexpr int kWarpKeys = kKeys / kWarpsN;
+  static constexpr int kColumns = kHeadDim / kColumnWarps;  // columns of V and O per warp
   static constexpr int kTile = kKeys * Layout::kPitch;  // elements per tile of K or V
   static constexpr int kSharedBytes =
       (kRows * Layout::kPitch + kStages * 2 * kTile) * static_cast<int>(sizeof(scalar_t));
   static_assert(kWarpKeys % 16 == 0, "a warp multiplies 16 keys at a time");
+  static_assert(kWarpsN == 1 || kColumnWarps == 1, "warps split the keys or the columns");
 
-  float o[kRowTiles][kHeadDim / 8][4];
+  float o[kRowTiles][kColumns / 8][4];
   float max[kRowTiles][2];  // running maximum, in log2 units
   float sum[kRowTiles][2];  // this lane's share of the running sum of P
 
@@ -92,7 +97,8 @@ struct MmaAttention {
         for (int half = 0; half < 2; ++half) {
           const int row = row_begin + warp_m() * kWarpRows + r * 16 + half * 8 + lane_idx() / 4;
           if (row >= rows.count) continue;
-          if (lane_idx() % 4 == 0) writer.row(row, max[r][half], sum[r][half]);
+          if (lane_idx() % 4 == 0 && first_column() == 0)
+            writer.row(row, max[r][half], sum[r][half]);
           const float factor = writer.factor(row, max[r][half], sum[r][half]);
           store_row(writer, writer.at(row), o[r], half, factor);
         }
@@ -102,7 +108,13 @@ struct MmaAttention {
  private:
   __device__ static __forceinline__ int lane_idx() { return threadIdx.x % kWarpSize; }
   __device__ static __forceinline__ int warp_m() { return threadIdx.x / kWarpSize % kWarpsM; }
-  __device__ static __forceinline__ int warp_n() { return threadIdx.x / kWarpSize / kWarpsM; }
+  __device__ static __forceinline__ int warp_n() {
+    return kColumnWarps > 1 ? 0 : threadIdx.x / kWarpSize / kWarpsM;
+  }
+  // First column of V and O that the warp computes.
+  __device__ static __forceinline__ int first_column() {
+    return kColumnWarps > 1 ? threadIdx.x / kWarpSize / kWarpsM * kColumns : 0;
+  }
 
   __device__ __forceinline__ void start() {
 #pragma unroll
@@ -113,7 +125,7 @@ struct MmaAttention {
         sum[r][half] = 0.0f;
       }
 #pragma unroll
-      for (int d = 0; d < kHeadDim / 8; ++d)
+      for (int d = 0; d < kColumns / 8; ++d)
 #pragma unroll
         for (int i = 0; i < 4; ++i) o[r][d][i] = 0.0f;
     }
@@ -244,7 +256,7 @@ struct MmaAttention {
       }
     sum[r][kHalf] = sum[r][kHalf] * rescale + part;
 #pragma unroll
-    for (int d = 0; d < kHeadDim / 8; ++d) {
+    for (int d = 0; d < kColumns / 8; ++d) {
       o[r][d][2 * kHalf] *= rescale;
       o[r][d][2 * kHalf + 1] *= rescale;
     }
@@ -256,6 +268,7 @@ struct MmaAttention {
     const int v_row = warp_n() * kWarpKeys + lane_idx % 16;
     const scalar_t* v = smem_v + v_row * Layout::kPitch;
     const int v_swizzle = Layout::swizzle(v_row) ^ (lane_idx / 16);
+    const int first_word = first_column() / kVec;
 #pragma unroll
     for (int j = 0; j < kWarpKeys / 16; ++j) {
       uint32_t frag_p[kRowTiles][4];
@@ -266,9 +279,10 @@ struct MmaAttention {
           frag_p[r][i] =
               pack2<scalar_t>(p[r][2 * j + i / 2][i % 2 * 2], p[r][2 * j + i / 2][i % 2 * 2 + 1]);
 #pragma unroll
-      for (int d = 0; d < kHeadDim / 16; ++d) {
+      for (int d = 0; d < kColumns / 16; ++d) {
         uint32_t frag[4];
-        ldmatrix_x4_trans(frag, v + j * 16 * Layout::kPitch + ((2 * d) ^ v_swizzle) * kVec);
+        ldmatrix_x4_trans(
+            frag, v + j * 16 * Layout::kPitch + ((first_word + 2 * d) ^ v_swizzle) * kVec);
         const uint32_t left[2] = {frag[0], frag[1]}, right[2] = {frag[2], frag[3]};
 #pragma unroll
         for (int r = 0; r < kRowTiles; ++r) {
@@ -281,19 +295,20 @@ struct MmaAttention {
 
   template <typename Writer, typename T>
   __device__ static __forceinline__ void store_row(const Writer& writer, T* out,
-                                                   const float (&row_o)[kHeadDim / 8][4], int half,
+                                                   const float (&row_o)[kColumns / 8][4], int half,
                                                    float factor) {
+    const int column = first_column() + lane_idx() % 4 * 2;
     if (writer.is_vector) {
 #pragma unroll
-      for (int d = 0; d < kHeadDim / 8; ++d)
-        writer.pair(out, d * 8 + lane_idx() % 4 * 2, row_o[d][2 * half] * factor,
+      for (int d = 0; d < kColumns / 8; ++d)
+        writer.pair(out, d * 8 + column, row_o[d][2 * half] * factor,
                     row_o[d][2 * half + 1] * factor);
     } else {
 #pragma unroll
-      for (int d = 0; d < kHeadDim / 8; ++d)
+      for (int d = 0; d < kColumns / 8; ++d)
 #pragma unroll
         for (int i = 0; i < 2; ++i)
-          writer.single(out, d * 8 + lane_idx() % 4 * 2 + i, row_o[d][2 * half + i] * factor);
+          writer.single(out, d * 8 + column + i, row_o[d][2 * half + i] * factor);
     }
   }
 

@@ -3,7 +3,8 @@
 //
 // kWarps warps with kWarpRows rows each; tiles of 32 keys. In Q K^T each lane owns one key, in P V
 // every 32nd output column; shuffles broadcast P between the two. Intermediate values are not
-// rounded. This path is for checks and small models, not for speed.
+// rounded. Tiles of K and of V of wide heads take turns in shared memory, which has no room for
+// both. This path is for checks and small models, not for speed.
 #pragma once
 
 #include "common/attention.cuh"
@@ -15,8 +16,9 @@ struct SimtAttention {
   static constexpr int kRows = kWarps * kWarpRows;
   static constexpr int kKeys = kWarpSize;
   static constexpr int kColumns = kHeadDim / kWarpSize;  // columns of O per lane
+  static constexpr bool kIsWide = kHeadDim > 256;
   static constexpr int kSharedBytes =
-      (kRows + 2 * kKeys) * Layout::kPitch * static_cast<int>(sizeof(scalar_t));
+      (kRows + (kIsWide ? 1 : 2) * kKeys) * Layout::kPitch * static_cast<int>(sizeof(scalar_t));
 
   float o[kWarpRows][kColumns];
   float max[kWarpRows];  // running maximum, in log2 units
@@ -27,7 +29,7 @@ struct SimtAttention {
                                       const Rows& rows, const ScoreRule& rule, int row_begin,
                                       int begin, int end) {
     scalar_t* const smem_k = smem + kRows * Layout::kPitch;
-    scalar_t* const smem_v = smem_k + kKeys * Layout::kPitch;
+    scalar_t* const smem_v = kIsWide ? smem_k : smem_k + kKeys * Layout::kPitch;
     const scalar_t* q = smem + warp_idx() * kWarpRows * Layout::kPitch;
     const int warp_row = row_begin + warp_idx() * kWarpRows;
     const int low = rows.first_key(warp_row);
@@ -44,12 +46,21 @@ struct SimtAttention {
     for (int key = begin / kKeys * kKeys; key < end; key += kKeys) {
       if (rows.skips(row_begin, min(row_begin + kRows, rows.count) - 1, key, kKeys)) continue;
       __syncthreads();  // SAFETY: all warps are done with the tile that is about to be overwritten.
-      load_tile<kHeadDim, kKeys, kThreads>(smem_k, smem_v, kv, key, begin, end);
-      cp_async_commit();
-      cp_async_wait<0>();
-      __syncthreads();
-      if (warp_row < rows.count && key <= high_last && key + kKeys > low)
-        update(q, smem_k, smem_v, rows, rule, warp_row, key, kv.head_dim);
+      const bool has_keys = warp_row < rows.count && key <= high_last && key + kKeys > low;
+      float p[kWarpRows];
+      if constexpr (kIsWide) {
+        load_tile<kHeadDim, kKeys, kThreads, 1>(smem_k, nullptr, kv, key, begin, end);
+        wait_for_copies();
+        if (has_keys) multiply_qk(p, q, smem_k, rows, rule, warp_row, key, kv.head_dim);
+        __syncthreads();  // SAFETY: all warps are done with K, which V overwrites.
+        load_tile<kHeadDim, kKeys, kThreads, 2>(nullptr, smem_v, kv, key, begin, end);
+        wait_for_copies();
+      } else {
+        load_tile<kHeadDim, kKeys, kThreads>(smem_k, smem_v, kv, key, begin, end);
+        wait_for_copies();
+        if (has_keys) multiply_qk(p, q, smem_k, rows, rule, warp_row, key, kv.head_dim);
+      }
+      if (has_keys) multiply_pv(p, smem_v);
     }
     cp_async_wait<0>();
   }
@@ -75,12 +86,18 @@ struct SimtAttention {
   __device__ static __forceinline__ int lane_idx() { return threadIdx.x % kWarpSize; }
   __device__ static __forceinline__ int warp_idx() { return threadIdx.x / kWarpSize; }
 
+  __device__ static __forceinline__ void wait_for_copies() {
+    cp_async_commit();
+    cp_async_wait<0>();
+    __syncthreads();
+  }
+
+  // Sets the lane's P of each row, and updates max, sum and O.
   template <typename Rows>
-  __device__ __forceinline__ void update(const scalar_t* q, const scalar_t* smem_k,
-                                         const scalar_t* smem_v, const Rows& rows,
-                                         const ScoreRule& rule, int warp_row, int key,
-                                         int head_dim) {
-    float p[kWarpRows];
+  __device__ __forceinline__ void multiply_qk(float (&p)[kWarpRows], const scalar_t* q,
+                                              const scalar_t* smem_k, const Rows& rows,
+                                              const ScoreRule& rule, int warp_row, int key,
+                                              int head_dim) {
 #pragma unroll
     for (int r = 0; r < kWarpRows; ++r) p[r] = 0.0f;
     const scalar_t* k = smem_k + lane_idx() * Layout::kPitch;
@@ -96,6 +113,9 @@ struct SimtAttention {
     }
 #pragma unroll
     for (int r = 0; r < kWarpRows; ++r) softmax(p[r], rows, rule, r, warp_row + r, key);
+  }
+
+  __device__ __forceinline__ void multiply_pv(const float (&p)[kWarpRows], const scalar_t* smem_v) {
     const scalar_t* v = smem_v + lane_idx();
 #pragma unroll 4
     for (int j = 0; j < kKeys; ++j) {

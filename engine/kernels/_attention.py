@@ -33,7 +33,7 @@ __all__ = [
     "grid_parts",
 ]
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 BLOCK_SIZES = (16, 32, 64, 128)
 _USUAL = "from 1e-18 to 1e18"  # allowed range of a scale or soft cap, in error messages
 
@@ -161,14 +161,14 @@ def _is_usual(number: float) -> bool:
     return 1e-18 <= number <= 1e18
 
 
-def check_heads(call: Contract) -> None:
+def check_heads(call: Contract, max_head_dim: int = MAX_HEAD_DIM) -> None:
     """Check the sizes bound to H, K and D."""
     h = call["H"]
     k = call["K"]
     d = call["D"]
     call.check("H", h > 0, "1 or more", h)
     call.check("K", k > 0 and h % k == 0, f"a divisor of the number of query heads, {h}", k)
-    call.check("D", 0 < d <= MAX_HEAD_DIM, f"from 1 to {MAX_HEAD_DIM}", d)
+    call.check("D", 0 < d <= max_head_dim, f"from 1 to {max_head_dim}", d)
 
 
 def checked_sinks(call: Contract, sinks: Any, dtype: np.dtype[Any] = FLOAT32) -> Any:
@@ -286,6 +286,8 @@ class Tile:
         Rows per warp: in units of 16 on tensor cores, of 1 in float32.
     keys, stages : int
         Keys per tile, and pipeline stages (tiles of K, and of V, in shared memory).
+    column_warps : int
+        Warps along the columns of V and O, which each multiply all of Q Kᵀ (`warps_n` is then 1).
     """
 
     head_dim: int
@@ -294,6 +296,7 @@ class Tile:
     row_tiles: int
     keys: int
     stages: int
+    column_warps: int = 1
 
     def rows(self, dtype: str) -> int:
         """Return the query rows per block."""
@@ -302,12 +305,16 @@ class Tile:
     @property
     def threads(self) -> int:
         """Threads per block."""
-        return 32 * self.warps_m * self.warps_n
+        return 32 * self.warps_m * self.warps_n * self.column_warps
 
     def shared_bytes(self, dtype: str) -> int:
-        """Return the dynamic shared memory in bytes: Q, and `stages` tiles of K and of V."""
+        """Return the dynamic shared memory in bytes: Q, and `stages` tiles of K and of V.
+
+        In float32, K and V of wide heads share one tile.
+        """
         pitch = self.head_dim + (4 if dtype == "float32" else 0)
-        return (self.rows(dtype) + 2 * self.stages * self.keys) * pitch * itemsize(dtype)
+        tiles = 1 if dtype == "float32" and self.head_dim > 256 else 2 * self.stages
+        return (self.rows(dtype) + tiles * self.keys) * pitch * itemsize(dtype)
 
     def spec(self, file: str, dtype: str, **more: int) -> ModuleSpec:
         """Return the module compiled for this tile; `more` adds macros."""
@@ -318,6 +325,7 @@ class Tile:
             "ROW_TILES": self.row_tiles,
             "TILE_KEYS": self.keys,
             "STAGES": self.stages,
+            "COLUMN_WARPS": self.column_warps,
             "SHARED_BYTES": self.shared_bytes(dtype),
         }
         return ModuleSpec(file, dtype, tuple((macros | more).items()))

@@ -8,7 +8,6 @@ import numpy as np
 
 from engine import reference
 from engine.dtypes import dtype_name
-from engine.kernels._attention import MAX_HEAD_DIM
 from engine.kernels._chip import sm_count
 from engine.kernels._contract import FLOAT32, FLOATS, Contract
 from engine.kernels._elementwise import element_strides
@@ -20,6 +19,7 @@ __all__ = ["quantize_heads", "specs"]
 _SHAPE = "stride_t:i64 stride_h:i64 num_tokens:i32 num_heads:i32 head_dim:i32 rotate:i32"
 _PEAKS = Kernel("quantize_heads_peaks", f"x:ptr offset:ptr peaks:ptr {_SHAPE}")
 _CODES = Kernel("quantize_heads_codes", f"x:ptr offset:ptr peaks:ptr codes:ptr scale:ptr {_SHAPE}")
+_MAX_HEAD_DIM = 256
 _ROWS = 8  # rows per block, one per warp
 _BLOCKS_PER_SM = 8  # blocks per SM of the kernel that computes the maxima
 
@@ -78,7 +78,7 @@ def quantize_heads(x: Any, *, offset: Any = None, rotate: bool = False) -> tuple
     call = Contract("quantize_heads")
     x = call.array("x", x, "T H D", FLOATS, layout="rows")
     head_dim = call["D"]
-    call.check("D", 0 < head_dim <= MAX_HEAD_DIM, f"from 1 to {MAX_HEAD_DIM}", head_dim)
+    call.check("D", 0 < head_dim <= _MAX_HEAD_DIM, f"from 1 to {_MAX_HEAD_DIM}", head_dim)
     is_power = head_dim & (head_dim - 1) == 0
     call.check("rotate", is_power or not rotate, "False unless D is a power of 2", rotate)
     if offset is not None:

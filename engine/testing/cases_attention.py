@@ -204,6 +204,9 @@ PREFILL: tuple[AttentionCase, ...] = (
     replace(_BASE, causal=False, scale=0.25),
     replace(_BASE, lens_q=(129, 17), lens_k=(640, 17), num_heads=9, num_kv_heads=3),  # SmolLM2
     replace(_BASE, num_heads=8, num_kv_heads=1, head_dim=256),  # Gemma
+    replace(_BASE, num_heads=8, num_kv_heads=1, head_dim=512, block_size=16),  # Gemma 4
+    replace(_BASE, num_heads=2, num_kv_heads=2, head_dim=512, window=50, softcap=5.0),
+    replace(_BASE, num_heads=2, num_kv_heads=1, head_dim=330, block_size=16),
     replace(_BASE, num_heads=8, num_kv_heads=1, head_dim=32),
     replace(_BASE, num_heads=2, num_kv_heads=2, head_dim=80, block_size=16),
     replace(_BASE, num_heads=3, num_kv_heads=1, head_dim=96),  # Phi-3
@@ -232,6 +235,9 @@ DECODE: tuple[AttentionCase, ...] = (
     AttentionCase((2, 2), (150, 31), 4, 4, 32, block_size=16, window=1),
     AttentionCase((2, 2), (150, 31), 2, 1, 36, block_size=16),
     AttentionCase((1, 1), (150, 31), 8, 1, 256, block_size=16),
+    AttentionCase((1,) * 3, (700, 0, 31), 8, 1, 512, block_size=16),  # Gemma 4
+    AttentionCase((6,), (90,), 4, 1, 512, block_size=32),
+    AttentionCase((2, 2), (150, 31), 4, 2, 330, block_size=16, window=40),
 )
 
 # Sinks near, far above and far below the scores, and none. In rows without keys, the sink alone
@@ -256,6 +262,7 @@ PREFILL_SINKS: tuple[AttentionCase, ...] = (
     replace(_SINKS, num_heads=4, num_kv_heads=2, head_dim=128),
     replace(_SINKS, num_heads=2, num_kv_heads=2, head_dim=36),
     replace(_SINKS, num_heads=2, num_kv_heads=1, head_dim=256),
+    replace(_SINKS, num_heads=2, num_kv_heads=1, head_dim=512),
 )
 _NEW = replace(_SINKS, block_size=16, lens_q=(1, 1), lens_k=(400, 20))
 DECODE_SINKS: tuple[AttentionCase, ...] = (
@@ -276,6 +283,7 @@ DECODE_SINKS: tuple[AttentionCase, ...] = (
     replace(_NEW, lens_q=(8,) * 3, lens_k=(600, 90, 8)),
     replace(_NEW, lens_q=(2, 2), lens_k=(150, 31), num_heads=2, head_dim=36),
     replace(_NEW, lens_k=(150, 31), head_dim=256),
+    replace(_NEW, lens_k=(150, 31), head_dim=512),
 )
 
 

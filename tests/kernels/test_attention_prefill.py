@@ -204,8 +204,8 @@ def test_contract(xp):
         op(q, k, k.astype(np.float16), **dense)
     with pytest.raises(ContractError, match="K: must be a divisor of the number of query heads, 3"):
         op(q[:, :3], k, k, **dense)
-    with pytest.raises(ContractError, match="D: must be from 1 to 256; got 264"):
-        op(xp.ones((4, 2, 264), np.float32), *[xp.ones((4, 2, 264), np.float32)] * 2, **dense)
+    with pytest.raises(ContractError, match="D: must be from 1 to 512; got 520"):
+        op(xp.ones((4, 2, 520), np.float32), *[xp.ones((4, 2, 520), np.float32)] * 2, **dense)
     with pytest.raises(ContractError, match="window: must be 0 unless causal; got 3"):
         op(q, k, k, **dense, causal=False, window=3)
     with pytest.raises(ContractError, match="scale: must be positive and finite; got 0"):

@@ -9,7 +9,6 @@ from engine import reference
 from engine.dtypes import accumulation_dtype, dtype_name, itemsize
 from engine.kernels import _attention_pattern
 from engine.kernels._attention import (
-    MAX_HEAD_DIM,
     ScoreRule,
     are_aligned,
     check_heads,
@@ -96,6 +95,7 @@ class BackwardTile:
         return ModuleSpec("attention_backward/attention_backward.cu", dtype, tuple(macros.items()))
 
 
+_MAX_HEAD_DIM = 256
 # Each tile has as many rows as fit, with two stages, in the smallest chips' 99 KiB.
 _TILES_16 = (
     BackwardTile(64, 8, 16, 64, 2),
@@ -125,7 +125,7 @@ def specs(
 
     `patterns` adds the modules for patterns.
     """
-    dims = range(1, MAX_HEAD_DIM + 1) if head_dim is None else (head_dim,)
+    dims = range(1, _MAX_HEAD_DIM + 1) if head_dim is None else (head_dim,)
     tiles = dict.fromkeys(choose_tile(dtype, dim) for dim in dims)
     kinds = (False, True) if patterns else (False,)
     portable = tuple(tile.spec(dtype, kind) for kind in kinds for tile in tiles)
@@ -250,7 +250,7 @@ def attention_backward(
         "cu_seqlens_q": checked_starts(call, "cu_seqlens_q", cu_seqlens_q, call["Tq"]),
         "cu_seqlens_k": checked_starts(call, "cu_seqlens_k", cu_seqlens_k, call["Tk"]),
     }
-    check_heads(call)
+    check_heads(call, _MAX_HEAD_DIM)
     rule = ScoreRule.checked(call, call["D"], scale, window, softcap)
     call.check("window", causal or not window, "0 unless causal", window)
     _attention_pattern.check(call, pattern)

@@ -90,7 +90,7 @@ def attention_decode(
     Parameters
     ----------
     q : (B, Q, H, D) array of float32, float16 or bfloat16 (NumPy: or float64)
-        The last Q tokens of each sequence, D <= 256. A view whose last axis is contiguous is not
+        The last Q tokens of each sequence, D <= 512. A view whose last axis is contiguous is not
         copied.
     k_pages, v_pages : (P, K, block_size, D) arrays of q's dtype, uint8 or int8
         Layout and quantized pages: see `kv_store`. H is a multiple of K: query head h reads head

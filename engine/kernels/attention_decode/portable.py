@@ -39,20 +39,24 @@ _WAVE_COST = 2.0
 _COMBINE_COST = 4.0
 _COMBINE_COST_OF_A_SPLIT = 0.1
 
-# With up to 16 rows the warps divide the keys; with more, the rows.
+# With up to 16 rows the warps divide the keys; with more, the rows. One warp has no registers for
+# all columns of O of wide heads: warps divide those too.
 _NARROW_16 = (
     Tile(64, warps_m=1, warps_n=4, row_tiles=1, keys=64, stages=3),
     Tile(128, warps_m=1, warps_n=4, row_tiles=1, keys=64, stages=2),
     Tile(256, warps_m=1, warps_n=2, row_tiles=1, keys=32, stages=2),
+    Tile(512, warps_m=1, warps_n=1, row_tiles=1, keys=16, stages=2, column_warps=4),
 )
 _WIDE_16 = (
     Tile(64, warps_m=4, warps_n=1, row_tiles=1, keys=64, stages=3),
     Tile(128, warps_m=4, warps_n=1, row_tiles=1, keys=64, stages=2),
     Tile(256, warps_m=4, warps_n=1, row_tiles=1, keys=32, stages=2),
+    Tile(512, warps_m=2, warps_n=1, row_tiles=1, keys=16, stages=2, column_warps=2),
 )
 _TILES_32 = (
     Tile(128, warps_m=4, warps_n=1, row_tiles=2, keys=32, stages=1),
     Tile(256, warps_m=4, warps_n=1, row_tiles=2, keys=32, stages=1),
+    Tile(512, warps_m=4, warps_n=1, row_tiles=2, keys=32, stages=1),
 )
 
 

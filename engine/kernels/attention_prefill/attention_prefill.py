@@ -45,16 +45,19 @@ _KERNEL = Kernel(
 )
 
 # Up to D = 128, four warps of 32 rows hold O in half of their registers; with D = 256, 16 rows take
-# all of them. Keys and stages fill the shared memory of the smallest chips (99 KiB).
+# all of them, and with D = 512 two warps share the columns. Keys and stages fill the shared memory
+# of the smallest chips (99 KiB).
 _TILES_16 = (
     Tile(64, warps_m=4, warps_n=1, row_tiles=2, keys=64, stages=2),
     Tile(96, warps_m=4, warps_n=1, row_tiles=2, keys=32, stages=3),
     Tile(128, warps_m=4, warps_n=1, row_tiles=2, keys=32, stages=3),
     Tile(256, warps_m=4, warps_n=1, row_tiles=1, keys=32, stages=2),
+    Tile(512, warps_m=2, warps_n=1, row_tiles=1, keys=16, stages=2, column_warps=2),
 )
 _TILES_32 = (
     Tile(128, warps_m=4, warps_n=1, row_tiles=4, keys=32, stages=1),
     Tile(256, warps_m=4, warps_n=1, row_tiles=4, keys=32, stages=1),
+    Tile(512, warps_m=4, warps_n=1, row_tiles=4, keys=32, stages=1),
 )
 
 
@@ -123,7 +126,7 @@ def attention_prefill(
     Parameters
     ----------
     q : (Tq, H, D) array of float32, float16 or bfloat16 (NumPy: or float64)
-        Query tokens of all sequences, concatenated. D <= 256. A view whose last axis is contiguous,
+        Query tokens of all sequences, concatenated. D <= 512. A view whose last axis is contiguous,
         such as the heads of a fused qkv row, is not copied.
     k, v : (Tk, K, D) or (P, K, block_size, D) arrays of q's dtype
         Dense keys and values (views as for `q`), or pages (layout and quantized pages: see

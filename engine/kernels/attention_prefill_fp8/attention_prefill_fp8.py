@@ -34,6 +34,7 @@ _KERNEL = Kernel(
     "group:i32 head_dim:i32 causal:i32 factor:f32",
     struct="AttentionPrefillFp8Params",
 )
+_MAX_HEAD_DIM = 256
 _ROWS = 4  # query rows per block, one per warp
 _E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 _CODES = (np.dtype(np.uint8), _E4M3)
@@ -136,7 +137,7 @@ def attention_prefill_fp8(
     """
     call = Contract("attention_prefill_fp8")
     arrays = _check_arrays(call, q, k, v, q_scale, k_scale, v_scale, cu_seqlens_q, cu_seqlens_k)
-    check_heads(call)
+    check_heads(call, _MAX_HEAD_DIM)
     scale = checked_scale(call, call["D"], scale)
     if not isinstance(dtype, str) or dtype not in HOPPER_DTYPES:
         raise DTypeError(f"{call.op}: dtype: must be one of {HOPPER_DTYPES}; got {dtype!r}")
