@@ -1,9 +1,9 @@
-// GeGLU on packed halves: the activation between the two GEMMs of Gemma's feed-forward layer.
+// GeGLU: the activation between the two GEMMs of Gemma's feed-forward layer.
 //
-//   out = gelu(gate) * up,   x = [gate | up]
+//   out = gelu(gate) * up
 //
-//   x    (T, 2F) scalar_t   row stride x_stride
-//   out  (T, F)  scalar_t   row stride out_stride; may be the gate half of x
+//   gate, up  (T, F) scalar_t   row strides gate_stride, up_stride; halves of rows, or two arrays
+//   out       (T, F) scalar_t   row stride out_stride; may be gate
 //
 // gelu(g) is g Phi(g) (erf) or its tanh approximation, see common/activation.cuh.
 // Numerics: float, rounded once. Parallelisation: one thread per 16 bytes (or per element).

@@ -1,5 +1,5 @@
-// Everything between the qkv projection and attention in one launch: per-head norms of q and k,
-// their rotation, and the stores of k and v to the KV cache.
+// Everything between the qkv projection and attention in one launch: per-head norms of q, k and v,
+// the rotation of q and k, and the stores of k and v to the KV cache.
 //
 // The formulas are in rmsnorm.cu, rope.cu and kv_store.cu. A position outside the table makes the
 // rotated features NaN; k and v are not stored if their slot is outside the pages. Arguments:
@@ -41,7 +41,7 @@ struct QkNormRopeStoreParams {
   const float* cos_sin;                 // (P, R) contiguous; each row R/2 cosines, then R/2 sines
   page_t *k_pages, *v_pages;            // (pages, K, block_size, D), equal strides
   const int64_t* slot_mapping;          // (T,)
-  const scalar_t *q_weight, *k_weight;  // (D,) norm weights; null: no norm
+  const scalar_t *q_weight, *k_weight, *v_weight;  // (D,) norm weights; null: no norm
   int64_t q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h;  // elements
   int64_t page_stride, head_stride, token_stride;                                  // elements
   int64_t num_slots;  // pages * block_size
@@ -97,7 +97,7 @@ struct Head {
     }
     head -= p.num_q_heads;
     is_rotated = head < p.num_kv_heads;
-    weight = is_rotated ? p.k_weight : nullptr;
+    weight = is_rotated ? p.k_weight : p.v_weight;
     page_t* pages = is_rotated ? p.k_pages : p.v_pages;
     if (is_rotated) {
       in = p.k + token * p.k_stride_t + head * p.k_stride_h;
@@ -200,7 +200,7 @@ __device__ __forceinline__ void process_vectors(const QkNormRopeStoreParams& p) 
   const int num_lanes = p.head_dim / (2 * kVec);  // lanes per head
   const int place = threadIdx.x / num_lanes, heads_at_once = kThreads / num_lanes;
   const Lane<kInterleaved> lane_idx(p, threadIdx.x % num_lanes);
-  const bool has_norm = p.q_weight != nullptr || p.k_weight != nullptr;
+  const bool has_norm = p.q_weight != nullptr || p.k_weight != nullptr || p.v_weight != nullptr;
   const int64_t slot = p.slot_mapping[token];  // loaded early, used late
   const int position = p.positions[token];
 

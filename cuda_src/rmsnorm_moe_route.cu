@@ -27,6 +27,7 @@ struct RmsnormMoeRouteParams {
   scalar_t* y;                  // (1, N)
   // Same fields as MoeRouteParams, for one token.
   const float* correction;
+  const float* expert_scale;
   int* experts;
   float* weights;
   int* order;
@@ -96,10 +97,11 @@ __device__ __forceinline__ void rmsnorm_moe_route(const RmsnormMoeRouteParams& p
   __syncwarp();
   cluster_sync(size);
   if (rank != 0) return;
-  route_few<kPer>(MoeRouteParams{logits, p.correction, p.experts, p.weights, p.order, p.offsets,
-                                 p.slots, p.load, nullptr, 1, p.num_experts, p.top_k, p.is_sigmoid,
-                                 p.num_groups, p.top_groups, p.renormalize, p.scale, 0},
-                  shared);
+  route_few<kPer>(
+      MoeRouteParams{logits, p.correction, p.expert_scale, p.experts, p.weights, p.order, p.offsets,
+                     p.slots, p.load, nullptr, 1, p.num_experts, p.top_k, p.is_sigmoid,
+                     p.num_groups, p.top_groups, p.renormalize, p.scale, 0},
+      shared);
 }
 
 // Entry points for up to 32 * per experts.

@@ -1,9 +1,9 @@
-// SwiGLU on packed halves: the activation between the two GEMMs of a feed-forward layer.
+// SwiGLU: the activation between the two GEMMs of a feed-forward layer.
 //
-//   out = silu(gate) * up,   x = [gate | up],   silu(g) = g / (1 + exp(-g))
+//   out = silu(gate) * up,   silu(g) = g / (1 + exp(-g))
 //
-//   x    (T, 2F) scalar_t   row stride x_stride
-//   out  (T, F)  scalar_t   row stride out_stride; may be the gate half of x
+//   gate, up  (T, F) scalar_t   row strides gate_stride and up_stride; halves of packed rows
+//   out       (T, F) scalar_t   row stride out_stride; may be gate
 //
 // Numerics: float, rounded once. Parallelisation: one thread per 16 bytes (or per element).
 // Mirror: engine/reference/swiglu.py

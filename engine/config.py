@@ -1,4 +1,4 @@
-"""A decoder's architecture in numbers: `ModelConfig`, `MoeConfig` and `RopeConfig`.
+"""A decoder's architecture in numbers: `ModelConfig` and the configs of its parts.
 
 Every difference between the supported model families is a field here with a neutral default. The
 modules of `models/` set the fields from a `config.json`; the only decoder, `models/decoder.py`,
@@ -9,7 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-__all__ = ["ModelConfig", "MoeConfig", "RopeConfig"]
+__all__ = [
+    "AltUpConfig",
+    "LayerSizes",
+    "ModelConfig",
+    "MoeConfig",
+    "PerLayerInputConfig",
+    "RopeConfig",
+]
 
 
 @dataclass(frozen=True)
@@ -23,8 +30,8 @@ class RopeConfig:
     rotary_dim : int
         Number of leading head features to rotate (even; the rest pass through).
     scaling : str
-        "default", "linear", "dynamic" (NTK), "yarn", "llama3", "longrope", or "none" (no rotation
-        at any position).
+        "default", "linear", "dynamic" (NTK), "yarn", "llama3", "longrope", "proportional", or
+        "none" (no rotation at any position).
     factor : float
         Context extension factor; used by every scaling except "default".
     original_max_position : int
@@ -46,6 +53,8 @@ class RopeConfig:
     q_scale_beta, q_scale_length, q_scale_start : float, int, int
         Rotated queries at position p are multiplied by 1 + beta ln(1 + floor((p + start) /
         length)), length in tokens; beta 0 disables it (Ministral 3, Llama 4).
+    num_frequencies : int
+        Proportional rope: number of leading pairs to rotate; the others have frequency 0.
     """
 
     theta: float = 10000.0
@@ -67,6 +76,58 @@ class RopeConfig:
     q_scale_beta: float = 0.0
     q_scale_length: int = 0
     q_scale_start: int = 0
+    num_frequencies: int = 0
+
+
+@dataclass(frozen=True)
+class LayerSizes:
+    """Fields of `ModelConfig` whose values differ between the layers of a model.
+
+    Attributes
+    ----------
+    num_kv_heads, head_dim, intermediate_size : int
+    values_from_keys : bool
+    """
+
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    values_from_keys: bool = False
+
+
+@dataclass(frozen=True)
+class PerLayerInputConfig:
+    """A second embedding, which gives each layer its own P features of every token.
+
+    Attributes
+    ----------
+    size : int
+        P.
+    vocab_size : int
+        Rows of its table. Tokens beyond it read row 0.
+    """
+
+    size: int
+    vocab_size: int
+
+
+@dataclass(frozen=True)
+class AltUpConfig:
+    """Alternating updates: the residual stream is several streams, of which layers compute one.
+
+    Attributes
+    ----------
+    num_streams : int
+        Number of streams; the layers compute the first.
+    scales_output : bool
+        Whether the layer's output is scaled per feature before the per-layer input.
+    laurel_rank : int
+        Rank of the low-rank branch beside attention.
+    """
+
+    num_streams: int
+    scales_output: bool
+    laurel_rank: int
 
 
 @dataclass(frozen=True)
@@ -104,9 +165,12 @@ class MoeConfig:
     router_bias, expert_bias, shared_bias : bool
         Whether the router, the experts and the shared expert have biases.
     activation : str
-        Activation of the experts: "swiglu", or gpt-oss's "swiglu_clamped".
+        Activation of the experts: "swiglu", "geglu" (tanh), or gpt-oss's "swiglu_clamped".
     alpha, limit : float
         Parameters of "swiglu_clamped".
+    beside_mlp : bool
+        Whether sparse layers have an MLP too, beside the experts: each branch has norms of its own,
+        and the router reads the residual stream through a norm and scales every expert's weight.
     """
 
     num_experts: int
@@ -130,6 +194,7 @@ class MoeConfig:
     activation: str = "swiglu"
     alpha: float = 1.702
     limit: float = 7.0
+    beside_mlp: bool = False
 
 
 @dataclass(frozen=True)
@@ -208,6 +273,25 @@ class ModelConfig:
         c in c·tanh(x/c), applied to the attention scores and to the logits; 0 disables it.
     logits_scale : float
         Factor on the logits.
+    layer_sizes : tuple of LayerSizes
+        Per layer: the values of the fields in `LayerSizes`; () if all layers are alike. The
+        model's own fields then hold the largest values. See `at`.
+    kv_sources : tuple of int
+        Per layer: the layer whose keys and values it reads, itself or an earlier one; () if every
+        layer has its own.
+    values_from_keys : bool
+        Whether v is the key projection's output, before k's norm and rope.
+    v_norm : bool
+        Whether v is normalised per head, without a weight.
+    layer_scale : bool
+        Whether every layer ends by scaling the residual stream by a learned number.
+    per_layer_input : PerLayerInputConfig or None
+        Embedding that every layer reads.
+    altup : AltUpConfig or None
+        Several residual streams.
+    activation_sparsity : tuple of float
+        Per layer: the share of the gate's features to set to 0, estimated from a normal
+        distribution; () for none.
     bos_token_id, pad_token_id : int or None
     eos_token_ids : tuple of int
         Tokens that end a sequence.
@@ -263,6 +347,14 @@ class ModelConfig:
     attn_softcap: float = 0.0
     final_softcap: float = 0.0
     logits_scale: float = 1.0
+    layer_sizes: tuple[LayerSizes, ...] = ()
+    kv_sources: tuple[int, ...] = ()
+    values_from_keys: bool = False
+    v_norm: bool = False
+    layer_scale: bool = False
+    per_layer_input: PerLayerInputConfig | None = None
+    altup: AltUpConfig | None = None
+    activation_sparsity: tuple[float, ...] = ()
     bos_token_id: int | None = None
     pad_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
@@ -273,6 +365,31 @@ class ModelConfig:
         """Rows of the fused qkv matrix, (H + 2K)·D, or (2H + 2K)·D with a gate."""
         query_heads = 2 * self.num_heads if self.attn_gate else self.num_heads
         return (query_heads + 2 * self.num_kv_heads) * self.head_dim
+
+    def at(self, layer: int) -> ModelConfig:
+        """Return the config with the sizes of layer `layer`."""
+        return replace(self, **vars(self.layer_sizes[layer])) if self.layer_sizes else self
+
+    @property
+    def head_dims(self) -> tuple[int, ...]:
+        """The head dims of all layers, each once."""
+        dims = (self.at(layer).head_dim for layer in range(self.num_layers))
+        return tuple(dict.fromkeys(dims)) if self.layer_sizes else (self.head_dim,)
+
+    def kv_source(self, layer: int) -> int:
+        """Return the layer whose keys and values layer `layer` reads."""
+        return self.kv_sources[layer] if self.kv_sources else layer
+
+    def qkv_parts(self, layer: int) -> tuple[str, ...]:
+        """Return the parts of layer `layer`'s fused qkv matrix; the gate may have no rows."""
+        if self.kv_source(layer) != layer:
+            return ("q", "attn_gate")
+        values = () if self.at(layer).values_from_keys else ("v",)
+        return ("q", "k", *values, "attn_gate")
+
+    def sparsity(self, layer: int) -> float:
+        """Return the activation sparsity of layer `layer`; 0 for none."""
+        return self.activation_sparsity[layer] if self.activation_sparsity else 0.0
 
     def window(self, layer: int) -> int:
         """Return the sliding window of layer `layer` in keys; 0 is full attention."""
@@ -299,8 +416,8 @@ class ModelConfig:
 
     @property
     def has_mlp(self) -> bool:
-        """Tell whether any layer has an MLP instead of experts."""
-        return self.moe is None or not all(self.moe.sparse_layers)
+        """Tell whether any layer has an MLP."""
+        return self.moe is None or self.moe.beside_mlp or not all(self.moe.sparse_layers)
 
     @property
     def has_mlp_norms(self) -> bool:

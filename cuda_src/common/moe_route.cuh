@@ -13,6 +13,7 @@ constexpr uint32_t kMinusInfKey = 0x007fffffu;  // key_of(-inf)
 struct MoeRouteParams {
   const float* logits;      // (T, E)
   const float* correction;  // (E,), or null
+  const float* expert_scale;  // (E,) factor on each expert's weights, or null
   int* experts;             // (T, top_k)
   float* weights;           // (T, top_k)
   int* order;               // (T * top_k,)
@@ -159,6 +160,7 @@ __device__ __forceinline__ int choose(const MoeRouteParams& p, int token) {
     if (p.renormalize) weight /= total < 1e-20f ? 1e-20f : total;  // NaN stays NaN
     const int64_t pair = static_cast<int64_t>(token) * p.top_k + lane_idx;
     p.experts[pair] = expert;
+    if (p.expert_scale != nullptr) weight *= p.expert_scale[expert];
     p.weights[pair] = weight * p.scale;
     if (p.load != nullptr && (p.slots == nullptr || p.slots[token] >= 0))
       atomicAdd(reinterpret_cast<unsigned long long*>(p.load + expert), 1ull);

@@ -3,7 +3,7 @@
 
 #include "common/activation.cuh"
 
-enum MoeActivation { kNone = 0, kSwiglu = 1, kSwigluClamped = 2 };
+enum MoeActivation { kNone = 0, kSwiglu = 1, kSwigluClamped = 2, kGeglu = 3 };
 
 struct MoeGate {
   int activation;  // a MoeActivation
@@ -12,6 +12,7 @@ struct MoeGate {
   __device__ __forceinline__ bool is_gated() const { return activation != kNone; }
 
   __device__ __forceinline__ float operator()(float gate, float up) const {
+    if (activation == kGeglu) return gelu_tanh(gate) * up;
     return activation == kSwiglu ? silu(gate) * up : clamped(gate, up);
   }
   // Activation with clamped gate and up; propagates NaN in both.

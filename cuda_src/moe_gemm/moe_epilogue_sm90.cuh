@@ -99,9 +99,11 @@ __device__ __forceinline__ void finish(const MoeEpilogue& e, const MoeTileRecord
                                        int warpgroup, MoeSums& acc) {
   const int count = record.tile.count;
   if (e.bias != nullptr) add_bias(e, record.tile, warpgroup, acc);
-  // Two loops: a test for every sum would take longer than the activation.
+  // A loop each: a test for every sum would take longer than the activation.
   if (e.gate.activation == kSwiglu)
     for_each_sum(count, [&](int j) { acc[0][j] = silu(acc[0][j]) * acc[kMmaTiles - 1][j]; });
+  else if (e.gate.activation == kGeglu)
+    for_each_sum(count, [&](int j) { acc[0][j] = gelu_tanh(acc[0][j]) * acc[kMmaTiles - 1][j]; });
   else if (e.is_gated())
     for_each_sum(count,
                  [&](int j) { acc[0][j] = e.gate.clamped(acc[0][j], acc[kMmaTiles - 1][j]); });

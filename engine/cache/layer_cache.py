@@ -137,7 +137,10 @@ def layer_caches(
 
 
 def _attention(config: ModelConfig, layer: int, dtype: str, states: str) -> LayerCache:
-    return LayerCache.attention(config.num_kv_heads, config.head_dim)
+    if (source := config.kv_source(layer)) != layer:
+        return LayerCache(source=source)
+    own = config.at(layer)
+    return LayerCache.attention(own.num_kv_heads, own.head_dim)
 
 
 CACHES_OF_KIND: dict[str, Callable[[ModelConfig, int, str, str], LayerCache]] = {

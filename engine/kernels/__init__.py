@@ -17,6 +17,8 @@ from engine.kernels.activation_backward import activation_backward
 from engine.kernels.all_gather import all_gather
 from engine.kernels.all_reduce import all_reduce
 from engine.kernels.all_reduce_rmsnorm import all_reduce_rmsnorm
+from engine.kernels.altup_correct import altup_correct
+from engine.kernels.altup_predict import altup_predict
 from engine.kernels.attention_backward import attention_backward
 from engine.kernels.attention_decode import attention_decode
 from engine.kernels.attention_prefill import attention_prefill
@@ -31,6 +33,7 @@ from engine.kernels.embedding import embedding
 from engine.kernels.embedding_backward import embedding_backward
 from engine.kernels.gated_delta import gated_delta
 from engine.kernels.gated_norm import gated_norm
+from engine.kernels.gaussian_topk import gaussian_topk
 from engine.kernels.geglu import geglu
 from engine.kernels.geglu_backward import geglu_backward
 from engine.kernels.gelu import gelu
@@ -42,6 +45,7 @@ from engine.kernels.kv_copy import kv_copy
 from engine.kernels.kv_gather import kv_gather
 from engine.kernels.kv_store import kv_store
 from engine.kernels.kv_swap import kv_swap
+from engine.kernels.match_rms import match_rms
 from engine.kernels.merge_states import merge_states
 from engine.kernels.moe_activation_backward import moe_activation_backward
 from engine.kernels.moe_combine import moe_combine
@@ -98,6 +102,8 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "all_reduce_rmsnorm",
+    "altup_correct",
+    "altup_predict",
     "attention_backward",
     "attention_decode",
     "attention_prefill",
@@ -115,6 +121,7 @@ __all__ = [
     "embedding_backward",
     "gated_delta",
     "gated_norm",
+    "gaussian_topk",
     "geglu",
     "geglu_backward",
     "gelu",
@@ -127,6 +134,7 @@ __all__ = [
     "kv_gather",
     "kv_store",
     "kv_swap",
+    "match_rms",
     "merge_states",
     "moe_activation_backward",
     "moe_combine",

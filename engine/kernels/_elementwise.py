@@ -45,7 +45,10 @@ _GATED_BACKWARD_PARAMS = (
     "dout:ptr x:ptr dx:ptr num_rows:i64 num_features:i32 dout_stride:i64 x_stride:i64 dx_stride:i64"
 )
 UNARY_PARAMS = "x:ptr out:ptr num_vectors:i64 n:i64"
-GATED_PARAMS = "x:ptr out:ptr num_rows:i64 num_features:i32 x_stride:i64 out_stride:i64"
+GATED_PARAMS = (
+    "gate:ptr up:ptr out:ptr num_rows:i64 num_features:i32 gate_stride:i64 up_stride:i64 "
+    "out_stride:i64"
+)
 
 
 def vector_width(array: Any) -> int:
@@ -117,26 +120,34 @@ def gated(
     call: Contract,
     kernels: dict[str, Kernel],
     file: str,
-    mirror: Callable[[Any], Any],
+    mirror: Callable[..., Any],
     x: Any,
     out: Any,
+    up: Any = None,
 ) -> Any:
     """Check rows [gate | up], then run `mirror` (NumPy) or launch one of `kernels` (CuPy).
 
-    `kernels` maps "vector" and "scalar" to the kernel of that access width.
+    `kernels` maps "vector" and "scalar" to the kernel of that access width. With an `up`, `x` is
+    the gate alone, and `mirror` takes both.
     """
-    x = call.array("x", x, "* 2F", MIRROR_FLOATS, layout="rows")
-    call.check("x", x.shape[-1] % 2 == 0, "of even length along its last axis", x.shape)
-    shape = (*x.shape[:-1], x.shape[-1] // 2)
+    x = call.array("x", x, "* 2F" if up is None else "* F", MIRROR_FLOATS, layout="rows")
+    shape = x.shape
+    if up is None:
+        call.check("x", x.shape[-1] % 2 == 0, "of even length along its last axis", x.shape)
+        shape = (*x.shape[:-1], x.shape[-1] // 2)
+    else:
+        up = call.array("up", up, " ".join(map(str, shape)), x.dtype, layout="rows")
     layout = "rows" if len(shape) == 2 else "C"
     if call.on_cpu:
-        return call.finish(out, mirror(x), layout=layout)
+        return call.finish(out, mirror(x) if up is None else mirror(x, up=up), layout=layout)
     out = call.output("out", out, shape, x.dtype, layout=layout)
     num_rows = math.prod(shape[:-1])
     f = shape[-1]
-    rows = x.reshape(num_rows, 2 * f)
+    rows = x.reshape(num_rows, x.shape[-1])
+    gate = rows[:, :f]
+    factor = rows[:, f:] if up is None else up.reshape(num_rows, f)
     out_rows = out.reshape(num_rows, f)
-    fits = f % vector_width(x) == 0 and is_aligned(rows, out_rows)
+    fits = f % vector_width(x) == 0 and is_aligned(gate, factor, out_rows)
     kernel = kernels["vector" if fits else "scalar"]
     items = f // vector_width(x) if fits else f
     kernel.launch(
@@ -144,11 +155,13 @@ def gated(
         (ceil_div(items, ROW_THREADS), min(num_rows, MAX_GRID_Y)),
         (ROW_THREADS,),
         pdl=True,
-        x=rows,
+        gate=gate,
+        up=factor,
         out=out_rows,
         num_rows=num_rows,
         num_features=f,
-        x_stride=element_strides(rows)[0],
+        gate_stride=element_strides(gate)[0],
+        up_stride=element_strides(factor)[0],
         out_stride=element_strides(out_rows)[0],
     )
     return out

@@ -26,17 +26,18 @@ def specs(dtype: str, **_: Any) -> tuple[ModuleSpec, ...]:
     return (ModuleSpec("geglu.cu", dtype),)
 
 
-def geglu(x: Any, *, approximate: str = "tanh", out: Any = None) -> Any:
+def geglu(x: Any, *, up: Any = None, approximate: str = "tanh", out: Any = None) -> Any:
     """Multiply the upper half of each row by the GELU of the lower half.
 
     Parameters
     ----------
     x : (..., 2F) array of float32, float16 or bfloat16 (NumPy: or float64)
-        Rows [gate | up]; a 2-D view may have strided rows.
+        Rows [gate | up]; a 2-D view may have strided rows. With `up`: (..., F), gate alone.
+    up : (..., F) array of x's dtype, optional
     approximate : {"tanh", "none"}
         "none" is the exact GELU, based on erf.
     out : (..., F) array of x's dtype, optional
-        Array for the result; may be the gate half of `x`, but must not overlap it otherwise.
+        Array for the result; may be the gate (half) of `x`, but must not overlap it otherwise.
 
     Returns
     -------
@@ -64,4 +65,4 @@ def geglu(x: Any, *, approximate: str = "tanh", out: Any = None) -> Any:
     call = Contract("geglu")
     call.check("approximate", approximate in _KERNELS, "'tanh' or 'none'", approximate)
     mirror = partial(reference.geglu, approximate=approximate)
-    return gated(call, _KERNELS[approximate], "geglu.cu", mirror, x, out)
+    return gated(call, _KERNELS[approximate], "geglu.cu", mirror, x, out, up)

@@ -39,10 +39,9 @@ _MAX_CHUNKS = 128  # maximum blocks: about one per multiprocessor of a large chi
 WIDTHS = (32, 64, 128, 256, 512)  # maximum number of experts of each entry point
 
 PARAMS = (
-    "logits:ptr correction:ptr experts:ptr weights:ptr order:ptr offsets:ptr slots:ptr load:ptr "
-    "counts:ptr "
-    "num_tokens:i32 num_experts:i32 top_k:i32 is_sigmoid:i32 num_groups:i32 top_groups:i32 "
-    "renormalize:i32 scale:f32 chunk_tokens:i32"
+    "logits:ptr correction:ptr expert_scale:ptr experts:ptr weights:ptr order:ptr offsets:ptr "
+    "slots:ptr load:ptr counts:ptr num_tokens:i32 num_experts:i32 top_k:i32 is_sigmoid:i32 "
+    "num_groups:i32 top_groups:i32 renormalize:i32 scale:f32 chunk_tokens:i32"
 )
 
 
@@ -64,6 +63,7 @@ def moe_route(
     *,
     score: str = "softmax",
     correction: Any = None,
+    expert_scale: Any = None,
     num_groups: int = 1,
     top_groups: int = 1,
     renormalize: bool = True,
@@ -83,6 +83,8 @@ def moe_route(
         Scores of the experts: softmax of the logits, or the sigmoid of each.
     correction : (E,) array of float32, optional
         Added to the scores to choose the experts, but not to compute their weights.
+    expert_scale : (E,) array of float32, optional
+        Factor on the weights of each expert, after they are renormalized.
     num_groups, top_groups : int
         Choose a token's experts from its `top_groups` best groups, out of `num_groups` groups (at
         most 32) of consecutive experts. A group ranks by its best score or, with a
@@ -137,6 +139,7 @@ def moe_route(
         top_k,
         score=score,
         correction=correction,
+        expert_scale=expert_scale,
         num_groups=num_groups,
         top_groups=top_groups,
         renormalize=renormalize,
@@ -170,6 +173,7 @@ def checked_options(
     *,
     score: str,
     correction: Any,
+    expert_scale: Any = None,
     num_groups: int,
     top_groups: int,
     renormalize: bool,
@@ -187,6 +191,8 @@ def checked_options(
     call.check("score", score in SCORES, f"one of {SCORES}", score)
     if correction is not None:
         correction = call.array("correction", correction, "E", FLOAT32)
+    if expert_scale is not None:
+        expert_scale = call.array("expert_scale", expert_scale, "E", FLOAT32)
     _check_groups(call, top_k, num_groups, top_groups, has_correction=correction is not None)
     call.number("scale", scale)
     if slots is not None:
@@ -196,6 +202,7 @@ def checked_options(
     return {
         "score": score,
         "correction": correction,
+        "expert_scale": expert_scale,
         "num_groups": num_groups,
         "top_groups": top_groups,
         "renormalize": bool(renormalize),
@@ -245,6 +252,7 @@ def _launch(
     *,
     score: str,
     correction: Any,
+    expert_scale: Any,
     num_groups: int,
     top_groups: int,
     renormalize: bool,
@@ -259,6 +267,7 @@ def _launch(
     arguments = {
         "logits": logits,
         "correction": correction,
+        "expert_scale": expert_scale,
         **routing._asdict(),
         "counts": workspace(num_chunks * num_experts) if chunk else None,
         "num_tokens": num_tokens,

@@ -1,4 +1,4 @@
-"""Norm and RoPE of q and k, fused with the store of k and v to pages.
+"""Norm of q, k and v and RoPE of q and k, fused with the store of k and v to pages.
 
 `cuda_src/qk_norm_rope_store.cu`, mirror `reference/qk_norm_rope_store.py`.
 """
@@ -28,8 +28,8 @@ _HEADS_AT_ONCE = 3  # kHeads in CUDA
 _FEW_TOKENS = 2
 _PARAMS = (
     "q:ptr k:ptr v:ptr positions:ptr cos_sin:ptr k_pages:ptr v_pages:ptr slot_mapping:ptr "
-    "q_weight:ptr k_weight:ptr q_stride_t:i64 q_stride_h:i64 k_stride_t:i64 k_stride_h:i64 "
-    "v_stride_t:i64 v_stride_h:i64 page_stride:i64 head_stride:i64 token_stride:i64 "
+    "q_weight:ptr k_weight:ptr v_weight:ptr q_stride_t:i64 q_stride_h:i64 k_stride_t:i64 "
+    "k_stride_h:i64 v_stride_t:i64 v_stride_h:i64 page_stride:i64 head_stride:i64 token_stride:i64 "
     "num_slots:i64 num_positions:i32 num_q_heads:i32 "
     "num_kv_heads:i32 head_dim:i32 rotary_dim:i32 block_size:i32 heads_per_block:i32 eps:f32 "
     "weight_offset:f32 k_scale:ptr v_scale:ptr q_factors:ptr"
@@ -120,6 +120,7 @@ def qk_norm_rope_store(
     *,
     q_weight: Any = None,
     k_weight: Any = None,
+    v_weight: Any = None,
     eps: float = 1e-6,
     weight_offset: float = 0.0,
     norm_after_rope: bool = False,
@@ -130,7 +131,8 @@ def qk_norm_rope_store(
 ) -> None:
     """Normalise and rotate q in place, and store normalised, rotated keys and values to pages.
 
-    Equals `rmsnorm` of each head of q and k, `rope` of both, and `kv_store`; `k` is not modified.
+    Equals `rmsnorm` of each head of q, k and v, `rope` of q and k, and `kv_store`. `k` and `v` are
+    not modified, and may be the same array.
 
     Parameters
     ----------
@@ -146,8 +148,8 @@ def qk_norm_rope_store(
         Written in place. Layout and quantized pages: see `kv_store`.
     slot_mapping : (T,) array of int64
         ``block_id * block_size + offset`` of each token, all distinct; -1 stores nothing.
-    q_weight, k_weight : (D,) array of q's dtype, optional
-        Weights of the norms of q and k; None means no norm.
+    q_weight, k_weight, v_weight : (D,) array of q's dtype, optional
+        Weights of the norms of q, k and v; None means no norm.
     eps : float
         Added to the mean square.
     weight_offset : float
@@ -198,13 +200,15 @@ def qk_norm_rope_store(
         q_weight = call.array("q_weight", q_weight, "D", q.dtype)
     if k_weight is not None:
         k_weight = call.array("k_weight", k_weight, "D", q.dtype)
+    if v_weight is not None:
+        v_weight = call.array("v_weight", v_weight, "D", q.dtype)
     call.number("eps", eps, low=0.0)
     call.number("weight_offset", weight_offset)
     fits = call["R"] % 2 == 0 and call["R"] <= call["D"]
     call.check("cos_sin", fits, f"(P, R), R even and at most D = {call['D']}", cos_sin.shape)
     arrays = {"q": q, "k": k, "v": v, "positions": positions, "cos_sin": cos_sin}
     arrays |= {"k_pages": k_pages, "v_pages": v_pages, "slot_mapping": slot_mapping}
-    arrays |= {"q_weight": q_weight, "k_weight": k_weight}
+    arrays |= {"q_weight": q_weight, "k_weight": k_weight, "v_weight": v_weight}
     arrays |= checked_scales(call, k_pages, k_scale, v_scale)
     if q_factors is not None:
         q_factors = call.array("q_factors", q_factors, "P", FLOAT32)
@@ -252,7 +256,8 @@ def _launch(
     eps: float,
     weight_offset: float,
 ) -> None:
-    weights = [arrays[name] for name in ("q_weight", "k_weight") if arrays[name] is not None]
+    names = ("q_weight", "k_weight", "v_weight")
+    weights = [arrays[name] for name in names if arrays[name] is not None]
     rows = [arrays[name] for name in ("q", "k", "v")]
     places = [arrays[name] for name in ("cos_sin", "k_pages", "v_pages")]
     config = choose_config(

@@ -14,6 +14,9 @@ from engine.kernels._module import ModuleSpec
 __all__ = ["residual_add", "specs"]
 
 _KERNEL = Kernel("residual_add_kernel", "x:ptr residual:ptr out:ptr num_vectors:i64 n:i64")
+_SCALED = Kernel(
+    "residual_add_scaled", "x:ptr residual:ptr scale:ptr out:ptr num_vectors:i64 n:i64"
+)
 
 
 def specs(dtype: str, **_: Any) -> tuple[ModuleSpec, ...]:
@@ -21,20 +24,22 @@ def specs(dtype: str, **_: Any) -> tuple[ModuleSpec, ...]:
     return (ModuleSpec("residual_add.cu", dtype),)
 
 
-def residual_add(x: Any, residual: Any, *, out: Any = None) -> Any:
-    """Add two arrays of one shape.
+def residual_add(x: Any, residual: Any, *, scale: Any = None, out: Any = None) -> Any:
+    """Add two arrays of one shape, and scale the sum.
 
     Parameters
     ----------
     x : array of float32, float16 or bfloat16
     residual : array of x's shape and dtype
+    scale : (1,) array of x's dtype, optional
+        Factor on the sum; read on the device.
     out : array of x's shape and dtype, optional
-        Array for the sum; may be `x` or `residual`.
+        Array for the result; may be `x` or `residual`.
 
     Returns
     -------
     out : array of x's shape and dtype
-        The sum in float32, rounded once.
+        Computed in float32, rounded once.
 
     Raises
     ------
@@ -50,8 +55,12 @@ def residual_add(x: Any, residual: Any, *, out: Any = None) -> Any:
     call = Contract("residual_add")
     x = call.array("x", x, "*", FLOATS)
     residual = call.array("residual", residual, " ".join(map(str, x.shape)), x.dtype)
+    if scale is not None:
+        scale = call.array("scale", scale, "1", x.dtype)
     if call.on_cpu:
-        return call.finish(out, reference.residual_add(x, residual))
+        return call.finish(out, reference.residual_add(x, residual, scale=scale))
     out = call.output("out", out, x.shape, x.dtype)
-    launch_flat(_KERNEL, specs(dtype_name(x.dtype))[0], x=x, residual=residual, out=out)
+    arrays = {"x": x, "residual": residual, "out": out}
+    kernel, more = (_KERNEL, {}) if scale is None else (_SCALED, {"scale": scale})
+    launch_flat(kernel, specs(dtype_name(x.dtype))[0], more, **arrays)
     return out

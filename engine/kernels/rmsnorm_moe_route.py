@@ -25,9 +25,10 @@ from engine.reference import Routing
 __all__ = ["rmsnorm_moe_route", "specs"]
 
 _PARAMS = (
-    "x:ptr norm_weight:ptr weight:ptr bias:ptr y:ptr correction:ptr experts:ptr weights:ptr "
-    "order:ptr offsets:ptr slots:ptr load:ptr n:i32 num_experts:i32 top_k:i32 is_sigmoid:i32 "
-    "num_groups:i32 top_groups:i32 renormalize:i32 scale:f32 eps:f32 weight_offset:f32"
+    "x:ptr norm_weight:ptr weight:ptr bias:ptr y:ptr correction:ptr expert_scale:ptr experts:ptr "
+    "weights:ptr order:ptr offsets:ptr slots:ptr load:ptr n:i32 num_experts:i32 top_k:i32 "
+    "is_sigmoid:i32 num_groups:i32 top_groups:i32 renormalize:i32 scale:f32 eps:f32 "
+    "weight_offset:f32"
 )
 _KERNELS = {
     width: Kernel(f"rmsnorm_moe_route_{width}", _PARAMS, struct="RmsnormMoeRouteParams")
@@ -60,6 +61,7 @@ def rmsnorm_moe_route(
     weight_offset: float = 0.0,
     score: str = "softmax",
     correction: Any = None,
+    expert_scale: Any = None,
     num_groups: int = 1,
     top_groups: int = 1,
     renormalize: bool = True,
@@ -81,7 +83,7 @@ def rmsnorm_moe_route(
         Added to the logits.
     eps, weight_offset : float
         See `rmsnorm`.
-    score, correction, num_groups, top_groups, renormalize, scale, slots, load : optional
+    score, correction, expert_scale, num_groups, top_groups, renormalize, scale, slots, load
         See `moe_route`.
     pdl : bool
         Promise that the preceding kernel on the stream writes neither `weight` nor `bias`, so that
@@ -128,6 +130,7 @@ def rmsnorm_moe_route(
         top_k,
         score=score,
         correction=correction,
+        expert_scale=expert_scale,
         num_groups=num_groups,
         top_groups=top_groups,
         renormalize=renormalize,

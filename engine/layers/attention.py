@@ -17,7 +17,7 @@ from engine.layers.batch import ForwardBatch
 from engine.layers.linear import Linear
 from engine.layers.norm import Norm
 
-__all__ = ["Attention", "AttentionParams"]
+__all__ = ["Attention", "AttentionParams", "SharedAttention"]
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,8 @@ class AttentionParams:
         Further restricts the keys that a query sees, by their positions.
     chunk : int
         Keys per chunk of chunked attention, which `pattern` also says; 0 is no chunk.
+    values_from_keys : bool
+        v is the key projection's output, before k's norm and rope.
     """
 
     num_heads: int
@@ -60,6 +62,7 @@ class AttentionParams:
     deterministic: bool = False
     pattern: Any = None
     chunk: int = 0
+    values_from_keys: bool = False
 
     @property
     def decodes(self) -> bool:
@@ -75,7 +78,7 @@ class Attention:
     params : AttentionParams
     qkv : Linear
         ((H + 2K)·D, N): the rows of q, k and v; with an output gate ((2H + 2K)·D, N), its rows
-        last.
+        last; with `values_from_keys` ((H + K)·D, N).
     o : Linear
         (N, H·D).
     cos_sin : (P, R) float32 array
@@ -89,11 +92,13 @@ class Attention:
         Scales of a quantized KV cache, by kv_cache_dtype: two (K,) float32 arrays.
     q_factors : (P,) float32 array, optional
         Factors on the rotated queries, by position.
+    v_norm : Norm, optional
+        Norm of v, per head; with the eps and offset of `q_norm`.
     """
 
     __slots__ = (
         *("cos_sin", "k_norm", "kv_scales", "norms_whole_rows", "o", "params", "q_norm", "qkv"),
-        *("q_factors", "sinks"),
+        *("q_factors", "sinks", "v_norm"),
     )
 
     def __init__(
@@ -107,6 +112,7 @@ class Attention:
         sinks: Any = None,
         kv_scales: Mapping[str, tuple[Any, Any]] | None = None,
         q_factors: Any = None,
+        v_norm: Norm | None = None,
     ) -> None:
         self.params = params
         self.qkv = qkv
@@ -117,6 +123,7 @@ class Attention:
         self.sinks = sinks
         self.kv_scales = dict(kv_scales or {})
         self.q_factors = q_factors
+        self.v_norm = v_norm
         self.norms_whole_rows = q_norm is not None and q_norm.weight.shape[0] != params.head_dim
 
     def arrays(self) -> Iterator[tuple[str, Any]]:
@@ -129,6 +136,7 @@ class Attention:
             for name, scale in zip("kv", scales, strict=True):
                 yield f"{kv_dtype}.{name}_scale", scale
         yield from arrays_of(qkv=self.qkv, o=self.o, q_norm=self.q_norm, k_norm=self.k_norm)
+        yield from arrays_of(v_norm=self.v_norm)
 
     def __call__(
         self,
@@ -174,6 +182,8 @@ class Attention:
     def project(self, x: Any, rope_positions: Any) -> tuple[Any, Any, Any]:
         """Return the rotated q (T, H, D) and k (T, K, D), and v (T, K, D); store nothing."""
         query, key, value, _ = self._rows(x)
+        if self.v_norm is not None:
+            value = self.v_norm(value)
         is_late = self.params.norm_after_rope
         if not is_late:
             self._norm_heads(query, key)
@@ -215,19 +225,23 @@ class Attention:
             fused = kernels.clamp(fused, -self.params.clip, self.params.clip, out=fused)
         gate = fused[:, (h + 2 * k) * d :] if self.params.gate else None
         rows = fused.reshape(x.shape[0], -1, d)
-        return rows[:, :h], rows[:, h : h + k], rows[:, h + k : h + 2 * k], gate
+        first = h if self.params.values_from_keys else h + k
+        return rows[:, :h], rows[:, h : h + k], rows[:, first : first + k], gate
 
     def _stores_while_decoding(self, batch: ForwardBatch) -> bool:
         """Tell whether the decode kernel also stores k and v: each sequence has one new token."""
         is_all = batch.num_decodes == batch.num_sequences and batch.query_len == 1
         p = self.params
-        return is_all and p.decodes and not p.norm_after_rope and self.q_factors is None
+        is_plain = not p.norm_after_rope and self.q_factors is None and self.v_norm is None
+        return is_all and p.decodes and is_plain
 
     def _norms(self) -> dict[str, Any]:
         """Return the per-head QK-norm as keywords of the op that applies rope."""
         if self.q_norm is None or self.k_norm is None or self.norms_whole_rows:
             return {}
         norms = {"q_weight": self.q_norm.weight, "k_weight": self.k_norm.weight}
+        if self.v_norm is not None:
+            norms["v_weight"] = self.v_norm.weight
         norms |= {"eps": self.q_norm.eps, "weight_offset": self.q_norm.offset}
         return norms | ({"norm_after_rope": True} if self.params.norm_after_rope else {})
 
@@ -358,3 +372,42 @@ class Attention:
             max_seqlen_q=batch.max_seqlen_q,
             out=None if out is None else out[num_decode_tokens:],
         )
+
+
+class SharedAttention(Attention):
+    """Attention of a layer that reads the keys and values which an earlier layer has stored.
+
+    Its `qkv` is (H·D, N), the rows of q, and its pages are the earlier layer's. Parameters: see
+    `Attention`.
+    """
+
+    __slots__ = ()
+
+    def __call__(
+        self,
+        x: Any,
+        batch: ForwardBatch,
+        k_pages: Any,
+        v_pages: Any,
+        *,
+        norm: Norm | None = None,
+        residual: Any = None,
+        rows: Any = None,
+    ) -> Any:
+        """Return the output (T, N) for `x` (T, N); store nothing. See `Attention`."""
+        heads = self._attend(self._queries(x, batch, norm), batch, k_pages, v_pages)
+        heads = heads.reshape(heads.shape[0], -1)
+        if rows is not None:
+            heads = kernels.embedding(rows, heads)
+        return self.o(heads, residual=residual)
+
+    def _queries(self, x: Any, batch: ForwardBatch, norm: Norm | None) -> Any:
+        """Return the normalised and rotated q (T, H, D)."""
+        p = self.params
+        q = self.qkv(x) if norm is None else self.qkv.of_normed(x, norm)
+        q = q.reshape(x.shape[0], p.num_heads, p.head_dim)
+        if self.q_norm is not None:
+            self.q_norm(q, out=q)
+        no_keys = q[:, :0]
+        kernels.rope(q, no_keys, batch.rope_positions, self.cos_sin, out=(q, no_keys))
+        return q

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from statistics import NormalDist
 from typing import Any
 
 from engine import kernels
@@ -35,6 +36,9 @@ class MLP:
         Whether `gate_up` includes a gate.
     coefficients : (4,) array of float32, optional
         Coefficients of `kernels.xielu`.
+    sparsity : float
+        Share of the gate's features to set to 0 (`kernels.gaussian_topk`); 0 keeps all. Only with a
+        gate and a GELU.
 
     Raises
     ------
@@ -42,7 +46,7 @@ class MLP:
         If the activation is not supported.
     """
 
-    __slots__ = ("activation", "coefficients", "down", "gate_up", "is_gated")
+    __slots__ = ("activation", "coefficients", "cutoff", "down", "gate_up", "is_gated")
 
     def __init__(
         self,
@@ -52,6 +56,7 @@ class MLP:
         *,
         is_gated: bool = True,
         coefficients: Any = None,
+        sparsity: float = 0.0,
     ) -> None:
         known = _GATES if is_gated else _PLAIN
         if activation not in known:
@@ -61,6 +66,7 @@ class MLP:
         self.activation = activation
         self.is_gated = is_gated
         self.coefficients = coefficients
+        self.cutoff = NormalDist().inv_cdf(sparsity) if sparsity else None
 
     @property
     def num_multiplied(self) -> int:
@@ -97,6 +103,9 @@ class MLP:
             product = self.gate_up.of_normed(x, norm, activation=activation)
         if activation is not None:
             return product
+        if self.cutoff is not None:
+            gate = product[:, : product.shape[1] // 2]
+            kernels.gaussian_topk(gate, self.cutoff, out=gate)
         if self.is_gated:
             return kernels.geglu(product, approximate=_GELU[self.activation])
         if self.activation == "silu":

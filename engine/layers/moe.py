@@ -17,7 +17,7 @@ from engine.layers.mlp import MLP
 from engine.layers.norm import Norm
 from engine.weights import Format, Weight
 
-__all__ = ["Experts", "MoE", "RoutingParams"]
+__all__ = ["DenseAndExperts", "Experts", "MoE", "RoutingParams"]
 
 _FLOAT32 = np.dtype(np.float32)
 _QUANTIZED_BLOCK = (128, 128)  # scale block of weights multiplied with quantized activations
@@ -71,7 +71,7 @@ class Experts:
     gate_up_bias, down_bias : Weight, optional
         (E, 2I) and (E, N), dense.
     activation : str
-        "swiglu" or "swiglu_clamped", as in `kernels.moe_gemm`.
+        "swiglu", "geglu" or "swiglu_clamped", as in `kernels.moe_gemm`.
     alpha, limit : float
         Parameters of "swiglu_clamped".
 
@@ -208,6 +208,8 @@ class MoE:
     experts : Experts
     correction : (E,) array of float32, optional
         Added to the scores when experts are selected.
+    expert_scale : (E,) array of float32, optional
+        Factor on the weights of each expert.
     shared : MLP, optional
         Shared expert, applied to every token.
     shared_scale : float
@@ -224,8 +226,8 @@ class MoE:
     """
 
     __slots__ = (
-        *("correction", "deterministic", "experts", "load", "params", "router", "shared"),
-        *("shared_factor", "shared_gate"),
+        *("correction", "deterministic", "expert_scale", "experts", "load", "params", "router"),
+        *("shared", "shared_factor", "shared_gate"),
     )
 
     def __init__(
@@ -235,6 +237,7 @@ class MoE:
         experts: Experts,
         *,
         correction: Any = None,
+        expert_scale: Any = None,
         shared: MLP | None = None,
         shared_scale: float = 1.0,
         shared_gate: Linear | None = None,
@@ -244,6 +247,7 @@ class MoE:
         self.router = router
         self.experts = experts
         self.correction = correction
+        self.expert_scale = expert_scale
         self.shared = shared
         self.shared_gate = shared_gate
         self.deterministic = deterministic
@@ -274,7 +278,7 @@ class MoE:
             shared_gate=self.shared_gate,
         )
         yield "load", self.load
-        for name in ("correction", "shared_factor"):
+        for name in ("correction", "expert_scale", "shared_factor"):
             if getattr(self, name) is not None:
                 yield name, getattr(self, name)
 
@@ -286,7 +290,10 @@ class MoE:
         With a `residual` (T, N), which may be `x`, the output is added to it. With `slots` (T,)
         int64, padding (a negative slot) is not counted in `load`.
         """
-        x, routing, rows = self._normed_and_routed(x, norm, slots)
+        return self.combined(*self.normed_and_routed(x, norm, slots), residual=residual)
+
+    def combined(self, x: Any, routing: kernels.Routing, rows: Any, *, residual: Any = None) -> Any:
+        """Return the output (T, N) for tokens `x` (T, N), of which experts read `rows` (T, N)."""
         return self.experts.combined(
             rows,
             routing,
@@ -305,7 +312,7 @@ class MoE:
         factor = self.shared_factor
         return y if factor is None else kernels.scale_rows(y, factor, out=y)
 
-    def _normed_and_routed(
+    def normed_and_routed(
         self, x: Any, norm: Norm | None, slots: Any
     ) -> tuple[Any, kernels.Routing, Any]:
         """Return `x`, normalised by `norm` if given, its routing, and the experts' input."""
@@ -316,6 +323,7 @@ class MoE:
         options = {
             "score": p.score,
             "correction": self.correction,
+            "expert_scale": self.expert_scale,
             "num_groups": p.num_groups,
             "top_groups": p.top_groups,
             "renormalize": p.renormalize,
@@ -351,3 +359,76 @@ class MoE:
         routing = kernels.moe_route(logits, 1, slots=slots, load=self.load)
         sigmoid = kernels.moe_route(logits, 1, score="sigmoid", renormalize=False).weights
         return routing, kernels.scale_rows(x, sigmoid.reshape(-1))
+
+
+class DenseAndExperts:
+    """An MLP and experts side by side (Gemma 4), each branch with norms of its own.
+
+    Parameters
+    ----------
+    dense : MLP
+    moe : MoE
+    router_norm, moe_norm : Norm
+        Norms of the residual stream, for the router and for the experts.
+    post_dense_norm, post_moe_norm : Norm
+        Norms of the branches' outputs.
+    """
+
+    __slots__ = ("dense", "moe", "moe_norm", "post_dense_norm", "post_moe_norm", "router_norm")
+
+    def __init__(
+        self,
+        dense: MLP,
+        moe: MoE,
+        *,
+        router_norm: Norm,
+        moe_norm: Norm,
+        post_dense_norm: Norm,
+        post_moe_norm: Norm,
+    ) -> None:
+        self.dense = dense
+        self.moe = moe
+        self.router_norm = router_norm
+        self.moe_norm = moe_norm
+        self.post_dense_norm = post_dense_norm
+        self.post_moe_norm = post_moe_norm
+
+    @property
+    def input_format(self) -> Format | None:
+        """Weight format of the MLP's first product. See `MLP`."""
+        return self.dense.input_format
+
+    @property
+    def num_multiplied(self) -> int:
+        """Number of matrix elements multiplied per token."""
+        return self.dense.num_multiplied + self.moe.num_multiplied
+
+    @property
+    def load(self) -> Any:
+        """Number of tokens that each expert has computed, (E,) int64."""
+        return self.moe.load
+
+    def arrays(self) -> Iterator[tuple[str, Any]]:
+        """Yield (name, array) for every array."""
+        yield from arrays_of(
+            dense=self.dense,
+            moe=self.moe,
+            router_norm=self.router_norm,
+            moe_norm=self.moe_norm,
+            post_dense_norm=self.post_dense_norm,
+            post_moe_norm=self.post_moe_norm,
+        )
+
+    def __call__(self, x: Any, *, stream: Any, slots: Any = None) -> Any:
+        """Return the sum of both branches (T, N).
+
+        `stream` (T, N) is the residual stream, which the router and the experts read, and `x` its
+        norm, which the MLP reads. `slots`: see `MoE`.
+        """
+        dense = self.dense(x)
+        dense = self.post_dense_norm(dense, out=dense)
+        _, routing, _ = self.moe.normed_and_routed(stream, self.router_norm, slots)
+        given = self.moe_norm(stream)
+        y = self.moe.combined(given, routing, given)
+        y = self.post_moe_norm(y, out=y)
+        return kernels.residual_add(dense, y, out=y)

@@ -361,11 +361,9 @@ class ParallelMoE(MoE):
         super().__init__(params, router, experts, **options)
         self._collectives = collectives
 
-    def __call__(
-        self, x: Any, *, norm: Norm | None = None, residual: Any = None, slots: Any = None
-    ) -> Any:
+    def combined(self, x: Any, routing: kernels.Routing, rows: Any, *, residual: Any = None) -> Any:
         """Return the output (T, N) of all ranks together. See `MoE`."""
-        own = super().__call__(x, norm=norm, slots=slots)
+        own = super().combined(x, routing, rows)
         if isinstance(self.experts, ColumnParallelExperts):
             y = self._collectives.all_gather(own, axis=1)
         else:

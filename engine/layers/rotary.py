@@ -135,6 +135,10 @@ def inverse_frequencies(config: RopeConfig, *, is_long: bool = False, length: in
         return frequencies
     if config.scaling == "linear":
         return frequencies / config.factor
+    if config.scaling == "proportional":
+        is_rotated = np.arange(len(frequencies)) < config.num_frequencies
+        partial: Array = frequencies * is_rotated / config.factor
+        return partial
     if config.scaling == "yarn":
         return _yarn(config, frequencies)
     if config.scaling == "llama3":

@@ -80,6 +80,10 @@ CONFIG_KEYS: Mapping[str, tuple[Any, ...]] = {
     "kv_lora_rank": _OFF,
     "v_head_dim": _NONE,
     "num_kv_shared_layers": _OFF,
+    "attention_k_eq_v": _OFF,
+    "use_double_wide_mlp": _OFF,
+    "global_head_dim": _NONE,
+    "num_global_key_value_heads": _NONE,
     "hidden_size_per_layer_input": _OFF,
     "altup_num_inputs": (1, 0),
     "laurel_rank": _OFF,
@@ -91,6 +95,7 @@ CONFIG_KEYS: Mapping[str, tuple[Any, ...]] = {
     "moe_layer_start_index": _OFF,
     "moe_layer_end_index": (-1,),
     "moe_layer_interval": (1,),
+    "enable_moe_block": _OFF,
     "experts_per_token": _NONE,
     "first_k_dense_replace": _OFF,
     "moe_layer_freq": (1,),
@@ -176,6 +181,8 @@ def _implied(kind: Family, config: ModelConfig) -> dict[str, tuple[Any, ...]]:
     """Return the neutral values that depend on the family, or on keys that were read."""
     rotated = config.rope.rotary_dim / config.head_dim
     implied: dict[str, tuple[Any, ...]] = {
+        # Gemma's "vision" is about the tokens of images alone.
+        "use_bidirectional_attention": (*_OFF, "vision"),
         "rotary_pct": (rotated,),
         "rope_pct": (rotated,),
         "rotary_dim": (config.rope.rotary_dim,),

@@ -28,6 +28,7 @@ from engine.weights import WHOLE, Format, Shard, Weight, unpack_weight
 __all__ = ["dummy_weights", "take_shard"]
 
 _STD = 0.02
+_NEAR_ONE = ("norm", "layer_scale", "router_scale")
 _POOL = 1_048_573
 """Numbers in the random pool; prime, so rows repeat only after this many rows."""
 
@@ -42,7 +43,7 @@ def dummy_weights(
     quantization: Format | None = None,
     shard: Shard = WHOLE,
 ) -> dict[str, Weight]:
-    """Return random weights for a model: normal with standard deviation 0.02, norms near 1.
+    """Return random weights for a model: normal, of deviation 0.02; norms and factors near 1.
 
     A weight depends only on its name, size, dtype and the seed, and is the same on every device.
     A single pool of random numbers is tiled from an offset derived from the name, so billions of
@@ -104,9 +105,11 @@ def dummy_weights(
             if name == "lm_head" and name not in formats and config.tie_word_embeddings:
                 weights[name] = weights["embed"]
                 continue
-            if name.endswith("norm"):
-                norm = _tiled(pool, shape, _start(name)) + np.float32(1 - config.norm_weight_offset)
-                weights[name] = Weight.dense(xp.asarray(norm.astype(np_dtype(dtype))))
+            if name.endswith(_NEAR_ONE):
+                offset = config.norm_weight_offset if name.endswith("norm") else 0.0
+                near_one = _tiled(pool, shape, _start(name)) + np.float32(1 - offset)
+                stored = np_dtype(weight_dtype(name, dtype))
+                weights[name] = Weight.dense(xp.asarray(near_one.astype(stored)))
             elif name in own_formats and not shard.is_whole:
                 weights[name] = _quantized_part(codes[formats[name]], name, config, shard)
                 continue
@@ -167,7 +170,8 @@ def _take_part(whole: Any, name: str, config: ModelConfig, shard: Shard) -> Any:
     bits = whole.view(f"u{whole.itemsize}")  # CuPy cannot copy slices of every dtype
     is_expert = kind.startswith("experts_")
     matrices = bits[slice(*shard.cut_experts(len(bits)))] if is_expert else bits[None]
-    rows, columns = shard_pieces(kind, config, matrices.shape[1:], shard)
+    layer = int(name.split(".")[1]) if name.startswith("layers.") else None
+    rows, columns = shard_pieces(kind, config, matrices.shape[1:], shard, layer)
     cut = slice(None) if columns is None else slice(*columns)
     own = array_module(bits).zeros((len(matrices), *_matrix(shape, kind)), bits.dtype)
     start = 0

@@ -23,6 +23,7 @@ from engine.errors import ConfigError, WeightsError
 from engine.loading._fields import Fields
 from engine.loading.config_keys import refuse_unread
 from engine.loading.gguf import GgufFile
+from engine.loading.layer_config import full_head_dim, layer_fields
 from engine.loading.moe_config import moe_config
 from engine.loading.quantized.scheme import scheme_of
 from engine.loading.rope_config import MAX_POSITIONS, rope_configs, scaled_max_position
@@ -213,7 +214,8 @@ def build_config(
         scheme_of(fields.child("quantization_config"))  # raises if it is not supported
     sizes = _sizes(fields, kind)
     positions = fields.integer("max_position_embeddings", 1, MAX_POSITIONS)
-    rope, rope_local = rope_configs(fields, kind, sizes["head_dim"], positions)
+    wide = full_head_dim(fields, kind, sizes["head_dim"])
+    rope, rope_local = rope_configs(fields, kind, wide, positions, sizes["head_dim"])
     positions = scaled_max_position(rope, positions, kind)
     rope_layers = _rope_layers(fields, kind, sizes["num_layers"])
     layer_windows = _layer_windows(fields, kind, rope_layers, positions)
@@ -223,7 +225,7 @@ def build_config(
         raise fields.error("rope_scaling", "not longrope, since layers differ in their rope")
     config = ModelConfig(
         model_type=kind.model_type,
-        **sizes,
+        **{**sizes, **layer_fields(fields, kind, sizes, layer_windows)},
         max_position_embeddings=positions,
         rms_norm_eps=fields.real(_eps_key(fields, kind), 1e-12, 1.0),
         rope=rope,
@@ -270,14 +272,15 @@ def _sizes(fields: Fields, kind: Family) -> dict[str, Any]:
     head_dim = fields.integer("head_dim", 2, _MAX_HEAD_DIM, hidden // heads)
     if head_dim < 2 or head_dim % 2:
         raise fields.error("head_dim", f"even and at least 2 (it is {head_dim})")
+    num_layers = fields.integer("num_hidden_layers", 1, _MAX_LAYERS)
     return {
         "vocab_size": fields.integer("vocab_size", 1, _MAX_VOCAB),
         "hidden_size": hidden,
-        "num_layers": fields.integer("num_hidden_layers", 1, _MAX_LAYERS),
+        "num_layers": num_layers,
         "num_heads": heads,
         "num_kv_heads": kv_heads,
         "head_dim": head_dim,
-        "intermediate_size": fields.integer(width, 1, _MAX_WIDTH),
+        "intermediate_size": max(fields.per_layer(width, num_layers, 1, _MAX_WIDTH)),
     }
 
 
@@ -326,7 +329,7 @@ def _scales(fields: Fields, kind: Family, hidden_size: int) -> dict[str, Any]:
         return value
 
     scalar = own("query_pre_attn_scalar", 1e-6)
-    scales = {"attn_scale": scalar**-0.5 if scalar else 0.0}
+    scales = {"attn_scale": scalar**-0.5 if scalar else kind.attn_scale}
     scaled = kind.scale_embedding
     if fields.flag(scaled, False) if isinstance(scaled, str) else scaled:
         # NOTE: float32; `Embedding` may round it to the weights' dtype, as Hugging Face does.
@@ -458,6 +461,8 @@ def _layer_windows(
         return (0,) * num_layers
     window = fields.integer("sliding_window", 1, 1 << 31, 0)
     is_sliding = _sliding_layers(fields, kind, rope_layers, window)
+    if kind.last_is_full:
+        is_sliding[-1] = False
     if any(is_sliding) and not window:
         raise fields.error("sliding_window", "given, since some layers have a window")
     selects_rope = kind.local_rope or kind.rope_layers.startswith("windows")

@@ -16,6 +16,7 @@ _MAX_TENSORS = 1 << 16  # maximum number of experts, summed over layers
 _MAX_SHARED = 64
 _COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 _SILU = ("silu", "swish")
+_GELU = ("gelu_pytorch_tanh", "gelu_new")
 
 
 def moe_config(fields: Fields, kind: MoeFamily | None, num_layers: int) -> MoeConfig | None:
@@ -26,7 +27,7 @@ def moe_config(fields: Fields, kind: MoeFamily | None, num_layers: int) -> MoeCo
     ConfigError
         If a key is missing or a number is out of range.
     """
-    if kind is None:
+    if kind is None or (kind.enabled and not fields.flag(kind.enabled, False)):
         return None
     num_experts = _num_experts(fields, kind.num_experts, num_layers)
     sparse = _sparse_layers(fields, kind, num_layers)
@@ -63,6 +64,7 @@ def moe_config(fields: Fields, kind: MoeFamily | None, num_layers: int) -> MoeCo
         expert_bias=kind.expert_bias,
         shared_bias=declared(kind.shared_bias),
         activation=kind.activation,
+        beside_mlp=kind.beside_mlp,
     )
     per_group = num_experts // num_groups
     if top_groups * per_group < config.top_k:
@@ -72,8 +74,10 @@ def moe_config(fields: Fields, kind: MoeFamily | None, num_layers: int) -> MoeCo
         return replace(
             config, alpha=alpha, limit=fields.real("swiglu_limit", 1e-3, 1e6, config.limit)
         )
-    if fields.text("hidden_act", "silu") not in _SILU:
-        raise fields.error("hidden_act", f"one of {', '.join(_SILU)}, as the experts need")
+    known = _GELU if kind.activation == "geglu" else _SILU
+    key = "hidden_activation" if fields.has("hidden_activation") else "hidden_act"
+    if fields.text(key, known[0]) not in known:
+        raise fields.error(key, f"one of {', '.join(known)}, as the experts need")
     return config
 
 

@@ -22,11 +22,11 @@ __all__ = ["MAX_POSITIONS", "rope_configs", "scaled_max_position"]
 MAX_POSITIONS = 1 << 24
 _MAX_FACTOR = 1e4
 _LAYER_KINDS = ("full_attention", "sliding_attention")
-_KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
+_KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional")
 
 
 def rope_configs(
-    fields: Fields, family: Family, head_dim: int, max_position: int
+    fields: Fields, family: Family, head_dim: int, max_position: int, local_head_dim: int
 ) -> tuple[RopeConfig, RopeConfig | None]:
     """Return the ropes of the full-attention layers and of the sliding-window layers.
 
@@ -35,9 +35,11 @@ def rope_configs(
     fields : Fields
         The config.json, with the family's defaults filled in.
     head_dim : int
-        D.
+        D of the full-attention layers.
     max_position : int
         `max_position_embeddings`, the default training length.
+    local_head_dim : int
+        D of the sliding-window layers.
 
     Returns
     -------
@@ -53,7 +55,7 @@ def rope_configs(
     first = _RopeReader(fields, full, family, head_dim, max_position).read()
     if local is None:
         return first, None
-    return first, _RopeReader(fields, local, family, head_dim, max_position).read()
+    return first, _RopeReader(fields, local, family, local_head_dim, max_position).read()
 
 
 def scaled_max_position(rope: RopeConfig, max_position: int, family: Family) -> int:
@@ -132,6 +134,7 @@ class _RopeReader:
             "yarn": self._yarn,
             "llama3": self._llama3,
             "longrope": self._longrope,
+            "proportional": self._proportional,
         }
         extra = readers[kind](common["rotary_dim"]) if kind in readers else {}
         config = RopeConfig(**{**common, **extra, **self._q_scale()})
@@ -154,6 +157,8 @@ class _RopeReader:
         return kind
 
     def _rotary_dim(self) -> int:
+        if self._kind() == "proportional":
+            return self.head_dim
         key = "partial_rotary_factor"
         source = self.rope if self.rope.has(key) else self.config
         if self.family.rotary_dim and not source.has(key):
@@ -196,6 +201,14 @@ class _RopeReader:
 
     def _linear(self, rotary_dim: int) -> dict[str, Any]:
         return {"factor": self._factor()}
+
+    def _proportional(self, rotary_dim: int) -> dict[str, Any]:
+        """Return the number of pairs that rotate: the others are part of the same heads."""
+        share = self.rope.real("partial_rotary_factor", 0.0, 1.0, 1.0)
+        pairs = int(share * rotary_dim // 2)
+        if not pairs:
+            raise self.rope.error("partial_rotary_factor", f"such that some of {rotary_dim} rotate")
+        return {"factor": self._factor(1.0), "num_frequencies": pairs}
 
     def _dynamic(self, rotary_dim: int) -> dict[str, Any]:
         if rotary_dim < 4:

@@ -20,7 +20,7 @@ __all__ += ["weight_room"]
 
 _MAX_ROPE_BYTES = 8 << 30  # 16 million positions of 128 features
 # One number per expert, head or layer, kept exact.
-_FLOAT32_KINDS = ("router_correction", "sinks", *XIELU_KINDS)
+_FLOAT32_KINDS = ("router_correction", "router_scale", "sinks", *XIELU_KINDS)
 _NONE: Mapping[str, Format] = MappingProxyType({})
 _EXPERT_KINDS = ("experts_gate_up", "experts_down")
 _QUANTIZED_KINDS = (

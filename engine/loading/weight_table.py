@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 
 from engine.config import ModelConfig, MoeConfig
 from engine.errors import WeightsError
@@ -33,6 +33,8 @@ _LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
 _MTP_LAYER = re.compile(r"model\.mtp_layers\.(\d{1,6})\.")
 _MTP = re.compile(r"mtp\.|model\.mtp_(block|emb_norm|hidden_norm|linear_proj)\.")
 _OUTPUT_NAMES = ("lm_head.weight", "output.weight", "embed_out.weight")
+# Tensors of a layer that reads another layer's keys and values: checkpoints may hold them.
+_KEY_VALUE = re.compile(r"model\.layers\.(\d{1,6})\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.")
 
 
 XIELU_KINDS = ("xielu_alpha_p", "xielu_alpha_n", "xielu_beta", "xielu_eps")
@@ -113,10 +115,14 @@ class _Parts:
     Attention heads and MLP or expert features are divided evenly; with more shards than key/value
     heads, several shards hold the same head. The vocabulary is padded to equal parts. With
     `by_output`, the output features of all other matrices are divided too. With `expert_parallel`,
-    expert features are not divided.
+    expert features are not divided. Sizes are those of `layer`, if given.
     """
 
-    def __init__(self, config: ModelConfig, shard: Shard) -> None:
+    def __init__(self, config: ModelConfig, shard: Shard, layer: int | None = None) -> None:
+        self._row_parts = _ROW_PARTS
+        if layer is not None:
+            self._row_parts = _ROW_PARTS | {"qkv": config.qkv_parts(layer)}
+            config = config.at(layer)
         d = config.head_dim
         self._by_output = shard.by_output and not shard.is_whole
         self._expert_parallel = shard.expert_parallel
@@ -158,7 +164,12 @@ class _Parts:
         matrix = kind.removesuffix("_bias")
         if self._by_output and matrix in _COLUMN_PART and not self._is_whole(kind):
             return ("hidden",)
-        return _ROW_PARTS.get(matrix)
+        return self._row_parts.get(matrix)
+
+    def has(self, kind: str, part: str) -> bool:
+        """Tell whether a `kind` weight of this layer has a tensor for `part`."""
+        fused = self._row_parts.get(kind.removesuffix("_bias"))
+        return not part or fused is None or set(part.split("|")) <= set(fused)
 
     def rows(self, kind: str, whole: int = 0) -> int:
         """Return the row count of the shard's weight, or `whole` if rows are not sharded.
@@ -247,12 +258,12 @@ def weight_shapes(config: ModelConfig, shard: Shard = WHOLE) -> dict[str, tuple[
     ((64, 32), (24, 32))
     """
     n = config.hidden_size
-    parts = _Parts(config, shard)
     table = (shard.cut_padded(config.vocab_size)[2], n)
     shapes: dict[str, tuple[int, ...]] = {"embed": table}
     for layer in range(config.num_layers):
-        for kind, shape in _layer_shapes(config, parts, layer).items():
+        for kind, shape in _layer_shapes(config.at(layer), shard, layer).items():
             shapes[str(WeightName(kind, layer))] = shape
+    shapes |= _entry_shapes(config)
     if config.embed_norm:
         shapes["embed_norm"] = (n,)
     shapes["final_norm"] = (n,)
@@ -266,8 +277,23 @@ def weight_shapes(config: ModelConfig, shard: Shard = WHOLE) -> dict[str, tuple[
     return {name: shape for name, shape in shapes.items() if stage.has(name, is_tied=is_tied)}
 
 
-def _layer_shapes(config: ModelConfig, parts: _Parts, layer: int) -> dict[str, tuple[int, ...]]:
+def _entry_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the weights between the embedding, the layers and the final norm."""
+    n = config.hidden_size
+    shapes: dict[str, tuple[int, ...]] = {}
+    if (inputs := config.per_layer_input) is not None:
+        width = config.num_layers * inputs.size
+        shapes["embed_per_layer"] = (inputs.vocab_size, width)
+        shapes |= {"per_layer_projection": (width, n), "per_layer_norm": (inputs.size,)}
+    if (altup := config.altup) is not None:
+        for stream in range(1, altup.num_streams):
+            shapes |= {f"altup_entry_{stream}": (n, n), f"altup_exit_{stream}": (n, n)}
+    return shapes
+
+
+def _layer_shapes(config: ModelConfig, shard: Shard, layer: int) -> dict[str, tuple[int, ...]]:
     """Return the names and shapes of one layer's weights."""
+    parts = _Parts(config, shard, layer)
     n = config.hidden_size
     d = config.head_dim
     qkv = parts.rows("qkv")
@@ -279,7 +305,9 @@ def _layer_shapes(config: ModelConfig, parts: _Parts, layer: int) -> dict[str, t
     if config.whole_qk_norm:
         shapes |= {"q_norm": (parts.whole["q"],), "k_norm": (parts.whole["k"],)}
     elif config.qk_norm and not config.bare_qk_norm:
-        shapes |= {"q_norm": (d,), "k_norm": (d,)}
+        shapes["q_norm"] = (d,)
+        if config.kv_source(layer) == layer:
+            shapes["k_norm"] = (d,)
     if config.sinks:
         shapes["sinks"] = (parts.size("sink"),)
     shapes["o"] = parts.second_shape("o", n)
@@ -289,12 +317,33 @@ def _layer_shapes(config: ModelConfig, parts: _Parts, layer: int) -> dict[str, t
         shapes["post_attn_norm"] = (n,)
     if config.pre_norms and config.has_mlp_norms:
         shapes["mlp_norm"] = (n,)
-    shapes |= _mlp_shapes(config, parts) if moe is None else _moe_shapes(moe, n, parts)
+    if moe is None or moe.beside_mlp:
+        shapes |= _mlp_shapes(config, parts)
+    if moe is not None:
+        shapes |= _moe_shapes(moe, n, parts)
     if config.post_norms:
         shapes["post_mlp_norm"] = (n,)
     if config.norm_bias:
         norms = ("attn_norm", "post_attn_norm", "mlp_norm", "post_mlp_norm")
         shapes |= {f"{name}_bias": (n,) for name in norms if name in shapes}
+    return shapes | _stream_shapes(config)
+
+
+def _stream_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a layer's weights that change its residual stream at the end."""
+    n = config.hidden_size
+    shapes: dict[str, tuple[int, ...]] = {}
+    if (inputs := config.per_layer_input) is not None:
+        shapes |= {"per_layer_gate": (inputs.size, n), "per_layer_output": (n, inputs.size)}
+        shapes["per_layer_output_norm"] = (n,)
+    if config.layer_scale:
+        shapes["layer_scale"] = (1,)
+    if (altup := config.altup) is not None:
+        s = altup.num_streams
+        shapes |= {"altup_router": (s, n), "altup_router_norm": (n,)}
+        shapes |= {"altup_prediction": (s * s, s), "altup_correction": (s, s)}
+        shapes |= {"laurel_left": (altup.laurel_rank, n), "laurel_right": (n, altup.laurel_rank)}
+        shapes |= {"laurel_norm": (n,), "altup_scale": (n,)}
     return shapes
 
 
@@ -331,6 +380,9 @@ def _moe_shapes(moe: MoeConfig, n: int, parts: _Parts) -> dict[str, tuple[int, .
         shapes |= {f"{kind}_bias": shapes[kind][:1] for kind in ("shared_gate_up", "shared_down")}
     if moe.shared_gate:
         shapes["shared_gate"] = (1, n)
+    if moe.beside_mlp:
+        norms = ("router_norm", "moe_norm", "post_moe_norm", "post_dense_norm")
+        shapes |= {**dict.fromkeys(norms, (n,)), "router_scale": (moe.num_experts,)}
     return shapes
 
 
@@ -421,6 +473,7 @@ def place_tensors(
         and name not in ignored
         and not _IGNORED.fullmatch(name)
         and not _is_extra(config, name)
+        and not _is_shared(config, name)
         and not is_spare(name)
         and not is_kv_scale(name)
     ]
@@ -447,6 +500,13 @@ def _is_extra(config: ModelConfig, name: str) -> bool:
     layer = _LAYER.match(name)
     index = int(layer[1]) - config.num_layers if layer else -1
     return 0 <= index < config.num_extra_layers
+
+
+def _is_shared(config: ModelConfig, name: str) -> bool:
+    """Tell whether a tensor makes keys or values in a layer that reads another layer's."""
+    layer = _KEY_VALUE.match(name)
+    index = int(layer[1]) if layer else config.num_layers
+    return index < config.num_layers and config.kv_source(index) != index
 
 
 def _refuse(where: str, fault: str, names: list[str]) -> None:
@@ -493,17 +553,18 @@ def _all_tensors(
 ) -> Iterator[tuple[str, WeightName, _Wanted]]:
     """Yield the form, target and tensors of each applicable name in the table."""
     shapes = weight_shapes(config)
-    parts = _Parts(config, shard)
+    parts_of = cache(partial(_Parts, config, shard))
     num_experts = config.moe.num_experts if config.moe is not None else 0
     if config.tie_word_embeddings:
         del shapes["lm_head"]
     for template in table:
         for name, target, expert in template.expand(config.num_layers, num_experts):
-            if str(target) not in shapes:
-                continue
-            whole = shapes[str(target)]
             part = template.part
             layout = template.layout
+            parts = parts_of(target.layer)
+            if str(target) not in shapes or not parts.has(target.kind, part):
+                continue
+            whole = shapes[str(target)]
             if target.kind.startswith(_EXPERTS):
                 matrix = (parts.whole.get(part, whole[1]), *whole[2:])
                 shape = layout.shape((whole[0], *matrix)) if expert is None else matrix
@@ -580,7 +641,11 @@ def _row_place(
 
 
 def shard_pieces(
-    kind: str, config: ModelConfig, shape: tuple[int, ...], shard: Shard
+    kind: str,
+    config: ModelConfig,
+    shape: tuple[int, ...],
+    shard: Shard,
+    layer: int | None = None,
 ) -> tuple[list[tuple[int, int]], tuple[int, int] | None]:
     """Return a shard's row ranges and column range of a whole fused weight.
 
@@ -592,6 +657,8 @@ def shard_pieces(
     shape : tuple of int
         Shape of the whole weight, or of one expert's matrix.
     shard : Shard
+    layer : int, optional
+        Index of the layer, if layers differ in their sizes.
 
     Returns
     -------
@@ -608,6 +675,6 @@ def shard_pieces(
     if kind in _VOCABULARY:
         first, last, _ = shard.cut_padded(shape[0])
         return [(first, last)], None
-    parts = _Parts(config, shard)
+    parts = _Parts(config, shard, layer)
     rows = [(first, last) for first, last, _ in parts.pieces(kind, "", shape[0])]
     return rows, parts.columns(kind, shard)

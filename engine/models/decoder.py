@@ -15,22 +15,26 @@ import numpy as np
 from engine import kernels
 from engine.config import ModelConfig, RopeConfig
 from engine.device import array_module, to_numpy
-from engine.errors import OutOfMemoryError, WeightsError
+from engine.errors import ConfigError, OutOfMemoryError, WeightsError
 from engine.kernels._override.scope import ModelKernels
+from engine.layers.altup import AltUp, AltUpStreams, Laurel
 from engine.layers.arrays import arrays_of
-from engine.layers.attention import Attention, AttentionParams
+from engine.layers.attention import Attention, AttentionParams, SharedAttention
 from engine.layers.batch import ForwardBatch
 from engine.layers.embedding import Embedding
 from engine.layers.linear import Linear
 from engine.layers.mlp import MLP
-from engine.layers.moe import MoE
+from engine.layers.moe import DenseAndExperts, MoE
 from engine.layers.norm import NoNorm, Norm
+from engine.layers.per_layer_input import PerLayerGate, PerLayerInput
 from engine.layers.rotary import long_rope_offset
+from engine.models.altup_layer import AltUpLayer
 from engine.models.chunks import active_chunk, chunk_patterns
 from engine.models.kv_scales import KVScales
 from engine.models.layer_plans import LayerPlans
-from engine.models.moe_layer import build_moe
+from engine.models.moe_layer import build_dense_and_experts, build_moe
 from engine.models.rope_tables import RopeTable, rope_index, ropes
+from engine.models.sandwich_layer import SandwichLayer
 from engine.models.sharding import WholeParts
 from engine.weights import ALL_LAYERS, Stage, Weight
 
@@ -196,7 +200,7 @@ class Decoder:
     kernels : ModelKernels
         Overrides of ops, and how often each kernel ran.
     patterns : dict of int to (BlockSparse or Periodic)
-    layers : tuple of DecoderLayer
+    layers : tuple of DecoderLayer, SandwichLayer or AltUpLayer
     weights : dict of str to Weight
         Weights by name: "layers.0.qkv", ... An MLP may be padded to more features than the config
         says (`loading.mlp_padding`).
@@ -244,6 +248,8 @@ class Decoder:
         if stage.is_first:
             self.embed = parts.embedding(self._embedding())
             self._embed_norm = self._norm("embed_norm") if config.embed_norm else None
+        self.per_layer_input = self._per_layer_input()
+        self.streams = self._streams()
         self.kv_scales = KVScales(self.xp, config.num_layers, config.num_kv_heads)
         self.layers = tuple(self._layer(index) for index in range(config.num_layers))
         self._run_layers = LayerPlans(
@@ -306,7 +312,7 @@ class Decoder:
 
     def _hidden_states(self, batch: ForwardBatch, kv_pages: Pages) -> Any:
         rows = batch.logits_indices
-        (delta, x) = self._enter(batch)
+        delta, x, kv_pages = self._enter(batch, kv_pages)
         features = batch.features or {}
         last = len(self.layers)
         keep = partial(self._keep, features) if features else None
@@ -320,6 +326,8 @@ class Decoder:
                 # Gathering rows by index is the same op as the embedding lookup.
                 delta = None if delta is None else kernels.embedding(rows, delta)
                 residual = kernels.embedding(rows, residual)
+        if self.streams is not None:
+            return self.final_norm(self.streams.leave(delta, residual))
         if delta is None:
             return self.final_norm(residual)
         return self.final_norm.add(delta, residual)[0]
@@ -334,7 +342,7 @@ class Decoder:
             `DecoderLayer`.
         """
         with self.kernels.active():
-            delta, x = self._enter(batch)
+            delta, x, kv_pages = self._enter(batch, kv_pages)
             delta, residual = self._run_layers(x, batch, kv_pages, None, None, delta)
             return self.parts.leaving(delta), residual
 
@@ -343,14 +351,23 @@ class Decoder:
         for table in self._ropes:
             table.extend(num_positions)
 
-    def _enter(self, batch: ForwardBatch) -> tuple[Any, Any]:
-        """Return (delta, residual) before the first layer."""
+    def _enter(self, batch: ForwardBatch, kv_pages: Pages) -> tuple[Any, Any, Any]:
+        """Return (delta, residual) before the first layer, and the caches of each layer."""
         if batch.max_context_len > self._ropes[0].num_computed:
             self.extend_ropes(batch.max_context_len)
-        if self.stage.is_first:
-            return None, self.embedded(batch.token_ids)
-        assert batch.entering is not None
-        return self.parts.entering(*batch.entering)
+        if not self.stage.is_first:
+            assert batch.entering is not None
+            return *self.parts.entering(*batch.entering), kv_pages
+        x = self.embedded(batch.token_ids)
+        caches = self._with_inputs(kv_pages, batch, x)
+        return None, x if self.streams is None else self.streams.enter(x), caches
+
+    def _with_inputs(self, kv_pages: Pages, batch: ForwardBatch, x: Any) -> Any:
+        """Return the caches of each layer: its pages and, if layers have one, its input (T, P)."""
+        if self.per_layer_input is None:
+            return kv_pages
+        inputs = self.per_layer_input(batch.token_ids, x, self.config.vocab_size)
+        return [(*pages, inputs[:, layer]) for layer, pages in enumerate(kv_pages)]
 
     def embedded(self, token_ids: Any) -> Any:
         """Return the residual stream (T, N) that enters the first layer, for `token_ids` (T,)."""
@@ -408,7 +425,9 @@ class Decoder:
         -----
         The call waits for all earlier launches on the current stream.
         """
-        loads = [layer.mlp.load for layer in self.layers if isinstance(layer.mlp, MoE)]
+        loads = [
+            layer.mlp.load for layer in self.layers if isinstance(layer.mlp, MoE | DenseAndExperts)
+        ]
         if not loads:
             return np.zeros((0, 0), np.int64)
         return to_numpy(self.xp.stack(loads))
@@ -468,6 +487,9 @@ class Decoder:
             return norm
         return self.parts.row_norm(norm, norm.weight.shape[0] // self.config.head_dim)
 
+    def _v_norm(self, head_dim: int) -> Norm:
+        return Norm(self._unit_weight[:head_dim], self.config.rms_norm_eps)
+
     def _norm(self, name: str) -> Norm:
         c = self.config
         return Norm(
@@ -497,12 +519,30 @@ class Decoder:
                 f"no room for the rope tables of max_model_len={self.max_model_len} ({error})"
             ) from error
 
-    def _layer(self, index: int) -> DecoderLayer:
+    def plain_layers(self, what: str) -> tuple[DecoderLayer, ...]:
+        """Return the layers, if all are a `DecoderLayer`.
+
+        Raises
+        ------
+        ConfigError
+            If some are not: `what` does not support the model.
+        """
+        plain = tuple(layer for layer in self.layers if isinstance(layer, DecoderLayer))
+        if len(plain) < len(self.layers):
+            raise ConfigError(f"{what} is not supported for {self.config.model_type}")
+        return plain
+
+    def _layer(self, index: int) -> DecoderLayer | SandwichLayer | AltUpLayer:
         config = self.config
         name = f"layers.{index}"
+        mlp = self._mlp(index)
+        if config.altup is not None:
+            return self._altup_layer(name, index, mlp)
+        if config.layer_scale or isinstance(mlp, DenseAndExperts):
+            return self._sandwich_layer(name, index, mlp)
         return DecoderLayer(
             self._attention(index),
-            self._mlp(index),
+            mlp,
             self._pre_norm(f"{name}.attn_norm"),
             self._pre_norm(f"{name}.mlp_norm") if config.has_mlp_norms else None,
             self._norm(f"{name}.post_attn_norm") if config.post_norms else None,
@@ -511,25 +551,100 @@ class Decoder:
             can_fuse=not self.deterministic and self.parts.can_fuse,
         )
 
-    def _mlp(self, index: int) -> MLP | MoE:
+    def _sandwich_layer(self, name: str, index: int, mlp: Any) -> SandwichLayer:
+        return SandwichLayer(
+            self._attention(index),
+            mlp,
+            self._norm(f"{name}.attn_norm"),
+            self._norm(f"{name}.post_attn_norm"),
+            self._norm(f"{name}.mlp_norm"),
+            self._norm(f"{name}.post_mlp_norm"),
+            self._per_layer_gate(name),
+            self._weight(f"{name}.layer_scale").data if self.config.layer_scale else None,
+        )
+
+    def _altup_layer(self, name: str, index: int, mlp: Any) -> AltUpLayer:
+        config = self.config.altup
+        assert config is not None
+        altup, router, prediction, correction = (
+            self._weight(f"{name}.altup_{kind}").data
+            for kind in ("scale", "router", "prediction", "correction")
+        )
+        scale = altup if config.scales_output else None
+        norm = self._norm(f"{name}.altup_router_norm")
+        per_layer = self._per_layer_gate(name)
+        assert per_layer is not None
+        return AltUpLayer(
+            AltUp(norm, router, prediction, correction, scale),
+            self._attention(index),
+            Laurel(
+                self._linear(f"{name}.laurel_left", False),
+                self._linear(f"{name}.laurel_right", False),
+                self._norm(f"{name}.laurel_norm"),
+            ),
+            mlp,
+            self._norm(f"{name}.attn_norm"),
+            self._norm(f"{name}.post_attn_norm"),
+            self._norm(f"{name}.mlp_norm"),
+            self._norm(f"{name}.post_mlp_norm"),
+            per_layer,
+        )
+
+    def _streams(self) -> AltUpStreams | None:
+        if (config := self.config.altup) is None:
+            return None
+        entries, exits = (
+            [self._linear(f"altup_{end}_{i}", False) for i in range(1, config.num_streams)]
+            for end in ("entry", "exit")
+        )
+        return AltUpStreams(entries, exits)
+
+    def _per_layer_input(self) -> PerLayerInput | None:
+        if (config := self.config.per_layer_input) is None:
+            return None
+        return PerLayerInput(
+            Embedding(self._weight("embed_per_layer"), config.size**0.5, rounds_scale=True),
+            self._linear("per_layer_projection", False),
+            self._norm("per_layer_norm"),
+        )
+
+    def _per_layer_gate(self, name: str) -> PerLayerGate | None:
+        if self.config.per_layer_input is None:
+            return None
+        return PerLayerGate(
+            self._linear(f"{name}.per_layer_gate", False),
+            self._linear(f"{name}.per_layer_output", False),
+            self._norm(f"{name}.per_layer_output_norm"),
+        )
+
+    def _mlp(self, index: int) -> MLP | MoE | DenseAndExperts:
         config = self.config
         name = f"layers.{index}"
         moe = config.moe_of(index)
-        if moe is not None:
-            return build_moe(
-                moe,
-                config.activation,
-                name,
-                self._weight,
-                deterministic=self.deterministic,
-                parts=self.parts,
-            )
+        if moe is None:
+            return self._dense_mlp(name, index)
+        build = partial(
+            build_moe,
+            moe,
+            config.activation,
+            name,
+            self._weight,
+            deterministic=self.deterministic,
+            parts=self.parts,
+        )
+        if moe.beside_mlp:
+            return build_dense_and_experts(self._dense_mlp(name, index), build(), name, self._norm)
+        return build()
+
+    def _dense_mlp(self, name: str, index: int) -> MLP:
+        config = self.config
         return MLP(
             self._linear(f"{name}.{'gate_up' if config.gated_mlp else 'up'}", config.mlp_bias),
             self._linear(f"{name}.down", config.mlp_bias, self.parts.down),
             config.activation,
             is_gated=config.gated_mlp,
             coefficients=self._xielu(name) if config.activation == "xielu" else None,
+            sparsity=config.sparsity(index),
         )
 
     def _xielu(self, name: str) -> Any:
@@ -542,8 +657,10 @@ class Decoder:
         return self.xp.asarray(values)
 
     def _attention(self, index: int) -> Attention:
-        config = self.config
+        config = self.config.at(index)
         name = f"layers.{index}"
+        source = config.kv_source(index)
+        is_shared = source != index
         params = AttentionParams(
             config.num_heads,
             config.num_kv_heads,
@@ -557,18 +674,21 @@ class Decoder:
             deterministic=self.deterministic,
             pattern=self.patterns.get(self.stage.first + index),
             chunk=active_chunk(config, index, self.max_model_len),
+            values_from_keys=config.values_from_keys,
         )
         rope = self._ropes[rope_index(config, index)]
-        return Attention(
+        make = SharedAttention if is_shared else Attention
+        return make(
             params,
             self._linear(f"{name}.qkv", config.qkv_bias),
             self._linear(f"{name}.o", config.o_bias, self.parts.attention_output),
             rope.array,
             self._head_norm(index, "q"),
-            self._head_norm(index, "k"),
+            None if is_shared else self._head_norm(index, "k"),
             self._weight(f"{name}.sinks").data if config.sinks else None,
-            self.kv_scales.of_layer(index),
+            self.kv_scales.of_layer(source, config.num_kv_heads),
             rope.q_factors,
+            self._v_norm(config.head_dim) if config.v_norm and not is_shared else None,
         )
 
 

@@ -69,15 +69,15 @@ def fused_expert_names(
     gate_up_layout: Layout | None = None,
     form: str = "fused",
 ) -> tuple[TensorName, ...]:
-    """Name the two tensors with the matrices of all experts in `block`.
+    """Name the two tensors with the matrices of all experts in `block` ("": in the layer itself).
 
     The defaults are the names that transformers 5 writes with ``save_original_format=False``.
     """
-    prefix = f"model.layers.{{i}}.{block}"
+    prefix = f"model.layers.{{i}}.{block}." if block else "model.layers.{i}."
     rows = gate_up_layout or layout
     return (
-        TensorName(f"{prefix}.{gate_up}", "experts_gate_up", "", rows, form),
-        TensorName(f"{prefix}.{down}", "experts_down", "", layout, form),
+        TensorName(f"{prefix}{gate_up}", "experts_gate_up", "", rows, form),
+        TensorName(f"{prefix}{down}", "experts_down", "", layout, form),
     )
 
 

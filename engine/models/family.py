@@ -274,6 +274,16 @@ class Family:
     scale_embedding : bool or str
         Multiply embeddings by sqrt(hidden_size), which is rounded to the weights' dtype first; or
         the key of that flag, then without rounding.
+    attn_scale : float
+        Factor on q·k if there is no `query_pre_attn_scalar`; 0 means 1/sqrt(head_dim).
+    v_norm : bool
+        Values are normalised per head, without a weight.
+    layer_scale : bool
+        Every layer scales the residual stream at its end.
+    layers_differ : bool
+        Key/value heads, head dims and MLP widths depend on the layer (`loading.layer_config`).
+    last_is_full : bool
+        The last layer has full attention, whatever `layer_types` says.
     multipliers : bool
         Whether config.json has Granite's four multipliers.
     logit_scale : str
@@ -342,6 +352,11 @@ class Family:
     rope_layers: RopeRule = "all"
     norm_weight_offset: float = 0.0
     scale_embedding: bool | str = False
+    attn_scale: float = 0.0
+    v_norm: bool = False
+    layer_scale: bool = False
+    layers_differ: bool = False
+    last_is_full: bool = False
     multipliers: bool = False
     logit_scale: str = ""
     local_rope: bool = False

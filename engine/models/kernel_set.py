@@ -69,8 +69,12 @@ def kernel_specs(
     True
     """
     chosen = [_GATED[config.activation] if config.gated_mlp else _PLAIN[config.activation]]
-    if config.parallel or not config.pre_norms:
+    if config.parallel or not config.pre_norms or config.layer_scale or config.altup:
         chosen.append("residual_add")
+    if config.kv_sources:
+        chosen.append("rope")
+    if config.altup is not None:
+        chosen += ["altup_predict", "altup_correct", "match_rms", "gaussian_topk"]
     if config.clip_qkv:
         chosen.append("clamp")
     if config.attn_gate:
@@ -84,15 +88,16 @@ def kernel_specs(
     for op in (*_OPS, *chosen):
         # Imported by name: the package's attribute `op` is the function, not the module.
         module = importlib.import_module(f"engine.kernels.{op}")
-        specs += module.specs(
-            dtype,
-            head_dim=config.head_dim,
-            subtract_mean=config.layer_norm,
-            norm_after_rope=config.qk_norm_after_rope,
-            q_factors=has_q_factors(config),
-            formats=tuple(form.name for form in formats),
-            **({"patterns": True} if has_patterns and op == "attention_prefill" else {}),
-        )
+        for head_dim in config.head_dims:
+            specs += module.specs(
+                dtype,
+                head_dim=head_dim,
+                subtract_mean=config.layer_norm,
+                norm_after_rope=config.qk_norm_after_rope,
+                q_factors=has_q_factors(config),
+                formats=tuple(form.name for form in formats),
+                **({"patterns": True} if has_patterns and op == "attention_prefill" else {}),
+            )
     if is_shared:
         specs += _collective_specs(dtype)
     return list(dict.fromkeys(specs))
@@ -120,13 +125,14 @@ def quantized_kv_specs(config: ModelConfig, dtype: str, kv_dtype: str) -> list[M
     specs: list[ModuleSpec] = []
     for op in _PAGE_OPS:
         module = importlib.import_module(f"engine.kernels.{op}")
-        specs += module.specs(
-            dtype,
-            head_dim=config.head_dim,
-            kv_dtype=kv_dtype,
-            norm_after_rope=config.qk_norm_after_rope,
-            q_factors=has_q_factors(config),
-        )
+        for head_dim in config.head_dims:
+            specs += module.specs(
+                dtype,
+                head_dim=head_dim,
+                kv_dtype=kv_dtype,
+                norm_after_rope=config.qk_norm_after_rope,
+                q_factors=has_q_factors(config),
+            )
     return list(dict.fromkeys(specs))
 
 

@@ -41,9 +41,13 @@ class KVScales:
         self._arrays = dict(zip(KV_CODE_DTYPES, scales[..., :num_kv_heads], strict=True))
         self.sources = dict.fromkeys(KV_CODE_DTYPES, "")
 
-    def of_layer(self, index: int) -> dict[str, tuple[Any, Any]]:
-        """Return the scales (K,) of a layer's keys and values, by KV cache dtype."""
-        return {name: (array[index, 0], array[index, 1]) for name, array in self._arrays.items()}
+    def of_layer(self, index: int, num_heads: int | None = None) -> dict[str, tuple[Any, Any]]:
+        """Return the scales (K,) of a layer's keys and values, by KV cache dtype.
+
+        `num_heads`: K of this layer, if layers differ; by default the model's.
+        """
+        layers = {name: array[index, :, :num_heads] for name, array in self._arrays.items()}
+        return {name: (keys, values) for name, (keys, values) in layers.items()}
 
     def of(self, kv_dtype: str) -> Any:
         """Return the scales of pages of dtype `kv_dtype`, (num_layers, 2, K)."""

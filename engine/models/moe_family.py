@@ -18,6 +18,8 @@ class MoeFamily:
     ----------
     num_experts : int
         Default if config.json lacks the key.
+    enabled : str
+        Key of the flag that turns the experts on; "" if there is none.
     width : str
         Key of an expert's intermediate size.
     renormalize : bool or str
@@ -53,11 +55,14 @@ class MoeFamily:
     shared_gate, router_bias, expert_bias, shared_bias : bool or str
         Whether these weights exist; `shared_bias` may be the key of that flag.
     activation : str
-        Activation of the experts: "swiglu" (`hidden_act` must agree), or "swiglu_clamped" (with
-        `swiglu_alpha` and `swiglu_limit`).
+        Activation of the experts: "swiglu" or "geglu" (`hidden_act` must agree), or
+        "swiglu_clamped" (with `swiglu_alpha` and `swiglu_limit`).
+    beside_mlp : bool
+        Layers with experts have an MLP too. See `MoeConfig`.
     """
 
     num_experts: int
+    enabled: str = ""
     width: str = "intermediate_size"
     renormalize: bool | str = True
     gguf_renormalize: bool = False
@@ -77,3 +82,4 @@ class MoeFamily:
     expert_bias: bool = False
     shared_bias: bool | str = False
     activation: str = "swiglu"
+    beside_mlp: bool = False

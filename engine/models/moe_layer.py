@@ -1,17 +1,21 @@
-"""`build_moe`: builds the mixture of experts of one layer from its weights."""
+"""Build the mixture of experts of one layer from its weights."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
+
 from engine.config import MoeConfig
+from engine.device import array_module, to_numpy
 from engine.layers.linear import Linear
 from engine.layers.mlp import MLP
-from engine.layers.moe import Experts, MoE, RoutingParams
+from engine.layers.moe import DenseAndExperts, Experts, MoE, RoutingParams
+from engine.layers.norm import Norm
 from engine.models.sharding import WholeParts
 from engine.weights import Weight
 
-__all__ = ["build_moe"]
+__all__ = ["build_dense_and_experts", "build_moe"]
 
 
 def build_moe(
@@ -56,6 +60,7 @@ def build_moe(
         )
 
     correction = optional("router_correction", config.correction)
+    expert_scale = optional("router_scale", config.beside_mlp)
     return parts.moe(
         RoutingParams(
             config.top_k,
@@ -77,8 +82,28 @@ def build_moe(
             config.limit,
         ),
         correction=None if correction is None else correction.data,
+        expert_scale=None if expert_scale is None else expert_scale.data,
         shared=shared_expert() if config.shared_size else None,
         shared_scale=config.shared_scale,
         shared_gate=linear("shared_gate") if config.shared_gate else None,
         deterministic=deterministic,
+    )
+
+
+def build_dense_and_experts(
+    dense: MLP, moe: MoE, layer: str, norm: Callable[[str], Norm]
+) -> DenseAndExperts:
+    """Return an MLP beside experts; `norm` returns the norm with the weight of a name."""
+    router_norm = norm(f"{layer}.router_norm")
+    # The router's input is scaled by N^-0.5 after its norm.
+    weight = to_numpy(router_norm.weight)
+    scaled = weight.astype(np.float32) * np.float32(weight.size**-0.5)
+    xp = array_module(router_norm.weight)
+    return DenseAndExperts(
+        dense,
+        moe,
+        router_norm=Norm(xp.asarray(scaled.astype(weight.dtype)), router_norm.eps),
+        moe_norm=norm(f"{layer}.moe_norm"),
+        post_dense_norm=norm(f"{layer}.post_dense_norm"),
+        post_moe_norm=norm(f"{layer}.post_moe_norm"),
     )

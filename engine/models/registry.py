@@ -16,6 +16,8 @@ from engine.models.flex_olmo import FLEX_OLMO
 from engine.models.gemma import GEMMA
 from engine.models.gemma2 import GEMMA2, VAULTGEMMA
 from engine.models.gemma3 import GEMMA3
+from engine.models.gemma3n import GEMMA3N
+from engine.models.gemma4 import GEMMA4
 from engine.models.glm4 import GLM, GLM4
 from engine.models.glm4_moe import GLM4_MOE
 from engine.models.gpt_neox import GPT_NEOX
@@ -74,6 +76,8 @@ _DENSE = (
     OLMO2,
     OLMO3,
     GEMMA2,
+    GEMMA3N,
+    GEMMA4,
     SMOLLM3,
     GLM4,
     STARCODER2,

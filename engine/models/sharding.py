@@ -9,6 +9,7 @@ import numpy as np
 
 from engine.config import ModelConfig
 from engine.device import array_module
+from engine.errors import ConfigError
 from engine.layers.collectives import Collectives
 from engine.layers.embedding import Embedding
 from engine.layers.linear import Linear
@@ -39,7 +40,7 @@ def local_config(config: ModelConfig, shard: Shard) -> ModelConfig:
     Raises
     ------
     ConfigError
-        If the heads or features cannot be divided evenly.
+        If the heads or features cannot be divided evenly, or the model does not support the way.
 
     Examples
     --------
@@ -52,8 +53,17 @@ def local_config(config: ModelConfig, shard: Shard) -> ModelConfig:
     def part(bounds: tuple[int, int]) -> int:
         return bounds[1] - bounds[0]
 
+    _check_support(config, shard)
     heads, kv_heads = shard.cut_heads(config.num_heads, config.num_kv_heads)
     sizes: dict[str, Any] = {"num_heads": part(heads), "num_kv_heads": part(kv_heads)}
+    sizes["layer_sizes"] = tuple(
+        replace(
+            one,
+            num_kv_heads=part(shard.cut_shared("num_key_value_heads", one.num_kv_heads)),
+            intermediate_size=part(shard.cut("intermediate_size", one.intermediate_size)),
+        )
+        for one in config.layer_sizes
+    )
     if config.has_mlp:
         sizes["intermediate_size"] = part(shard.cut("intermediate_size", config.intermediate_size))
     layers = shard.stage.layers
@@ -77,6 +87,16 @@ def local_config(config: ModelConfig, shard: Shard) -> ModelConfig:
             shared_size=shared,
         )
     return replace(config, moe=moe, **sizes)
+
+
+def _check_support(config: ModelConfig, shard: Shard) -> None:
+    """Raise if a model with layers of several kinds cannot be divided this way."""
+    reads_others = config.per_layer_input or config.altup or config.kv_sources
+    if shard.stage.num_layers and reads_others:
+        raise ConfigError(f"pipeline stages are not supported for {config.model_type}")
+    if shard.count > 1 and (config.activation_sparsity or (config.layer_sizes and shard.by_output)):
+        how = "batch-invariant tensor" if config.layer_sizes and shard.by_output else "tensor"
+        raise ConfigError(f"{how} parallelism is not supported for {config.model_type}")
 
 
 _CLEARED_ROWS = 1 << 16  # rows cleared per launch: 8192 tokens with 8 experts each

@@ -45,15 +45,18 @@ def trace_decoder(decoder: Decoder, token_ids: Array) -> Trace:
     ------
     DeviceError
         If the weights are on a GPU.
+    ConfigError
+        If the model has layers of another kind than `DecoderLayer`.
     """
     if decoder.xp is not np:
         raise DeviceError(f"tracing needs a model on {CPU}; got one whose weights are on a GPU")
+    layers = decoder.plain_layers("a trace")
     positions = np.arange(len(token_ids), dtype=np.int32)
     decoder.extend_ropes(len(token_ids))
     rope_positions = positions + decoder.rope_offsets(len(token_ids))
     result = Trace([], [])
     residual = decoder.embedded(token_ids.astype(np.int32))
-    for layer in decoder.layers:
+    for layer in layers:
         weights, residual = _walk(layer, residual, positions, rope_positions, decoder.parts)
         by_head = decoder.parts.all_heads(np.moveaxis(weights, 0, -1))
         result.attention.append(np.ascontiguousarray(np.moveaxis(by_head, -1, 0)))

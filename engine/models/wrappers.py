@@ -69,9 +69,12 @@ class Wrapper:
         return tuple(dict.fromkeys(found))
 
 
+_EMBEDDERS = ("embed_vision", "embed_audio")
 _DECLARED = (
     Wrapper("mistral3", "mistral", ("vision_tower", "multi_modal_projector")),
     Wrapper("gemma3", "gemma3_text", ("vision_tower", "multi_modal_projector")),
+    Wrapper("gemma3n", "gemma3n_text", ("vision_tower", "audio_tower", *_EMBEDDERS)),
+    Wrapper("gemma4", "gemma4_text", ("vision_tower", "audio_tower", *_EMBEDDERS)),
     Wrapper("llama4", "llama4_text", ("vision_model", "multi_modal_projector")),
     Wrapper("qwen2_vl", "qwen2_vl_text", ("visual",)),
     Wrapper("qwen2_5_vl", "qwen2_5_vl_text", ("visual",)),

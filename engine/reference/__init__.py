@@ -4,6 +4,8 @@ from engine.reference.activation_backward import activation_backward
 from engine.reference.all_gather import all_gather
 from engine.reference.all_reduce import all_reduce
 from engine.reference.all_reduce_rmsnorm import all_reduce_rmsnorm
+from engine.reference.altup_correct import altup_correct
+from engine.reference.altup_predict import altup_predict
 from engine.reference.attention_backward import attention_backward
 from engine.reference.attention_decode import attention_decode
 from engine.reference.attention_prefill import attention_prefill
@@ -18,6 +20,7 @@ from engine.reference.embedding import embedding
 from engine.reference.embedding_backward import embedding_backward
 from engine.reference.gated_delta import gated_delta
 from engine.reference.gated_norm import gated_norm
+from engine.reference.gaussian_topk import gaussian_topk
 from engine.reference.geglu import geglu
 from engine.reference.geglu_backward import geglu_backward
 from engine.reference.gelu import gelu
@@ -29,6 +32,7 @@ from engine.reference.kv_copy import kv_copy
 from engine.reference.kv_gather import kv_gather
 from engine.reference.kv_store import kv_store
 from engine.reference.kv_swap import kv_swap
+from engine.reference.match_rms import match_rms
 from engine.reference.merge_states import merge_states
 from engine.reference.moe_activation_backward import moe_activation_backward
 from engine.reference.moe_combine import moe_combine
@@ -66,6 +70,8 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "all_reduce_rmsnorm",
+    "altup_correct",
+    "altup_predict",
     "attention_backward",
     "attention_decode",
     "attention_prefill",
@@ -80,6 +86,7 @@ __all__ = [
     "embedding_backward",
     "gated_delta",
     "gated_norm",
+    "gaussian_topk",
     "geglu",
     "geglu_backward",
     "gelu",
@@ -91,6 +98,7 @@ __all__ = [
     "kv_gather",
     "kv_store",
     "kv_swap",
+    "match_rms",
     "merge_states",
     "moe_activation_backward",
     "moe_combine",

@@ -14,8 +14,10 @@ __all__ = ["geglu"]
 Array = np.ndarray[Any, Any]
 
 
-def geglu(x: Array, *, approximate: str = "tanh") -> Array:
-    """gelu(gate) * up, with x = [gate | up] along the last axis; rounded once."""
+def geglu(x: Array, *, up: Array | None = None, approximate: str = "tanh") -> Array:
+    """gelu(gate) * up, with x = [gate | up] along the last axis, or x the gate; rounded once."""
     gelu = gelu_tanh if approximate == "tanh" else gelu_erf
-    gate, up = np.split(x.astype(accumulation_dtype(x.dtype), copy=False), 2, axis=-1)
-    return np.asarray(gelu(gate) * up, x.dtype)
+    gate, factor = np.split(x, 2, axis=-1) if up is None else (x, up)
+    real = accumulation_dtype(x.dtype)
+    product = gelu(gate.astype(real, copy=False)) * factor.astype(real, copy=False)
+    return np.asarray(product, x.dtype)

@@ -90,6 +90,8 @@ def _gated(z: Array, activation: str | None, alpha: Any, limit: Any) -> Array:
     gate, up = np.split(z, 2, axis=-1)
     if activation == "swiglu":
         return np.asarray(_activation.silu(gate) * up)
+    if activation == "geglu":
+        return np.asarray(_activation.gelu_tanh(gate) * up)
     gate = np.minimum(gate, limit)
     up = np.clip(up, -limit, limit)
     return np.asarray((up + 1) * (gate / (1 + np.exp(-alpha * gate))))

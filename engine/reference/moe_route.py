@@ -42,6 +42,7 @@ def moe_route(
     *,
     score: str = "softmax",
     correction: Array | None = None,
+    expert_scale: Array | None = None,
     num_groups: int = 1,
     top_groups: int = 1,
     renormalize: bool = True,
@@ -63,6 +64,8 @@ def moe_route(
         for column in weights.T:  # in rank order, as in the kernel
             total += column
         weights = weights / np.maximum(total, real(LEAST_TOTAL))[:, None]
+    if expert_scale is not None:
+        weights = weights * expert_scale.astype(real, copy=False)[experts]
     order, offsets = sorted_by_expert(experts, logits.shape[1])
     if load is not None:
         counted = experts if slots is None else experts[slots >= 0]

@@ -28,6 +28,7 @@ def qk_norm_rope_store(
     *,
     q_weight: Array | None = None,
     k_weight: Array | None = None,
+    v_weight: Array | None = None,
     eps: float = 1e-6,
     weight_offset: float = 0.0,
     norm_after_rope: bool = False,
@@ -36,7 +37,7 @@ def qk_norm_rope_store(
     v_scale: Array | None = None,
     q_factors: Array | None = None,
 ) -> None:
-    """Normalise the heads of q and k, apply rope, write q in place and k and v to their pages."""
+    """Normalise the heads, apply rope to q and k, write q in place and k and v to their pages."""
     if norm_after_rope:
         turned = rope(_real(q), _real(k), positions, cos_sin, interleaved=interleaved)
         query = _normed(turned[0], q, q_weight, eps, weight_offset)
@@ -50,7 +51,10 @@ def qk_norm_rope_store(
     if q_factors is not None:
         query = query.astype(accumulation_dtype(q.dtype)) * q_factors[positions, None, None]
     q[...] = query
-    kv_store(keys, v, k_pages, v_pages, slot_mapping, k_scale=k_scale, v_scale=v_scale)
+    values = v
+    if v_weight is not None:
+        values = rmsnorm(v, v_weight, eps=eps, weight_offset=weight_offset)
+    kv_store(keys, values, k_pages, v_pages, slot_mapping, k_scale=k_scale, v_scale=v_scale)
 
 
 def _real(x: Array) -> Array:

@@ -11,7 +11,9 @@ __all__ = ["residual_add"]
 Array = np.ndarray[Any, Any]
 
 
-def residual_add(x: Array, residual: Array) -> Array:
-    """x + residual, in float32, rounded once."""
+def residual_add(x: Array, residual: Array, *, scale: Array | None = None) -> Array:
+    """x + residual, times scale if given, in float32, rounded once."""
     total = x.astype(np.float32, copy=False) + residual.astype(np.float32, copy=False)
+    if scale is not None:
+        total = total * scale.astype(np.float32, copy=False)
     return np.asarray(total, x.dtype)

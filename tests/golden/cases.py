@@ -85,6 +85,54 @@ _PHI = {
     "layer_norm_eps": 1e-3,
     "hidden_act": "gelu_new",
 }
+_GEMMA4 = {
+    **_GEMMA3,
+    "model_type": "gemma4_text",
+    "num_hidden_layers": 5,
+    "head_dim": 24,
+    "global_head_dim": 40,
+    "layer_types": ["sliding_attention"] + ["sliding_attention", "full_attention"] * 2,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+        "full_attention": {
+            "rope_type": "proportional",
+            "partial_rotary_factor": 0.5,
+            "rope_theta": 1000.0,
+        },
+    },
+    "num_kv_shared_layers": 2,
+    "use_double_wide_mlp": True,
+    "hidden_size_per_layer_input": 12,
+    "vocab_size_per_layer_input": 128,
+    "final_logit_softcapping": 3.0,
+}
+_GEMMA4_31B = {
+    **_GEMMA4,
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],  # the last is full
+    "num_kv_shared_layers": 0,
+    "use_double_wide_mlp": False,
+    "hidden_size_per_layer_input": 0,
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 1,
+}
+_GEMMA3N = {
+    **_GEMMA3,
+    "model_type": "gemma3n_text",
+    "num_hidden_layers": 5,
+    "head_dim": 24,
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 12,
+    "vocab_size_per_layer_input": 100,
+    "laurel_rank": 10,
+    "rope_theta": 1000.0,
+    "rope_local_base_freq": 300.0,
+    "layer_types": ["sliding_attention", "full_attention"] * 2 + ["sliding_attention"],
+    "activation_sparsity_pattern": [0.6, 0.0, 0.7, 0.0, 0.3],
+    "final_logit_softcapping": 3.0,
+}
+for _gemma in (_GEMMA4, _GEMMA4_31B, _GEMMA3N):
+    del _gemma["query_pre_attn_scalar"]
 _OLMO3 = {**_TINY, "model_type": "olmo3", "num_hidden_layers": 4, "sliding_window": 8}
 
 _MOE = {**_TINY, "num_experts_per_tok": 2}
@@ -280,6 +328,36 @@ MODELS: dict[str, dict[str, Any]] = {
             "full_attention": {**_YARN, "rope_theta": 1000.0},
             "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
         },
+    },
+    "gemma4": _GEMMA4,
+    "gemma4_layer_config_biases": {
+        **{key: value for key, value in _GEMMA4.items() if key != "global_head_dim"},
+        "per_layer_config": {
+            "2": {"head_dim": 40, "num_key_value_heads": 4},
+            "4": {"head_dim": 40, "num_key_value_heads": 4},
+        },
+        "attention_bias": True,
+        "use_double_wide_mlp": False,
+    },
+    "gemma4_keys_as_values": _GEMMA4_31B,
+    "gemma4_experts": {
+        **_GEMMA4_31B,
+        "attention_k_eq_v": False,
+        "enable_moe_block": True,
+        "num_experts": 6,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 20,
+    },
+    "gemma3n": _GEMMA3N,
+    "gemma3n_new_keys_widths": {
+        **{key: value for key, value in _GEMMA3N.items() if not key.startswith("rope_")},
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+            "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1000.0},
+        },
+        "intermediate_size": [96, 80, 96, 64, 72],
+        "altup_correct_scale": False,
+        "attention_bias": True,
     },
     "gemma2": {**_GEMMA2, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
     "gemma2_new_keys_biases": {

@@ -24,6 +24,8 @@ def tiny_weight(name: str, shape: list[int], norm_mean: float) -> np.ndarray:
     values = np.random.default_rng(seed).standard_normal(tuple(shape))
     if "norm" in name and not name.endswith(".bias"):
         values = norm_mean + 0.2 * values
+    elif name.endswith("layer_scalar"):
+        values = 1 + 0.3 * values
     elif name.endswith(("correction_bias", "expert_bias")):
         values = 0.1 * values  # the router decides as well
     elif name.endswith(".bias"):

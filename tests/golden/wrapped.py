@@ -46,6 +46,8 @@ _SIGLIP |= {"model_type": "siglip_vision_model", "image_size": 28, "patch_size":
 _PIXTRAL = {**_SIGLIP, "model_type": "pixtral", "head_dim": 4}
 _LLAMA4_TOWER = {**_SIGLIP, "model_type": "llama4_vision_model", "vision_output_dim": 8}
 _LLAMA4_TOWER |= {"projector_input_dim": 8, "projector_output_dim": 8}
+_GEMMA4_TOWER = {**_TOWER, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 4}
+_GEMMA4_TOWER |= {"num_key_value_heads": 2, "position_embedding_size": 16}
 _QWEN_TOWER = {**_TOWER, "depth": 1, "num_heads": 2, "out_hidden_size": 64, "patch_size": 4}
 _QWEN3_TOWER = {**_QWEN_TOWER, "num_position_embeddings": 4, "deepstack_visual_indexes": [0]}
 _QWEN2_5_TOWER = {**_QWEN_TOWER, "fullatt_block_indexes": [0]}
@@ -112,6 +114,12 @@ WRAPPED: dict[str, dict[str, Any]] = {
                 "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
             },
         },
+    },
+    "gemma4_wrapped": {
+        "model_type": "gemma4",
+        "audio_config": None,
+        "vision_config": _GEMMA4_TOWER,
+        "text_config": {**_PLAIN["gemma4_keys_as_values"], "hidden_size_per_layer_input": 12},
     },
     "llama4": {
         "model_type": "llama4",

@@ -46,6 +46,19 @@ def test_strided_rows_in_and_out(xp, f, approximate, dtype):
     assert np.isnan(host[:, :8]).all() and np.isnan(host[:, 8 + f :]).all()
 
 
+@pytest.mark.grid("dtype", cases.DTYPES)
+@pytest.mark.grid("f", [64, 20])
+def test_gate_and_up_in_two_arrays(xp, f, dtype):
+    """A per-layer input is a slice of wider rows."""
+    gate, wide = cases.normal((6, f), dtype, seed=4), cases.normal((6, 3 * f), dtype, seed=5)
+    up = wide[:, f : 2 * f]
+    want = reference.geglu(np.concatenate([gate, up], axis=1))
+    gates, wides = cases.to_module(xp, gate, wide)
+    got = kernels.geglu(gates, up=wides[:, f : 2 * f], out=gates)
+    assert got is gates
+    assert_close(got, want)
+
+
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 @pytest.mark.parametrize("f", [128, 33])
 def test_over_the_gate_half(xp, f, dtype):

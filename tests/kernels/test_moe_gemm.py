@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
@@ -34,7 +36,7 @@ SHAPES = (
     (0, 4, 2, 64, 32),
     (4, 4, 2, 64, 0),
 )
-ACTIVATIONS = (None, "swiglu", "swiglu_clamped")
+ACTIVATIONS = (None, "swiglu", "swiglu_clamped", "geglu")
 ROUTERS = ("random", "one", "few")
 
 
@@ -75,7 +77,10 @@ def _loop(x, weight, routing, bias=None, activation=None, alpha=1.702, limit=7.0
             gate, up = y[: rows // 2], y[rows // 2 :]
             if activation == "swiglu_clamped":
                 gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit) + 1
-            y = gate / (1 + np.exp(-(alpha if activation == "swiglu_clamped" else 1) * gate)) * up
+            slope = alpha if activation == "swiglu_clamped" else 1
+            if activation == "geglu":
+                slope = 2 * math.sqrt(2 / math.pi) * (1 + 0.044715 * gate**2)
+            y = gate / (1 + np.exp(-slope * gate)) * up
         result[pair if scatter else place] = y * (
             routing.weights.reshape(-1)[pair] if scatter else 1
         )

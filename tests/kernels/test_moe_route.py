@@ -12,7 +12,6 @@ from engine.device import to_numpy
 from engine.errors import ContractError, DTypeError, ShapeError
 from engine.kernels._workspace import workspace
 from engine.kernels.moe_route import chunk_tokens
-from engine.testing import cases
 from engine.testing.cases_moe import distinct_logits, tied_logits
 from engine.testing.tolerances import assert_close
 
@@ -34,6 +33,7 @@ SHAPES = (
     (5000, 128, 8),
     (5000, 16, 1),
 )
+_ARRAYS = ("correction", "expert_scale")
 # (options, number of experts)
 OPTIONS = (
     ({"renormalize": False}, 60),
@@ -44,6 +44,8 @@ OPTIONS = (
     ({"num_groups": 5, "top_groups": 5, "renormalize": False, "scale": 0.5}, 60),
     ({"num_groups": 32, "top_groups": 9, "correction": True}, 64),
     ({"num_groups": 3, "top_groups": 2, "score": "sigmoid"}, 300),
+    ({"expert_scale": True, "scale": 0.5}, 60),
+    ({"expert_scale": True, "renormalize": False}, 128),
 )
 
 
@@ -53,8 +55,8 @@ def _correction(num_experts):
 
 
 def _arguments(options, num_experts):
-    correction = _correction(num_experts) if options.get("correction") else None
-    return {**options, "correction": correction}
+    given = {name: _correction(num_experts) for name in _ARRAYS if options.get(name)}
+    return {**options, **given}
 
 
 def _assert_same(got, want):
@@ -78,7 +80,7 @@ def _assert_sorted(routing, num_experts):
 
 
 def _loop(logits, top_k, score="softmax", correction=None, num_groups=1, top_groups=1,
-          renormalize=True, scale=1.0):  # fmt: skip
+          renormalize=True, scale=1.0, expert_scale=None):  # fmt: skip
     """Return experts and weights, token by token in float64."""
     experts, weights = [], []
     for row in logits.astype(np.float64):
@@ -95,7 +97,8 @@ def _loop(logits, top_k, score="softmax", correction=None, num_groups=1, top_gro
         chosen = sorted(kept, key=lambda e: (-ranked[e], e))[:top_k]
         own = scores[chosen]
         experts.append(chosen)
-        weights.append(own / (own.sum() if renormalize else 1) * scale)
+        factor = scale if expert_scale is None else scale * expert_scale[chosen]
+        weights.append(own / (own.sum() if renormalize else 1) * factor)
     return np.array(experts), np.array(weights)
 
 
@@ -113,7 +116,7 @@ def test_options_match_mirror(xp, options, num_experts, num_tokens):
     logits = distinct_logits(num_tokens, num_experts, seed=2)
     arguments = _arguments(options, num_experts)
     want = reference.moe_route(logits, 6, **arguments)
-    arguments["correction"] = cases.to_module(xp, arguments["correction"])
+    arguments |= {name: xp.asarray(arguments[name]) for name in _ARRAYS if name in arguments}
     _assert_same(kernels.moe_route(xp.asarray(logits), 6, **arguments), want)
 
 
@@ -157,7 +160,7 @@ def test_any_logits_choose_experts_that_exist(xp, options, num_tokens):
         logits[row + 3, row::3] = value
     arguments = _arguments(options, 40)
     want = reference.moe_route(clean, 8, **arguments)
-    arguments["correction"] = cases.to_module(xp, arguments["correction"])
+    arguments |= {name: xp.asarray(arguments[name]) for name in _ARRAYS if name in arguments}
     got = kernels.moe_route(xp.asarray(logits), 8, **arguments)
     _assert_sorted(got, 40)
     np.testing.assert_array_equal(to_numpy(got.experts)[6:], want.experts[6:])

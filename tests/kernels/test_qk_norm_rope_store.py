@@ -15,7 +15,7 @@ from engine.testing.tolerances import assert_close
 
 _POSITIONS = 97
 _BLOCK_SIZE = 3
-_NORMS = ["none", "both", "only_q", "only_k"]
+_NORMS = ["none", "all", "both", "only_q", "only_k"]
 
 
 def _inputs(case, dtype, norms="none"):
@@ -28,8 +28,8 @@ def _inputs(case, dtype, norms="none"):
     slots[2::3] = -1
     weights = {
         f"{name}_weight": cases.normal((head_dim,), dtype, seed=4 + i, scale=0.1, mean=1.0)
-        for i, name in enumerate("qk")
-        if norms in ("both", f"only_{name}")
+        for i, name in enumerate("qkv")
+        if norms in ("all", f"only_{name}") or (norms == "both" and name != "v")
     }
     return qkv, (positions, cos_sin_table(_POSITIONS, rotary_dim)), slots, weights
 
@@ -96,6 +96,8 @@ def test_is_the_separate_ops(xp, tokens, norms, dtype):
         kernels.rmsnorm(q, weights["q_weight"], out=q)
     if "k_weight" in weights:
         kernels.rmsnorm(k, weights["k_weight"], out=k)
+    if "v_weight" in weights:
+        kernels.rmsnorm(v, weights["v_weight"], out=v)
     kernels.rope(q, k, *arrays, out=(q, k))
     kernels.kv_store(k, v, *want_pages, gslots)
     for a, b in ((_split(got, case)[0], q), (pages, want_pages)):

@@ -48,6 +48,18 @@ def test_misaligned_and_transposed_views(xp, dtype):
     assert_close(kernels.residual_add(transposed, xp.asarray(residual)), want)
 
 
+@pytest.mark.grid("dtype", cases.DTYPES)
+@pytest.mark.grid("shape", [(5, 577), (3, 64)])
+def test_scaled(xp, shape, dtype):
+    x, residual = _inputs(shape, dtype)
+    scale = np.array([0.375], x.dtype)
+    want = (x.astype(np.float32) + residual.astype(np.float32)) * np.float32(0.375)
+    arrays = cases.to_module(xp, x, residual.copy(), scale)
+    got = kernels.residual_add(*arrays[:2], scale=arrays[2], out=arrays[1])
+    assert got is arrays[1]
+    assert_close(got, want.astype(x.dtype))
+
+
 def test_mirror_is_the_sum():
     x, residual = _inputs((6, 50), "float32")
     want = x.astype(np.float64) + residual.astype(np.float64)

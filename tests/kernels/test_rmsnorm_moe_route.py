@@ -90,14 +90,17 @@ def test_matches_mirror(xp, shape, dtype):
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)
-def test_groups_correction_and_load(xp, dtype):
+def test_groups_correction_scale_and_load(xp, dtype):
     shape = (1, 512, 64, 6)
     x, norm_weight, weight, _ = _inputs(shape, dtype)
     correction = distinct_logits(1, 64, seed=7)[0] * 0.01
     options = {"score": "sigmoid", "num_groups": 8, "top_groups": 3}
     load = np.zeros(64, np.int64)
     arguments = (x, norm_weight, weight, 6)
+    factor = np.linspace(0.5, 2.0, 64, dtype=np.float32)
+    options["expert_scale"] = factor
     want = reference.rmsnorm_moe_route(*arguments, correction=correction, load=load, **options)
+    options["expert_scale"] = xp.asarray(factor)
     own = xp.zeros(64, np.int64)
     arrays = cases.to_module(xp, x, norm_weight, weight, correction)
     for slot in (3, -1):  # padding is not counted

@@ -73,6 +73,7 @@ def _without(options: Options, *names: str) -> Options:
 
 _ACTIVATIONS: dict[str, tuple[str, Options]] = {
     "swiglu": ("swiglu", {}),
+    "geglu": ("geglu", {"approximate": "tanh"}),
     "silu": ("silu", {}),
     "gelu": ("gelu", {"approximate": "none"}),
     "gelu_tanh": ("gelu", {"approximate": "tanh"}),
@@ -246,6 +247,7 @@ def _qk_norm_rope_store(
     *,
     q_weight: Any = None,
     k_weight: Any = None,
+    v_weight: Any = None,
     eps: float = 1e-6,
     weight_offset: float = 0.0,
     norm_after_rope: bool = False,
@@ -268,12 +270,13 @@ def _qk_norm_rope_store(
     if q_factors is not None:
         rows = q.reshape(len(q), -1)
         copy_into(q, run("scale_rows", rows, q_factors[positions]).reshape(q.shape))
-    run("kv_store", key, v, k_pages, v_pages, slot_mapping, k_scale=k_scale, v_scale=v_scale)
+    scales = {"k_scale": k_scale, "v_scale": v_scale}
+    run("kv_store", key, normed(v, v_weight), k_pages, v_pages, slot_mapping, **scales)
 
 
 def _head_parts(options: Options) -> Collection[str]:
-    has_norm = options.get("q_weight") is not None or options.get("k_weight") is not None
-    norm = ("rmsnorm",) if has_norm else ()
+    weights = (options.get(f"{name}_weight") for name in "qkv")
+    norm = ("rmsnorm",) if any(weight is not None for weight in weights) else ()
     factors = () if options.get("q_factors") is None else ("scale_rows",)
     return ("rope", "kv_store", *norm, *factors)
 

@@ -28,7 +28,7 @@ def _like(*names: str) -> Callable[[Arguments], Wanted]:
 
 def _half(a: Arguments) -> Wanted:
     *rows, n = a["x"].shape
-    return (((*rows, n // 2), a["x"].dtype),)
+    return (((*rows, n if a.get("up") is not None else n // 2), a["x"].dtype),)
 
 
 def _norm(a: Arguments) -> Wanted:

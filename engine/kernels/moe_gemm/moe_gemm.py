@@ -88,9 +88,9 @@ def moe_gemm(
     routing : Routing
         Result of `moe_route`, with P = T·k pairs.
     bias : (E, R) array of x's dtype, optional
-    activation : None, "swiglu" or "swiglu_clamped"
-        silu(gate) · up, or gpt-oss's (clip(up, -limit, limit) + 1) · g · sigmoid(alpha·g) with
-        g = min(gate, limit).
+    activation : None, "swiglu", "geglu" or "swiglu_clamped"
+        silu(gate) · up, gelu(gate) · up (the tanh approximation), or gpt-oss's
+        (clip(up, -limit, limit) + 1) · g · sigmoid(alpha·g) with g = min(gate, limit).
     alpha, limit : float
         Constants of "swiglu_clamped".
     scatter : bool

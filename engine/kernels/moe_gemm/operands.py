@@ -10,7 +10,7 @@ from engine.reference import Routing
 
 __all__ = ["ACTIVATIONS", "MoeOperands", "Summed"]
 
-ACTIVATIONS: tuple[str | None, ...] = (None, "swiglu", "swiglu_clamped")
+ACTIVATIONS: tuple[str | None, ...] = (None, "swiglu", "swiglu_clamped", "geglu")
 """Activations, in the order of `enum MoeActivation`."""
 
 

@@ -1,0 +1,153 @@
+"""Keys of a config.json that make layers differ, or that change their residual stream (Gemma)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from engine.config import AltUpConfig, LayerSizes, PerLayerInputConfig
+from engine.loading._fields import Fields
+from engine.models.family import Family
+
+__all__ = ["full_head_dim", "layer_fields"]
+
+_MAX_HEADS = 4096
+_MAX_HEAD_DIM = 1024
+_MAX_WIDTH = 1 << 20
+_MAX_VOCAB = 1 << 24
+_MAX_STREAMS = 4
+_FOR_FULL_LAYERS = ("global_head_dim", "num_global_key_value_heads")
+
+
+def layer_fields(
+    fields: Fields, kind: Family, sizes: Mapping[str, Any], layer_windows: Sequence[int]
+) -> dict[str, Any]:
+    """Return the fields of `ModelConfig` that these keys determine; {} for most families.
+
+    Parameters
+    ----------
+    fields : Fields
+        The config.json.
+    kind : Family
+    sizes : mapping
+        The model's sizes, under the names of `ModelConfig`.
+    layer_windows : sequence of int
+        Per layer: its sliding window; 0 for full attention.
+
+    Raises
+    ------
+    ConfigError
+        If a value is out of range, or a list has not one entry per layer.
+    """
+    is_sliding = [window > 0 for window in layer_windows]
+    found: dict[str, Any] = {"v_norm": kind.v_norm, "layer_scale": kind.layer_scale}
+    if "num_kv_shared_layers" in kind.defaults:
+        found["kv_sources"] = _kv_sources(fields, is_sliding)
+    if kind.layers_differ:
+        found |= _layer_sizes(fields, sizes, is_sliding, found.get("kv_sources", ()))
+    if "hidden_size_per_layer_input" in kind.defaults:
+        found["per_layer_input"] = _per_layer_input(fields)
+    if "altup_num_inputs" in kind.defaults:
+        found |= _altup(fields, len(is_sliding))
+    return found
+
+
+def full_head_dim(fields: Fields, kind: Family, head_dim: int) -> int:
+    """Return the head dim of the layers with full attention; `head_dim` is the others'."""
+    if not kind.layers_differ:
+        return head_dim
+    if not fields.has("per_layer_config"):
+        return fields.integer("global_head_dim", 2, _MAX_HEAD_DIM, head_dim)
+    listed = fields.child("per_layer_config")
+    entries = (listed.child(layer) for layer in listed.unread())
+    return max(
+        (one.integer("head_dim", 2, _MAX_HEAD_DIM, head_dim) for one in entries), default=head_dim
+    )
+
+
+def _kv_sources(fields: Fields, is_sliding: Sequence[bool]) -> tuple[int, ...]:
+    """Return each layer's source of keys and values: the last own layer of its kind."""
+    num_layers = len(is_sliding)
+    key = "num_kv_shared_layers"
+    shared = fields.integer(key, 0, num_layers - 1, 0)
+    first = num_layers - shared
+    last = {kind: layer for layer, kind in enumerate(is_sliding[:first])}
+    if any(kind not in last for kind in is_sliding[first:]):
+        raise fields.error(key, "such that the other layers are of both kinds")
+    if not shared:
+        return ()
+    return (*range(first), *(last[kind] for kind in is_sliding[first:]))
+
+
+def _layer_sizes(
+    fields: Fields, sizes: Mapping[str, Any], is_sliding: Sequence[bool], sources: Sequence[int]
+) -> dict[str, Any]:
+    """Return `layer_sizes`, and the model's sizes: the largest of them."""
+    for key in _FOR_FULL_LAYERS:
+        fields.raw(key)  # may be given in vain
+    is_wide = fields.flag("use_double_wide_mlp", False)
+    has_no_values = fields.flag("attention_k_eq_v", False)
+    layers = []
+    widths = fields.per_layer("intermediate_size", len(is_sliding), 1, _MAX_WIDTH)
+    for layer, (slides, width) in enumerate(zip(is_sliding, widths, strict=True)):
+        heads, head_dim = _heads_of(fields, sizes, layer, slides=slides)
+        is_shared = bool(sources) and sources[layer] != layer
+        features = 2 * width if is_wide and is_shared else width
+        layers.append(LayerSizes(heads, head_dim, features, has_no_values and not slides))
+    largest = {
+        name: max(getattr(one, name) for one in layers)
+        for name in ("num_kv_heads", "head_dim", "intermediate_size")
+    }
+    if len(set(layers)) == 1:
+        return largest | {"values_from_keys": layers[0].values_from_keys}
+    return largest | {"layer_sizes": tuple(layers)}
+
+
+def _heads_of(
+    fields: Fields, sizes: Mapping[str, Any], layer: int, *, slides: bool
+) -> tuple[int, int]:
+    """Return (num_kv_heads, head_dim) of a layer.
+
+    They are listed under its number in `per_layer_config`, or given for all layers with full
+    attention.
+    """
+    own = fields
+    heads_key = "num_key_value_heads"
+    dim_key = "head_dim"
+    if fields.has("per_layer_config"):
+        listed = fields.child("per_layer_config")
+        own = listed.child(str(layer)) if listed.has(str(layer)) else fields.beside({}, "layer")
+    elif not slides:
+        dim_key = "global_head_dim"
+        if fields.flag("attention_k_eq_v", False):
+            heads_key = "num_global_key_value_heads"
+    heads = own.integer(heads_key, 1, _MAX_HEADS, sizes["num_kv_heads"])
+    head_dim = own.integer(dim_key, 2, _MAX_HEAD_DIM, sizes["head_dim"])
+    if own is not fields and (unread := own.unread()):
+        raise own.error(unread[0], f"absent: a layer has {heads_key} and {dim_key} of its own")
+    if sizes["num_heads"] % heads:
+        raise own.error(heads_key, f"a divisor of the {sizes['num_heads']} query heads")
+    if head_dim % 2:
+        raise own.error(dim_key, "even")
+    return heads, head_dim
+
+
+def _per_layer_input(fields: Fields) -> PerLayerInputConfig | None:
+    size = fields.integer("hidden_size_per_layer_input", 0, _MAX_WIDTH)
+    if not size:
+        return None
+    return PerLayerInputConfig(size, fields.integer("vocab_size_per_layer_input", 1, _MAX_VOCAB))
+
+
+def _altup(fields: Fields, num_layers: int) -> dict[str, Any]:
+    """Return the residual streams, and the activation sparsity of each layer."""
+    count = fields.integer("altup_num_inputs", 2, _MAX_STREAMS)
+    fields.integer("altup_active_idx", 0, 0, 0)  # all models have the first stream
+    scales = fields.flag("altup_correct_scale", True)
+    altup = AltUpConfig(count, scales, fields.integer("laurel_rank", 1, _MAX_WIDTH))
+    key = "activation_sparsity_pattern"
+    sparse = 10 if num_layers > 10 else 0
+    sparsity = (0.95,) * sparse + (0.0,) * (num_layers - sparse)
+    if fields.has(key):
+        sparsity = fields.reals(key, num_layers, 0.0, 0.999)
+    return {"altup": altup, "activation_sparsity": sparsity if any(sparsity) else ()}
