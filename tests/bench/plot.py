@@ -193,7 +193,8 @@ def _torch_ops() -> Picture:
             found = {row["op"]: row["ratio"] for row in rows if row["pass"] == name}
             return [found.get(op) for op in ops]
 
-        series = {f"ours, {name}": ratios(name) for name in ("both", "forward", "backward")}
+        parts = {f"ours, {name}": ratios(name) for name in ("forward", "backward")}
+        series = {"ours": ratios("both"), **parts}
         panel = Bars(model, "times torch.compile's speed", ops, series, ("torch.compile", 1.0))
         panels.append(replace(panel, digits=".1f"))
     return Picture("operators of PyTorch, 16,384 tokens, bfloat16", _source(record), panels, 3, 6.0)
