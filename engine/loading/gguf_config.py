@@ -222,6 +222,8 @@ def _renamed(keys: _Keys, family: Family) -> tuple[dict[str, Any], dict[str, str
         values.setdefault(key, None)
     if family.moe is not None:
         values.update(_routing(family.moe, values))
+    if family.extra_layers:
+        values.update(_without_extra_layers(keys, family, values))
     if "rope_theta" not in values:
         values["rope_theta"] = keys.get("rope.global.freq_base") or 10000.0
     if keys.get(table[family.eps_key]) is None:
@@ -249,8 +251,16 @@ def _from_tensors(file: GgufFile, family: Family) -> dict[str, Any]:
     if embed is None:
         raise WeightsError(f"{file.path}: tensor 'token_embd.weight' is missing")
     plain = embed.format.name
-    biases = ((family.qkv_bias, "attn_q"), (family.mlp_bias, "ffn_up"))
-    found = {key: f"blk.0.{name}.bias" in file.tensors for key, name in biases if type(key) is str}
+    signs = (
+        (family.qkv_bias, ("attn_q.bias", "attn_qkv.bias")),
+        (family.mlp_bias, ("ffn_up.bias",)),
+        (family.qk_norm, ("attn_q_norm.weight",)),
+    )
+    found = {
+        key: any(f"blk.0.{name}" in file.tensors for name in names)
+        for key, names in signs
+        if type(key) is str
+    }
     if isinstance(family.parallel, str):
         found[family.parallel] = "blk.0.ffn_norm.weight" not in file.tensors
     return {
@@ -302,6 +312,15 @@ def _experts(keys: _Keys, moe: MoeFamily) -> dict[str, Any]:
     if not isinstance(moe.renormalize, str) or keys.name(key) in keys.file.metadata:
         return {}
     return {moe.renormalize: moe.gguf_renormalize}
+
+
+def _without_extra_layers(keys: _Keys, family: Family, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the number of layers without those of multi-token prediction, and their number."""
+    count = keys.get("nextn_predict_layers") or 0
+    layers = values.get("num_hidden_layers")
+    if type(count) is not int or type(layers) is not int:
+        return {family.extra_layers: count}
+    return {family.extra_layers: count, "num_hidden_layers": layers - count}
 
 
 def _routing_keys(moe: MoeFamily) -> dict[str, str]:
@@ -412,8 +431,13 @@ def _scaling(keys: _Keys, values: Mapping[str, Any], family: Family) -> dict[str
             "truncate": family.defaults.get("rope_parameters", {}).get("truncate"),
             "attn_factor": _beyond_yarn(attn_factor, factor),
         }
+        if family.q_scale:
+            all_dim = keys.get("rope.scaling.yarn_log_multiplier") or None
+            scaling |= {"mscale": None if all_dim is None else 1.0, "mscale_all_dim": all_dim}
     elif kind == "linear" and factor not in (None, 1.0):
         scaling |= {"rope_type": "linear", "factor": factor}
+    if family.q_scale:
+        scaling["llama_4_scaling_beta"] = keys.get("attention.temperature_scale")
     return {"rope_scaling": scaling, "original_max_position_embeddings": original}
 
 

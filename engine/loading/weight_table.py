@@ -29,7 +29,7 @@ _IGNORED = re.compile(
     r"|gpt_neox\.layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)"
     r"|rope_freqs\.weight|rope_factors_(long|short)\.weight"
 )
-_LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
+_LAYER = re.compile(r"(?:model\.layers|blk)\.(\d{1,6})\.")
 _MTP_LAYER = re.compile(r"model\.mtp_layers\.(\d{1,6})\.")
 _MTP = re.compile(r"mtp\.|model\.mtp_(block|emb_norm|hidden_norm|linear_proj)\.")
 _OUTPUT_NAMES = ("lm_head.weight", "output.weight", "embed_out.weight")
@@ -628,9 +628,10 @@ def _places(
         yield Placement(name, target, shape, first, last)
         return
     columns = parts.columns(target.kind, shard)
-    is_rotated = part in ("q", "k")
+    is_qkv = target.kind in ("qkv", "qkv_bias")
+    num_rotated = parts.size("q") + parts.size("k") if is_qkv else 0
     for first, last, start in parts.pieces(target.kind, part, shape[0]):
-        yield Placement(name, target, shape, first, last, start, columns, is_rotated)
+        yield Placement(name, target, shape, first, last, start, columns, start < num_rotated)
 
 
 def _row_place(

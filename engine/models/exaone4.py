@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 from engine.models.expert_names import (
+    GGUF_EXPERT_NAMES,
+    GGUF_SHARED_EXPERT_NAMES,
     correction_names,
     fused_expert_names,
     router_names,
     separate_expert_names,
     shared_expert_names,
 )
+from engine.models.family import GGUF_SPLIT_NAMES
 from engine.models.glm4_moe import GLM4_EXPERTS
 from engine.models.llama import LLAMA_NAMES
 from engine.models.olmo2 import OLMO2
@@ -47,8 +50,8 @@ EXAONE_MOE = replace(
         *fused_expert_names(),
         *shared_expert_names("mlp.shared_experts"),
     ),
-    gguf_names=(),
-    gguf_arch="",
+    gguf_names=(*GGUF_SPLIT_NAMES, *GGUF_EXPERT_NAMES, *GGUF_SHARED_EXPERT_NAMES),
+    gguf_arch="exaone-moe",
     defaults={
         **EXAONE4.defaults,
         "moe_intermediate_size": 1024,
@@ -63,6 +66,7 @@ EXAONE_MOE = replace(
     },
     pre_norms=True,
     post_norms=False,
+    extra_layers="num_nextn_predict_layers",
     moe=replace(GLM4_EXPERTS, num_experts=64, lists_layers=True, shared_count="num_shared_experts"),
 )
 """K-EXAONE: the same with norms before each branch, and experts after the first layers."""

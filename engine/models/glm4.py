@@ -44,9 +44,13 @@ GLM4 = Family(
 GLM = replace(
     GLM4,
     model_type="glm",
-    gguf_names=(),
-    gguf_arch="",
+    gguf_names=(
+        *(name._replace(form="split" if "qkv" in name.kind else "") for name in GLM4.gguf_names),
+        # As converted from the first releases.
+        TensorName("blk.{i}.attn_qkv.weight", "qkv", form="packed"),
+        TensorName("blk.{i}.attn_qkv.bias", "qkv_bias", form="packed"),
+    ),
+    gguf_arch="chatglm",
     post_norms=False,
-    gguf_interleaved_rope=False,
 )
-"""GLM-4-9b: the same without the norms after each branch. No .gguf."""
+"""GLM-4-9b: the same without the norms after each branch."""

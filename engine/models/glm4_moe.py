@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from engine.models.expert_names import (
+    GGUF_EXPERT_NAMES,
+    GGUF_SHARED_EXPERT_NAMES,
     correction_names,
     fused_expert_names,
     router_names,
     separate_expert_names,
     shared_expert_names,
 )
-from engine.models.family import Family
+from engine.models.family import GGUF_SPLIT_NAMES, Family, TensorName
 from engine.models.llama import LLAMA_NAMES
 from engine.models.moe_family import MoeFamily
 
@@ -38,7 +40,13 @@ GLM4_MOE = Family(
         *fused_expert_names(),
         *shared_expert_names("mlp.shared_experts"),
     ),
-    gguf_names=(),
+    gguf_names=(
+        *(name for name in GGUF_SPLIT_NAMES if name.kind not in ("mlp_norm", "post_attn_norm")),
+        TensorName("blk.{i}.post_attention_norm.weight", "mlp_norm"),
+        *GGUF_EXPERT_NAMES,
+        *GGUF_SHARED_EXPERT_NAMES,
+    ),
+    gguf_arch="glm4moe",
     defaults={
         "max_position_embeddings": 131072,
         "rms_norm_eps": 1e-5,

@@ -30,8 +30,7 @@ MINISTRAL = replace(MISTRAL, model_type="ministral", gguf_names=(), gguf_interle
 MINISTRAL3 = replace(
     MISTRAL,
     model_type="ministral3",
-    gguf_names=(),
-    gguf_interleaved_rope=False,
+    gguf_arch="mistral3",
     defaults={
         "num_key_value_heads": 8,
         "head_dim": 128,
@@ -54,4 +53,4 @@ MINISTRAL3 = replace(
     },
     q_scale=True,
 )
-"""Mistral with YaRN, and queries that grow with their position. No .gguf."""
+"""Mistral with YaRN, and queries that grow with their position."""

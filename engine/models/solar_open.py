@@ -11,6 +11,8 @@ __all__ = ["SOLAR_OPEN"]
 SOLAR_OPEN = replace(
     GLM4_MOE,
     model_type="solar_open",
+    gguf_names=(),
+    gguf_arch="",
     defaults={
         "num_key_value_heads": 8,
         "head_dim": 128,

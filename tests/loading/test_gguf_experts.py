@@ -36,6 +36,15 @@ SHARED = {
 }
 HEAD_NORMS = {"self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm"}
 KEYS = {"expert_used_count": "num_experts_per_tok", "expert_count": "num_local_experts"}
+DEEPSEEK = {
+    "expert_used_count": "num_experts_per_tok",
+    "expert_count": "n_routed_experts",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_weights_scale": "routed_scaling_factor",
+    "expert_gating_func": 2,
+    "expert_group_count": "n_group",
+    "expert_group_used_count": "topk_group",
+}
 CASES = {
     "qwen3_moe_new_keys_window_biases": Converted(
         {
@@ -59,17 +68,37 @@ CASES = {
         },
         arch="gpt-oss",
     ),
+    "glm4_moe": Converted(
+        {
+            **DEEPSEEK,
+            "expert_shared_count": "n_shared_experts",
+            "expert_weights_norm": True,
+            "leading_dense_block_count": 1,
+            "rope.dimension_count": 12,
+        },
+        {**SHARED, **NAMES, **HEAD_NORMS, "post_attention_layernorm": "post_attention_norm"},
+        arch="glm4moe",
+    ),
+    "exaone_moe": Converted(
+        {
+            **DEEPSEEK,
+            "expert_count": "num_experts",
+            "expert_shared_count": "num_shared_experts",
+            "expert_weights_norm": True,
+            "leading_dense_block_count": 1,
+            "attention.sliding_window": "sliding_window",
+            "rope.scaling.type": "none",
+        },
+        {**SHARED, **NAMES, **HEAD_NORMS},
+        arch="exaone-moe",
+        # A file without the pattern has a window in all but every fourth layer.
+        lost={"layer_windows": (8, 8, 8), "rope_layers": ()},
+    ),
     "dots1": Converted(
         {
-            **KEYS,
-            "expert_count": "n_routed_experts",
-            "expert_feed_forward_length": "moe_intermediate_size",
+            **DEEPSEEK,
             "expert_shared_count": "n_shared_experts",
-            "expert_weights_scale": "routed_scaling_factor",
             "expert_weights_norm": "norm_topk_prob",
-            "expert_gating_func": 2,
-            "expert_group_count": "n_group",
-            "expert_group_used_count": "topk_group",
             "leading_dense_block_count": "first_k_dense_replace",
         },
         {**SHARED, **NAMES, **HEAD_NORMS},
@@ -161,6 +190,22 @@ def test_a_gguf_is_read_as_the_checkpoint_it_was_made_from(tmp_path, case):
     assert weights.keys() == checkpoint.keys()
     for name, weight in checkpoint.items():
         np.testing.assert_array_equal(weights[name].data, weight.data, err_msg=name)
+
+
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path):
+    file, values, _ = _write(tmp_path, "glm4_moe")
+    plain = load_config(file)
+    record = record_of("glm4_moe")
+    tensors = random_tensors(record["tensors"])
+    last = values["num_hidden_layers"]
+    extra = {f"model.layers.{last}.nextn.eh_proj.weight": tensors["lm_head.weight"]}
+    extra[f"model.layers.{last}.input_layernorm.weight"] = tensors["model.norm.weight"]
+    rule = CASES["glm4_moe"]
+    changes = {"block_count": last + 1, "nextn_predict_layers": 1}
+    file = write(tmp_path, values, _stacked(tensors) | extra, rule, **changes)
+    config = load_config(file)
+    assert config == replace(plain, num_extra_layers=1)
+    assert load_weights(file, config).keys() == weight_shapes(plain).keys()
 
 
 @pytest.mark.parametrize("case", ["mixtral", "gpt_oss"])

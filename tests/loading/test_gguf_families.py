@@ -106,6 +106,20 @@ CASES = {
     ),
     "olmo3": Converted(YARN, POST_NORMS, arch="olmo2"),
     "granite": Converted(GRANITE, pairs=True),
+    "glm": Converted({"rope.dimension_count": 12}, {"mlp.gate_up_proj": "ffn_up"}, arch="chatglm"),
+    "ministral3_window_new_keys": Converted(
+        {
+            "rope.freq_base": 500.0,
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": 4.0,
+            "rope.scaling.original_context_length": 11,
+            "rope.scaling.yarn_log_multiplier": 0.5,
+            "attention.temperature_scale": 0.7,
+        },
+        arch="mistral3",
+        pairs=True,
+        lost={"layer_windows": (0, 0)},  # no model that was converted has a window
+    ),
     "gemma": Converted(norm_offset=1.0),
     "seed_oss": Converted(names={"post_attention_layernorm": "post_attention_norm"}),
     "ernie4_5": Converted(),
@@ -160,7 +174,8 @@ def rounded(config: ModelConfig) -> ModelConfig:
         return {name: float(f"{value:.6g}") for name, value in found.items()}
 
     moe = config.moe and replace(config.moe, **numbers(config.moe))
-    return replace(config, moe=moe, **numbers(config))
+    rope = replace(config.rope, **numbers(config.rope))
+    return replace(config, moe=moe, rope=rope, **numbers(config))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -188,6 +203,23 @@ def test_a_granite_without_multipliers_is_a_llama(tmp_path):
     assert (config.branch_scale, config.logits_scale) == (1.0, 1.0)
     with pytest.raises(ConfigError, match=r"granite\.residual_scale must be a number .*got -1"):
         load_config(write(tmp_path, values, tensors, CASES["granite"], residual_scale=-1.0))
+
+
+def test_glm_with_packed_rows_of_q_k_and_v(tmp_path):
+    record, rule = record_of("glm"), CASES["glm"]
+    tensors = random_tensors(record["tensors"])
+    split = write(tmp_path, record["config"], tensors, rule)
+    config = load_config(split)
+    wanted = load_weights(split, config)
+    for layer in range(record["config"]["num_hidden_layers"]):
+        for kind in ("weight", "bias"):
+            names = [f"model.layers.{layer}.self_attn.{one}_proj.{kind}" for one in "qkv"]
+            rows = np.concatenate([tensors.pop(name) for name in names])
+            tensors[f"model.layers.{layer}.attn_qkv.{kind}"] = rows
+    packed = write(tmp_path, record["config"], tensors, rule)
+    assert load_config(packed) == config
+    for name, weight in load_weights(packed, config).items():
+        np.testing.assert_array_equal(weight.data, wanted[name].data, err_msg=name)
 
 
 def test_the_scale_of_the_largest_gemma2(tmp_path):

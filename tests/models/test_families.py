@@ -97,7 +97,7 @@ def test_only_files_of_llama_keep_interleaved_rows():
     GLM-4, ERNIE 4.5 and Cohere 2 have them so in every file.
     """
     permuted = {"llama", "mistral", "granite", "smollm3", "glm4", "cohere2", "mixtral"}
-    permuted |= {"granitemoe", "ernie4_5", "ernie4_5_moe"}
+    permuted |= {"granitemoe", "ernie4_5", "ernie4_5_moe", "ministral3", "glm"}
     assert {n for n, kind in FAMILIES.items() if kind.gguf_interleaved_rope} == permuted
 
 
