@@ -40,6 +40,7 @@ _MAX_HEADS = 4096
 _MAX_HEAD_DIM = 1024
 _MAX_WIDTH = 1 << 20
 _MAX_VOCAB = 1 << 24
+_MAX_CHUNKS = 4096
 
 # For these keys null means "use the family's default". For all others it means "none":
 # `"sliding_window": null` turns the window off.
@@ -515,9 +516,12 @@ def _layer_chunks(
     fields: Fields, kind: Family, rope_layers: tuple[bool, ...], positions: int
 ) -> tuple[int, ...]:
     """Return the chunk of every layer; () if none has one, or one covers the longest sequence."""
-    chunk = fields.integer("attention_chunk_size", 1, 1 << 31, 0) if kind.chunks else 0
+    if not kind.chunks:
+        return ()
+    # The pattern of a layer holds a bit for every two chunks.
+    chunk = fields.integer("attention_chunk_size", -(-positions // _MAX_CHUNKS), 1 << 31, 0)
     is_chunked: Iterable[bool] = rope_layers
-    if kind.chunks and fields.has("layer_types"):
+    if fields.has("layer_types"):
         is_chunked = _layer_types(fields, len(rope_layers), "chunked_attention")
         if any(is_chunked) and not chunk:
             raise fields.error("attention_chunk_size", "given, since some layers have chunks")

@@ -14,6 +14,7 @@ from engine.device import to_numpy
 from engine.errors import ConfigError, ContractError
 from engine.layers.batch import ForwardBatch
 from engine.layers.moe import RoutingParams
+from engine.loading.hf_config import config_from_dict
 from engine.models.chunks import chunk_patterns
 from engine.weights import ALL_LAYERS
 
@@ -74,6 +75,19 @@ def test_chunks_longer_than_every_sequence_cost_nothing():
     two = replace(CONFIG, num_layers=3, layer_chunks=(8, 0, 8))
     found = chunk_patterns(two, ALL_LAYERS, 256)
     assert list(found) == [0, 2] and found[0] is found[2]
+
+
+def test_the_number_of_chunks_is_limited():
+    config = {"model_type": "llama4_text", "max_position_embeddings": 1 << 24}
+    with pytest.raises(ConfigError, match="attention_chunk_size must be a whole number from 4096"):
+        config_from_dict({**config, "attention_chunk_size": 1000})
+    found = config_from_dict({**config, "no_rope_layers": [1, 0, 1, 1] * 12})
+    assert found.layer_chunks == (8192, 0, 8192, 8192) * 12
+    types = ["full_attention"] * 47 + ["chunked_attention"]
+    assert config_from_dict({**config, "layer_types": types}).layer_chunks == (*[0] * 47, 8192)
+    with pytest.raises(ConfigError, match="attention_chunk_size must be given, since"):
+        config_from_dict({**config, "layer_types": types, "attention_chunk_size": None})
+    assert config_from_dict({**config, "max_position_embeddings": 8192}).layer_chunks == ()
 
 
 def test_options_that_chunks_exclude():
