@@ -120,6 +120,16 @@ class SafetensorsFile:
         """
         self.tensors = _renamed(self.path, self.tensors, new_name)
 
+    def divide(self, name: str, parts: Mapping[str, tuple[int, tuple[int, ...]]]) -> None:
+        """Replace tensor `name` by parts of it: new name -> (first element, shape)."""
+        whole = self.tensors.pop(name)
+        size = _VIEWS[whole.dtype].itemsize
+        for part, (first, shape) in parts.items():
+            start = whole.start + first * size
+            stop = start + math.prod(shape) * size
+            assert start <= stop <= whole.stop
+            self.tensors[part] = TensorInfo(whole.dtype, shape, start, stop)
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of tensor `name`."""
         return self.tensors[name].shape
@@ -234,6 +244,12 @@ class SafetensorsDirectory:
         for shard in set(self._home.values()):
             shard.rename(new_name)
         self._home = _renamed(self.path, self._home, new_name)
+
+    def divide(self, name: str, parts: Mapping[str, tuple[int, tuple[int, ...]]]) -> None:
+        """Replace tensor `name` by parts of it; see `SafetensorsFile.divide`."""
+        shard = self._home.pop(name)
+        shard.divide(name, parts)
+        self._home |= dict.fromkeys(parts, shard)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of tensor `name`."""

@@ -12,8 +12,9 @@ from engine.config import ModelConfig
 from engine.dtypes import BFLOAT16, np_dtype
 from engine.errors import WeightsError
 from engine.loading.gguf import GgufFile
+from engine.loading.quantized.fused_experts import name_fused_experts
 from engine.loading.quantized.mxfp4 import dequantize_mxfp4, read_mxfp4_experts
-from engine.loading.quantized.reader import QuantizedCheckpoint, name_fused_experts
+from engine.loading.quantized.reader import QuantizedCheckpoint
 from engine.loading.quantized.rows import QuantizedRows
 from engine.loading.quantized.scheme import load_scheme
 from engine.loading.safetensors import SafetensorsDirectory, SafetensorsFile

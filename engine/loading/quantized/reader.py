@@ -32,7 +32,7 @@ from engine.loading.quantized.tensors import ModuleTensors
 from engine.loading.safetensors import SafetensorsDirectory, SafetensorsFile
 from engine.weights import Format
 
-__all__ = ["QuantizedCheckpoint", "name_fused_experts", "read_rows"]
+__all__ = ["QuantizedCheckpoint", "read_rows"]
 
 Array = np.ndarray[Any, Any]
 _Safetensors = SafetensorsFile | SafetensorsDirectory
@@ -101,25 +101,6 @@ def read_rows(
             f"[{first}, {last})"
         )
     return read(tensors, storage, first, last, columns)
-
-
-def name_fused_experts(checkpoint: _Safetensors) -> None:
-    """Give quantized experts of a layer in one tensor the names of a module's tensors.
-
-    transformers 5 writes "<module>", "<module>_scale_inv" and "<module>_activation_scale" for what
-    it calls "<module>.weight", "<module>.weight_scale_inv" and "<module>.activation_scale" of a
-    single matrix.
-    """
-    ends = {"": ".weight", "_scale_inv": ".weight_scale_inv"}
-    ends["_activation_scale"] = ".activation_scale"
-    fused = {
-        module + end: module + kind
-        for module in checkpoint.names()
-        if f"{module}_scale_inv" in checkpoint and len(checkpoint.shape(module)) > 2
-        for end, kind in ends.items()
-    }
-    if fused:
-        checkpoint.rename(lambda name: fused.get(name, name))
 
 
 def _is_quantized(tensors: ModuleTensors) -> bool:

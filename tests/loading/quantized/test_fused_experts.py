@@ -13,8 +13,10 @@ import engine
 from engine.device import CPU
 from engine.errors import WeightsError
 from engine.loading.hf_config import load_hf_config
-from engine.loading.quantized.reader import QuantizedCheckpoint, name_fused_experts, read_rows
+from engine.loading.quantized.fused_experts import name_fused_experts
+from engine.loading.quantized.reader import QuantizedCheckpoint, read_rows
 from engine.loading.quantized.scheme import load_scheme
+from engine.loading.safetensors import SafetensorsFile
 from engine.loading.stored_weights import StoredWeights
 from engine.loading.tensor_reader import TensorReader
 from engine.loading.text_model import open_model
@@ -86,6 +88,24 @@ def test_logits_are_those_of_the_dequantized_model(folders):
     models = [engine.load(one, device="cpu", dtype="float32", progress=False) for one in folders]
     got = [model.step([[3, 9, 27, 14]], model.new_cache(1, 8), logits="all") for model in models]
     assert got[0].std() > 0.1
+    np.testing.assert_allclose(got[1], got[0], rtol=0, atol=1e-5 * got[0].std())
+
+
+def test_experts_apart_beside_the_scales_of_all(folders):
+    """As transformers 5.24.0 writes qwen3_moe."""
+    path = folders[1] / "model.safetensors"
+    file = SafetensorsFile(path)
+    stored = {name: file.view(name) for name in file.names()}
+    for name in [name for name in stored if name.endswith(("gate_up_proj", "down_proj"))]:
+        block, _, kind = name.rpartition(".")
+        kinds = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
+        for index, matrix in enumerate(stored.pop(name)):
+            for part, rows in zip(kinds, np.split(matrix, len(kinds)), strict=True):
+                stored[f"{block}.{index}.{part}.weight"] = np.ascontiguousarray(rows)
+        stored.pop(f"{name}_activation_scale")
+    save_file(stored, path)
+    models = [engine.load(one, device="cpu", dtype="float32", progress=False) for one in folders]
+    got = [model.step([[3, 9, 27, 14]], model.new_cache(1, 8), logits="all") for model in models]
     np.testing.assert_allclose(got[1], got[0], rtol=0, atol=1e-5 * got[0].std())
 
 
