@@ -60,16 +60,15 @@ def specs(
     patterns: bool = False,
     **_: Any,
 ) -> tuple[ModuleSpec, ...]:
-    """Return the modules for `dtype` and pages of `kv_dtype`; with `patterns`, all variants."""
-    variants = (
-        {(False, False), (True, False), (False, True)}
-        if patterns
-        else {(norm_after_rope, q_factors)}
-    )
-    return tuple(
-        _spec(dtype, kv_dtype, norm_after_rope=after, q_factors=factors)
-        for after, factors in sorted(variants)
-    )
+    """Return the modules for `dtype` and pages of `kv_dtype`; with `patterns`, all variants.
+
+    With `q_factors` some layers have factors on queries, and others may have none.
+    """
+    orders = (False, True) if patterns else (norm_after_rope,)
+    found = [_spec(dtype, kv_dtype, norm_after_rope=order, q_factors=False) for order in orders]
+    if q_factors or patterns:
+        found.append(_spec(dtype, kv_dtype, norm_after_rope=False, q_factors=True))
+    return tuple(found)
 
 
 def _spec(dtype: str, kv_dtype: str, *, norm_after_rope: bool, q_factors: bool) -> ModuleSpec:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 import engine
+from engine import kernels
 from engine.cache.kv_cache import KVCache, KVGeometry
 from engine.cache.memory_pool import MemoryPool
 from engine.config import AltUpConfig, RopeConfig
@@ -24,6 +25,7 @@ from engine.layers.batch import ForwardBatch
 from engine.loading.hf_config import config_from_dict
 from engine.loading.model_config import load_config
 from engine.models.decoder import Decoder
+from engine.models.kernel_set import kernel_specs
 from engine.models.registry import FAMILIES
 from engine.models.rope_tables import rope_bytes
 from engine.models.wrappers import WRAPPERS
@@ -221,6 +223,33 @@ def test_mimo_is_qwen2_beside_a_layer_that_it_ignores(golden, tmp_path):
     assert _error(model.step([want.prompt], cache, logits="all")[0], want.logits) < LIMIT
     cache = model.new_cache(1, want.max_tokens + 1)
     assert _greedy(model, cache, want.prompt, len(want.greedy)) == want.greedy
+
+
+@pytest.mark.parametrize(
+    "case", ["qwen3", "hunyuan_v1_dense", "ministral3", "llama4", "llama4_biases_new_keys"]
+)
+def test_kernels_that_store_keys_are_compiled_before_the_first_step(golden, monkeypatch, case):
+    """Each variant of `qk_norm_rope_store` that a layer calls for is listed."""
+    want, called = golden(case), set()
+    original = kernels.qk_norm_rope_store
+
+    def watched(*args, norm_after_rope=False, q_factors=None, **options):
+        called.add((norm_after_rope, q_factors is not None))
+        return original(*args, norm_after_rope=norm_after_rope, q_factors=q_factors, **options)
+
+    monkeypatch.setattr(kernels, "qk_norm_rope_store", watched)
+    model = want.load()
+    model.step([want.prompt], model.new_cache(1, want.max_tokens))
+    names = {"NORM_AFTER_ROPE", "Q_FACTORS"}
+    listed = [
+        names & dict(spec.defines).keys()
+        for spec in kernel_specs(model.config, "float32")
+        if spec.file == "qk_norm_rope_store.cu"
+    ]
+    for after, factors in called:
+        variant = {"NORM_AFTER_ROPE"} if after else set()
+        assert variant | ({"Q_FACTORS"} if factors else set()) in listed
+    assert called
 
 
 # Names in published checkpoints -> in those saved with save_original_format=False.
