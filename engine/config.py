@@ -86,13 +86,14 @@ class LayerSizes:
     Attributes
     ----------
     num_kv_heads, head_dim, intermediate_size : int
-    values_from_keys : bool
+    values_from_keys, sinks : bool
     """
 
     num_kv_heads: int
     head_dim: int
     intermediate_size: int
     values_from_keys: bool = False
+    sinks: bool = False
 
 
 @dataclass(frozen=True)
@@ -245,6 +246,10 @@ class ModelConfig:
         Whether each branch of a parallel block has a norm of its own (GPT-NeoX).
     gated_mlp : bool
         True: the MLP is down(act(gate x) * up x); False: down(act(up x)).
+    v_head_dim : int
+        Features of a head's values; 0 means D. Pages and `qkv` have D, whose others are 0.
+    v_scale : float
+        Factor on the values (MiMo-V2).
     sinks : bool
         Whether every head has an attention sink: a softmax logit without a value (gpt-oss).
     attn_gate : str
@@ -333,6 +338,8 @@ class ModelConfig:
     parallel: bool = False
     parallel_norms: bool = False
     gated_mlp: bool = True
+    v_head_dim: int = 0
+    v_scale: float = 1.0
     sinks: bool = False
     attn_gate: str = ""
     activation: str = "silu"

@@ -34,6 +34,8 @@ class AttentionParams:
         Sliding window in keys, the query's own included; 0 is full attention.
     softcap : float
         c in c·tanh(s/c), applied to scores; 0 turns it off.
+    v_head_dim : int
+        Features of a head's values, of which v has D with others behind them; 0 means D.
     clip : float
         Limit of the absolute values of q, k and v; 0 turns it off.
     norm_after_rope : bool
@@ -56,6 +58,7 @@ class AttentionParams:
     scale: float
     window: int = 0
     softcap: float = 0.0
+    v_head_dim: int = 0
     clip: float = 0.0
     norm_after_rope: bool = False
     gate: str = ""
@@ -90,6 +93,8 @@ class Attention:
         Attention sinks: one extra logit in each head's softmax, without a value.
     kv_scales : mapping of str to (k_scale, v_scale), optional
         Scales of a quantized KV cache, by kv_cache_dtype: two (K,) float32 arrays.
+    v_factor : (1,) float32 array, optional
+        Factor on the values, applied to the heads' outputs; needed with a `v_head_dim`.
     q_factors : (P,) float32 array, optional
         Factors on the rotated queries, by position.
     v_norm : Norm, optional
@@ -98,7 +103,7 @@ class Attention:
 
     __slots__ = (
         *("cos_sin", "k_norm", "kv_scales", "norms_whole_rows", "o", "params", "q_norm", "qkv"),
-        *("q_factors", "sinks", "v_norm"),
+        *("q_factors", "sinks", "v_factor", "v_norm"),
     )
 
     def __init__(
@@ -113,6 +118,7 @@ class Attention:
         kv_scales: Mapping[str, tuple[Any, Any]] | None = None,
         q_factors: Any = None,
         v_norm: Norm | None = None,
+        v_factor: Any = None,
     ) -> None:
         self.params = params
         self.qkv = qkv
@@ -124,12 +130,13 @@ class Attention:
         self.kv_scales = dict(kv_scales or {})
         self.q_factors = q_factors
         self.v_norm = v_norm
+        self.v_factor = v_factor
         self.norms_whole_rows = q_norm is not None and q_norm.weight.shape[0] != params.head_dim
 
     def arrays(self) -> Iterator[tuple[str, Any]]:
         """Yield (name, array) for every array of the layer."""
         yield "cos_sin", self.cos_sin
-        for name in ("sinks", "q_factors"):
+        for name in ("sinks", "q_factors", "v_factor"):
             if (array := getattr(self, name)) is not None:
                 yield name, array
         for kv_dtype, scales in self.kv_scales.items():
@@ -165,9 +172,7 @@ class Attention:
             options = self._norms() | self._factors() | self._scales(k_pages)
             kernels.qk_norm_rope_store(q, k, v, *places, **options)
             heads = self._attend(q, batch, k_pages, v_pages)
-        heads = heads.reshape(heads.shape[0], -1)
-        if gate is not None:
-            heads = kernels.sigmoid_gate(heads, gate, out=heads)
+        heads = self._joined(heads, gate)
         if rows is not None:
             heads = kernels.embedding(rows, heads)
         return self.o(heads, residual=residual)
@@ -201,10 +206,18 @@ class Attention:
             self.q_norm(query, out=query)
             self.k_norm(key, out=key)
 
-    def gated(self, heads: Any, x: Any) -> Any:
-        """Return the heads' outputs (T, H·D) times the gate that `x` (T, N) gives, if any."""
-        gate = self._rows(x)[3]
-        return heads if gate is None else kernels.sigmoid_gate(heads, gate)
+    def joined(self, heads: Any, x: Any) -> Any:
+        """Return the input of `o` for the heads' outputs (T, H, D) and the input `x` (T, N)."""
+        return self._joined(heads, self._rows(x)[3] if self.params.gate else None)
+
+    def _joined(self, heads: Any, gate: Any) -> Any:
+        """Return the heads' outputs side by side, cut to their values' width, scaled and gated."""
+        num_tokens = heads.shape[0]
+        if self.v_factor is not None:
+            rows = heads.reshape(-1, heads.shape[2])[:, : self.params.v_head_dim or None]
+            heads = kernels.scale_rows(rows, self.v_factor)
+        heads = heads.reshape(num_tokens, -1)
+        return heads if gate is None else kernels.sigmoid_gate(heads, gate, out=heads)
 
     def _rows(self, x: Any, norm: Norm | None = None) -> tuple[Any, Any, Any, Any]:
         """Return q (T, H, D), k and v (T, K, D), not yet rotated, and the gate (T, H·D) or None.

@@ -40,6 +40,7 @@ CONFIG_KEYS: Mapping[str, tuple[Any, ...]] = {
     "final_logit_softcapping": _OFF,
     "router_logit_softcapping": _OFF,
     "clip_qkv": _OFF,
+    "attention_value_scale": (1,),
     "swiglu_limit": _OFF,
     "swiglu_alpha": _OFF,
     # Which positions attend to which
@@ -107,7 +108,7 @@ CONFIG_KEYS: Mapping[str, tuple[Any, ...]] = {
     "topk_method": ("greedy",),
     "n_group": (1, 0),
     "topk_group": (1, 0),
-    "routed_scaling_factor": (1,),
+    "routed_scaling_factor": (1, False),
     "apply_router_weight_on_input": _OFF,
 }
 """Keys of config.json -> values at which they change nothing, unless `_implied` has others."""
@@ -143,7 +144,7 @@ def refuse_unread(
     implied = _implied(kind, config)
     implied |= {key: (given.get(key),) for key in _overruled(given, kind, config)}
     for key in fields.unread():
-        if key not in CONFIG_KEYS or key not in given:
+        if key not in CONFIG_KEYS or key not in given or key in kind.idle_keys:
             continue
         neutral = implied.get(key, CONFIG_KEYS[key])
         if not is_neutral(given[key], neutral):

@@ -99,6 +99,7 @@ _ACTIVATIONS = {
     "swish": "silu",
     "gelu": "gelu",
     "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
 }
 _UNGATED_ACTIVATIONS = {**_ACTIVATIONS, "relu2": "relu2", "xielu": "xielu"}
@@ -316,10 +317,20 @@ def _switches(fields: Fields, kind: Family) -> dict[str, Any]:
         "parallel": (parallel := declared(kind.parallel)),
         "parallel_norms": parallel and kind.parallel_norms,
         "gated_mlp": kind.gated_mlp,
-        "sinks": kind.sinks,
+        "v_head_dim": _v_head_dim(fields, kind),
+        "sinks": bool(kind.sinks),
         "attn_gate": kind.attn_gate,
         "activation": activations[name],
     }
+
+
+def _v_head_dim(fields: Fields, kind: Family) -> int:
+    """Return the features of a head's values; 0 if they are as many as those of its key."""
+    if "v_head_dim" not in kind.defaults:
+        return 0
+    head_dim = fields.integer("head_dim", 2, _MAX_HEAD_DIM)
+    v_head_dim: int = fields.integer("v_head_dim", 1, head_dim)
+    return 0 if v_head_dim == head_dim else v_head_dim
 
 
 def _scales(fields: Fields, kind: Family, hidden_size: int) -> dict[str, Any]:
@@ -344,6 +355,7 @@ def _scales(fields: Fields, kind: Family, hidden_size: int) -> dict[str, Any]:
         "rounds_embed_scale": scaled is True,
         **scales,
         "clip_qkv": own("clip_qkv", 0.0),
+        "v_scale": own("attention_value_scale", 1e-6) or 1.0,
         "attn_softcap": own("attn_logit_softcapping", 0.0),
         "final_softcap": own("final_logit_softcapping", 0.0),
     }
@@ -461,6 +473,8 @@ def _layer_windows(
     if is_off:
         return (0,) * num_layers
     window = fields.integer("sliding_window", 1, 1 << 31, 0)
+    if kind.past_window and fields.has(kind.past_window):
+        window = fields.integer(kind.past_window, 0, 1 << 31) + 1
     is_sliding = _sliding_layers(fields, kind, rope_layers, window)
     if kind.last_is_full:
         is_sliding[-1] = False
@@ -497,7 +511,10 @@ def _sliding_layers(
         first = min(fields.integer("first_k_dense_replace", 0, _MAX_LAYERS), num_layers)
         dense = [bool((layer + 1) % _dense_pattern(fields)) for layer in range(first)]
         return dense + _pattern(fields, num_layers - first)
-    return _pattern(fields, num_layers)
+    is_sliding = _pattern(fields, num_layers)
+    if kind.windows == "first_and_pattern":
+        is_sliding[0] = False
+    return is_sliding
 
 
 def _pattern(fields: Fields, num_layers: int) -> list[bool]:

@@ -45,6 +45,8 @@ def layer_fields(
         found["kv_sources"] = _kv_sources(fields, is_sliding)
     if kind.layers_differ:
         found |= _layer_sizes(fields, sizes, is_sliding, found.get("kv_sources", ()))
+    if kind.window_kv_factor > 1:
+        found |= _window_sizes(fields, kind, sizes, is_sliding)
     if "hidden_size_per_layer_input" in kind.defaults:
         found["per_layer_input"] = _per_layer_input(fields)
     if "altup_num_inputs" in kind.defaults:
@@ -101,6 +103,27 @@ def _layer_sizes(
     if len(set(layers)) == 1:
         return largest | {"values_from_keys": layers[0].values_from_keys}
     return largest | {"layer_sizes": tuple(layers)}
+
+
+def _window_sizes(
+    fields: Fields, kind: Family, sizes: Mapping[str, Any], is_sliding: Sequence[bool]
+) -> dict[str, Any]:
+    """Return `layer_sizes` if layers with a window have more key/value heads, and maybe sinks."""
+    few = sizes["num_kv_heads"]
+    many = few * kind.window_kv_factor
+    if any(is_sliding) and sizes["num_heads"] % many:
+        key = "num_key_value_heads"
+        raise fields.error(key, f"such that {many} divide the {sizes['num_heads']} query heads")
+    layers = tuple(
+        LayerSizes(
+            many if slides else few,
+            sizes["head_dim"],
+            sizes["intermediate_size"],
+            sinks=slides and kind.sinks == "windows",
+        )
+        for slides in is_sliding
+    )
+    return {"num_kv_heads": max(one.num_kv_heads for one in layers), "layer_sizes": layers}
 
 
 def _heads_of(

@@ -51,7 +51,7 @@ _ROW_PARTS = {
 }
 # Weights sharded by columns -> the part that produces these input features.
 _COLUMN_PART = {
-    "o": "q",
+    "o": "heads",
     "down": "gate",
     "shared_down": "shared_gate",
     "experts_down": "expert_gate",
@@ -135,6 +135,11 @@ class _Parts:
             "q": (heads[0] * d, heads[1] * d),
             "k": (kv_heads[0] * d, kv_heads[1] * d),
         }
+        v = self._v_head_dim = config.v_head_dim or d
+        self._num_values = config.num_kv_heads * v
+        self.whole["heads"] = config.num_heads * v
+        self.local["heads"] = (heads[0] * v, heads[1] * v)
+        self._kv_heads = kv_heads
         # Of parts that alternate with others head by head.
         self._heads = {"q": config.num_heads, "k": config.num_kv_heads}
         for part, (key, features) in _features(config).items():
@@ -201,6 +206,9 @@ class _Parts:
         if "|" in part:
             yield from self._pieces_by_head(fused, part.split("|"))
             return
+        if part == "v":
+            yield from self._pieces_of_values(fused)
+            return
         there = (part,) if part else fused
         before = 0
         start = self._start(fused, there[0])
@@ -225,12 +233,26 @@ class _Parts:
                     yield before, before + size, self._start(fused, part) + head * size - first
                 before += size
 
+    def _pieces_of_values(self, fused: tuple[str, ...]) -> Iterator[tuple[int, int, int]]:
+        """Yield the pieces of a tensor of values, whose heads may be narrower than those of k."""
+        v = self._v_head_dim
+        first, last = self._kv_heads
+        d = self.size("k") // (last - first)
+        start = self._start(fused, "v")
+        if v == d:
+            yield first * d, last * d, start
+            return
+        for head in range(first, last):
+            yield head * v, (head + 1) * v, start + (head - first) * d
+
     def _start(self, fused: tuple[str, ...], part: str) -> int:
         """Return the first row of `part` in the shard's weight."""
         return sum(map(self.size, fused[: fused.index(part)]))
 
     def whole_rows(self, part: str, all_rows: int) -> int:
         """Return the number of rows of a tensor that holds `part` of a weight of `all_rows`."""
+        if part == "v":
+            return self._num_values
         return sum(self.whole[one] for one in part.split("|")) if part else all_rows
 
     def columns(self, kind: str, shard: Shard) -> tuple[int, int] | None:

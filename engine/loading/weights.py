@@ -110,6 +110,8 @@ def load_weights(
     elif keeps_formats:
         is_tied = config.tie_word_embeddings and shard.stage.is_last
         formats = stored_formats(reader, placements, _keeps(device, dtype), is_tied=is_tied)
+        if config.v_head_dim:  # rows between the heads of v are in no tensor
+            formats = {name: form for name, form in formats.items() if not name.endswith(".qkv")}
     plan = _Plan.of(config, shard, dtype, placements, formats)
     device.activate()
     with weight_room(
@@ -189,15 +191,21 @@ class _Plan:
         if not self.config.norm_weight:
             for name in (name for name in arrays if name.endswith("norm")):
                 arrays[name][...] = arrays[name].dtype.type(1)
-        if self.config.attn_gate:  # the gate's rows may have no bias
-            for name in (name for name in arrays if name.endswith("qkv_bias")):
-                arrays[name].view(f"u{arrays[name].itemsize}").fill(0)
+        for name in filter(self._has_empty_rows, arrays):
+            arrays[name].view(f"u{arrays[name].itemsize}").fill(0)
         first, last, rows = self.shard.cut_padded(self.config.vocab_size)
         for name in ("embed", "lm_head", "lm_head_bias"):
             if name in arrays and last - first < rows:
                 padding = arrays[name][last - first :]
                 padding.view(f"u{padding.itemsize}").fill(0)
         return arrays
+
+    def _has_empty_rows(self, name: str) -> bool:
+        """Tell whether tensors may leave out rows: a gate's biases, the width of narrow values."""
+        is_narrow = bool(self.config.v_head_dim)
+        if name.endswith(".qkv_bias"):
+            return is_narrow or bool(self.config.attn_gate)
+        return is_narrow and name.endswith(".qkv")
 
     def finished(self, weights: dict[str, Weight]) -> dict[str, Weight]:
         """Return the weights tagged with their shard, and a tied weight under both names."""

@@ -502,6 +502,13 @@ class Decoder:
         )
 
     @cached_property
+    def _v_factor(self) -> Any:
+        """Factor on the values, (1,); None if they are as wide as the keys and not scaled."""
+        c = self.config
+        has_none = c.v_scale == 1.0 and not c.v_head_dim
+        return None if has_none else self.xp.full(1, c.v_scale, np.float32)
+
+    @cached_property
     def _unit_weight(self) -> Any:
         """Weight of norms without one: (D,) ones in the dtype of the other norms."""
         dtype = self._weight("layers.0.attn_norm").data.dtype
@@ -668,6 +675,7 @@ class Decoder:
             scale=config.attn_scale or config.head_dim**-0.5,
             window=config.window(index),
             softcap=config.attn_softcap,
+            v_head_dim=config.v_head_dim,
             clip=config.clip_qkv,
             norm_after_rope=config.qk_norm_after_rope,
             gate=config.attn_gate,
@@ -689,6 +697,7 @@ class Decoder:
             self.kv_scales.of_layer(source, config.num_kv_heads),
             rope.q_factors,
             self._v_norm(config.head_dim) if config.v_norm and not is_shared else None,
+            self._v_factor,
         )
 
 

@@ -43,6 +43,7 @@ WindowRule = Literal[
     "layer_types",
     "last_layers",
     "pattern_after_dense",
+    "first_and_pattern",
 ]
 RopeRule = Literal["all", "no_rope_layers", "windows", "windows_if_set", "windows_and_dense"]
 
@@ -224,6 +225,8 @@ class Family:
         Hugging Face's defaults for keys missing from config.json.
     key_aliases : mapping
         The family's own name of a key -> the name that the other families have for it.
+    idle_keys : tuple of str
+        Keys that mean something in other families, and nothing in this one's files.
     qkv_bias, o_bias, mlp_bias, lm_head_bias : bool or str
         Whether the bias exists, or the config.json key of that flag.
     qk_norm, pre_norms, post_norms : bool or str
@@ -249,8 +252,8 @@ class Family:
         q and k are rotated first, then normalised.
     bare_qk_norm : bool
         QK-norm has no weight, and only layers with rope have it.
-    sinks : bool
-        Every head has an attention sink.
+    sinks : bool or str
+        Every head has an attention sink; "windows": in layers with a window.
     windows : str
         Layers with a sliding window: "never", "every_layer" (if `sliding_window` is set),
         "switched" (every layer, if `use_sliding_window`), "max_window_layers" (from that layer on,
@@ -258,8 +261,13 @@ class Family:
         `use_sliding_window`), "pattern" (all but every n-th, or the L of a string such as "LLLG"),
         "pattern_after_dense" (the same, counted after the dense layers, which have a pattern of
         their own), "layers_without_rope" (if `use_sliding_window`), "last_layers" (from
-        `max_window_layers` on, without a switch) or "layer_types" (only those that key names). For
-        all but "never" and "switched", `layer_types` takes precedence if given.
+        `max_window_layers` on, without a switch), "first_and_pattern" (all but the first and every
+        n-th) or "layer_types" (only those that key names). For all but "never" and "switched",
+        `layer_types` takes precedence if given.
+    past_window : str
+        Key of the window without the query's own position, which takes precedence; "" for none.
+    window_kv_factor : int
+        Layers with a window have this many times the key/value heads.
     chunks : bool
         Layers with rope, or those that `layer_types` calls "chunked_attention", see only the keys
         of their own chunk of `attention_chunk_size` positions, if that is set.
@@ -326,6 +334,7 @@ class Family:
     gguf_arch: str = ""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     key_aliases: Mapping[str, str] = field(default_factory=dict)
+    idle_keys: tuple[str, ...] = ()
     eps_key: str = "rms_norm_eps"
     rms_norm_key: str = ""
     layer_norm: bool = False
@@ -346,8 +355,10 @@ class Family:
     bare_qk_norm: bool = False
     pre_norms: bool = True
     post_norms: bool | str = False
-    sinks: bool = False
+    sinks: bool | Literal["windows"] = False
     windows: WindowRule = "never"
+    past_window: str = ""
+    window_kv_factor: int = 1
     chunks: bool = False
     rope_layers: RopeRule = "all"
     norm_weight_offset: float = 0.0

@@ -82,8 +82,8 @@ def kernel_specs(
     specs: list[ModuleSpec] = []
     if config.moe is not None:
         chosen += _MOE_OPS
-        has_factors = config.moe.scales_input or config.moe.shared_scale != 1.0
-        chosen += ["scale_rows"] * has_factors
+    if _scales_rows(config):
+        chosen.append("scale_rows")
     chosen += _quantized_ops(formats)
     for op in (*_OPS, *chosen):
         # Imported by name: the package's attribute `op` is the function, not the module.
@@ -101,6 +101,13 @@ def kernel_specs(
     if is_shared:
         specs += _collective_specs(dtype)
     return list(dict.fromkeys(specs))
+
+
+def _scales_rows(config: ModelConfig) -> bool:
+    """Tell whether layers scale rows of experts' inputs or outputs, or of attention's output."""
+    moe = config.moe
+    has_factor = moe is not None and (moe.scales_input or moe.shared_scale != 1.0)
+    return has_factor or config.v_scale != 1.0 or bool(config.v_head_dim)
 
 
 def _collective_specs(dtype: str) -> list[ModuleSpec]:

@@ -33,6 +33,7 @@ from engine.models.llama import LLAMA
 from engine.models.llama4 import LLAMA4_TEXT
 from engine.models.mellum import MELLUM
 from engine.models.mimo import MIMO
+from engine.models.mimo_v2_flash import MIMO_V2_FLASH
 from engine.models.minimax_m2 import MINIMAX_M2
 from engine.models.mistral import MINISTRAL, MINISTRAL3, MISTRAL
 from engine.models.mixtral import MIXTRAL
@@ -121,6 +122,7 @@ _SPARSE = (
     FLEX_OLMO,
     GRANITEMOESHARED,
     COHERE2_MOE,
+    MIMO_V2_FLASH,
 )
 
 _OF_WRAPPERS = (

@@ -94,9 +94,16 @@ def _check_support(config: ModelConfig, shard: Shard) -> None:
     reads_others = config.per_layer_input or config.altup or config.kv_sources
     if shard.stage.num_layers and reads_others:
         raise ConfigError(f"pipeline stages are not supported for {config.model_type}")
-    if shard.count > 1 and (config.activation_sparsity or (config.layer_sizes and shard.by_output)):
-        how = "batch-invariant tensor" if config.layer_sizes and shard.by_output else "tensor"
-        raise ConfigError(f"{how} parallelism is not supported for {config.model_type}")
+    # Ranks that share a key/value head hold all its query heads: as many in every layer, or none.
+    is_uneven = shard.by_output and any(
+        one.head_dim != config.head_dim or one.num_kv_heads < shard.count
+        for one in config.layer_sizes
+    )
+    if shard.count > 1 and (config.activation_sparsity or is_uneven):
+        how = "batch-invariant tensor" if is_uneven else "tensor"
+        raise ConfigError(
+            f"{how} parallelism of {shard.count} ranks is not supported for {config.model_type}"
+        )
 
 
 _CLEARED_ROWS = 1 << 16  # rows cleared per launch: 8192 tokens with 8 experts each

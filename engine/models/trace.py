@@ -109,4 +109,4 @@ def attend(
     weights = np.exp(scores - highest)
     weights /= weights.sum(-1, keepdims=True) + np.exp(sinks - highest)
     heads = np.einsum("hij,jhd->ihd", weights, v).astype(x.dtype)
-    return weights, attention.gated(heads.reshape(len(positions), -1), x)
+    return weights, attention.joined(heads, x)

@@ -39,6 +39,15 @@ _COHERE2_MOE = {
     "logit_scale": 0.25,
     "layer_norm_eps": 1e-3,
 }
+_MIMO_V2_FLASH = {
+    **_MOE,
+    "model_type": "mimo_v2_flash",
+    "num_hidden_layers": 7,
+    "num_attention_heads": 8,
+    "moe_intermediate_size": 20,
+    "head_dim": 24,
+    "v_head_dim": 12,
+}
 _AFMOE = {
     **_MOE,
     "model_type": "afmoe",
@@ -189,6 +198,37 @@ SWITCHES: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "rms_norm_eps": 2e-3,
         "rope_parameters": _ROPE,
+    },
+    "mimo_v2_flash": {  # old files have other keys of rope, which hold its defaults
+        **_MIMO_V2_FLASH,
+        "n_routed_experts": 7,
+        "num_experts_per_tok": 3,
+        "routed_scaling_factor": None,
+        "sliding_window": 7,
+        "sliding_window_size": 7,
+        "attention_bias": True,
+        "layernorm_epsilon": 1e-5,
+        "attention_value_scale": 1.3,
+    },
+    "mimo_v2_flash_new_keys": {
+        **_MIMO_V2_FLASH,
+        "n_routed_experts": 8,
+        "routed_scaling_factor": 1.7,
+        "norm_topk_prob": False,
+        "n_group": 4,
+        "topk_group": 2,
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "mlp_layer_types": ["sparse", "dense", "sparse"],
+        "num_hidden_layers": 3,
+        "rope_parameters": {
+            "full_attention": {**_ROPE, "partial_rotary_factor": 0.5},
+            "sliding_attention": {
+                **_ROPE,
+                "rope_theta": 100.0,
+                "partial_rotary_factor": 0.75,
+            },
+        },
     },
     "hunyuan_v1_moe_new_keys": {
         **_HUNYUAN_MOE,

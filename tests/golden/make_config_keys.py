@@ -22,7 +22,7 @@ SPARSE = (
     *("qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "granitemoe", "gpt_oss", "glm4_moe"),
     *("afmoe", "hunyuan_v1_moe", "qwen3_vl_moe_text"),
     *("dots1", "solar_open", "minimax_m2", "hy_v3", "ernie4_5_moe", "exaone_moe", "mellum"),
-    *("flex_olmo", "granitemoeshared", "llama4_text", "cohere2_moe"),
+    *("flex_olmo", "granitemoeshared", "llama4_text", "cohere2_moe", "mimo_v2_flash"),
 )
 SWITCHED = ("qwen2", "qwen3", "smollm3", "qwen2_moe", "qwen3_moe")
 SWITCHED += ("qwen2_vl_text", "qwen2_5_vl_text")
@@ -103,6 +103,7 @@ def measure(family: str) -> dict:
     values |= {"use_sliding_window": True, "max_window_layers": 1} if family in SWITCHED else {}
     values |= {"rope_parameters": MROPE} if family in WHOLE else {}
     values |= LLAMA4 if family == "llama4_text" else {}
+    values |= {"v_head_dim": 6} if family == "mimo_v2_flash" else {}
     model = build(family, values)
     generator = torch.Generator().manual_seed(1)
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}

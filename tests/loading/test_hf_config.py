@@ -243,6 +243,50 @@ def test_hunyuan_raises_the_base_of_rope_by_alpha():
     assert known("hunyuan_v1_dense", rope_scaling=yarn).rope.attention_factor == 1.0
 
 
+def test_hunyuan_lists_what_is_the_same_in_all_layers():
+    lists = {"num_experts": [8, 8], "moe_topk": [2, 2], "num_shared_expert": [1, 1]}
+    idle = {"n_group": False, "topk_group": False, "routed_scaling_factor": False}
+    moe = known("hunyuan_v1_moe", **lists, **idle, use_qk_norm=True, norm_topk_prob=True).moe
+    assert (moe.num_experts, moe.top_k, moe.layer_top_k) == (8, 2, ())
+    assert moe == known("hunyuan_v1_moe", num_experts=8, moe_topk=2).moe
+    moe = known("hunyuan_v1_moe", num_experts=8, moe_topk=[2, 4]).moe
+    assert (moe.top_k, moe.layer_top_k) == (4, (2, 4))
+    with pytest.raises(
+        ConfigError, match=r"num_experts must be the same in all layers; got \[8, 4"
+    ):
+        known("hunyuan_v1_moe", num_experts=[8, 4])
+    with pytest.raises(ConfigError, match=r"moe_topk must be 2 whole numbers from 1 to 8, or one"):
+        known("hunyuan_v1_moe", num_experts=8, moe_topk=[2])
+
+
+def test_afmoe_has_keys_of_its_own():
+    keys = {"num_dense_layers": 1, "num_shared_experts": 3, "route_scale": 2.8, "n_group": 1}
+    config = known("afmoe", **keys, global_attn_every_n_layers=2, mup_enabled=True)
+    assert config.moe.sparse_layers == (False, True) and config.moe.shared_size == 3 * 1408
+    assert config.moe.scale == 2.8 and config.layer_windows[1] == 0 < config.layer_windows[0]
+    assert config.embed_scale == np.float32(math.sqrt(32)) and not config.rounds_embed_scale
+    assert config.attn_gate == "sigmoid" and known("afmoe").embed_scale == 1.0
+    with pytest.raises(ConfigError, match=r"route_scale must be a number from .*; got '2'"):
+        known("afmoe", route_scale="2")
+
+
+def test_cohere2_moe():
+    dense = {"num_hidden_layers": 6, "first_k_dense_replace": 2, "sliding_window_pattern": 2}
+    config = known("cohere2_moe", **dense, sliding_window=16, prefix_dense_intermediate_size=40)
+    assert [window > 0 for window in config.layer_windows] == [0, 0, 1, 0, 1, 0]
+    assert config.rope_layers == (True, True, True, False, True, False)
+    assert config.layer_norm and config.intermediate_size == 40 != config.moe.intermediate_size
+    other = known("cohere2_moe", **dense, prefix_dense_sliding_window_pattern=2, rms_norm_eps=1e-4)
+    assert [window > 0 for window in other.layer_windows] == [1, 0, 1, 0, 1, 0]
+    assert other.rope_layers == (True, False) * 3 and not other.layer_norm
+    assert other.rms_norm_eps == 1e-4
+    shared = known("cohere2_moe", num_shared_experts=2)
+    assert (shared.moe.scale, shared.moe.shared_scale) == (0.5, 0.5)
+    for key in ("shared_expert_combination_strategy", "expert_selection_fn"):
+        with pytest.raises(ConfigError, match=f"{key} must be .*; got 'max'"):
+            known("cohere2_moe", num_shared_experts=2, **{key: "max"})
+
+
 def test_relu_squared_needs_an_mlp_without_a_gate():
     assert known("arcee").activation == known("nemotron").activation == "relu2"
     with pytest.raises(ConfigError, match=r"hidden_act must be one of silu, .*; got 'relu2'"):
@@ -393,7 +437,7 @@ def test_dtype(keys, name):
     assert known("smollm2-135m-instruct", **keys).dtype == name
 
 
-@pytest.mark.parametrize("act", ["silu", "gelu", "gelu_new", "gelu_pytorch_tanh"])
+@pytest.mark.parametrize("act", ["silu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh"])
 def test_activations(act):
     wanted = {"silu": "silu", "gelu": "gelu"}.get(act, "gelu_tanh")
     assert known("smollm2-135m-instruct", hidden_act=act).activation == wanted

@@ -72,6 +72,7 @@ FAMILIES = {
     "experts of other numbers": dataclasses.replace(
         CONFIG, moe=MoeConfig(5, 3, 96, (True,) * 6, layer_top_k=(3, 1, 3, 1, 1, 2))
     ),
+    "narrow values": dataclasses.replace(CONFIG, v_head_dim=48, v_scale=0.7),
     "gated attention": dataclasses.replace(CONFIG, attn_gate="sigmoid", qk_norm=True),
     "scaled branches": dataclasses.replace(CONFIG, branch_scale=0.3),
     "norms of outputs": dataclasses.replace(
