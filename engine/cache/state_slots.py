@@ -383,7 +383,9 @@ class StateSlots:
         assert state is not None
         if self._tree is None or start % self.grid or start < request.num_prompt_tokens:
             return
-        slots = [slot for _, slot in self._take_older(request)] or self._take_extra(1)
+        slots = [slot for _, slot in self._take_older(request)]
+        # A request holds this slot to its end: leave half of them for drafts and prompts.
+        slots = slots or self._take_extra(1, most=(self._num_spare + 1) // 2)
         if slots:
             state.snapshots.append((start, state.slot))
             state.slot = slots.pop()
@@ -404,11 +406,14 @@ class StateSlots:
         )
         return self.allocator.allocate(1)[0] if is_free else NO_SLOT
 
-    def _take_extra(self, count: int) -> list[int]:
-        """Return `count` slots besides those that requests need to run; [] if they do not fit."""
+    def _take_extra(self, count: int, most: int | None = None) -> list[int]:
+        """Return `count` slots besides those that requests need to run; [] if they do not fit.
+
+        `most`: number of such slots to reach at most; by default as many as there are.
+        """
         num_extra = self.allocator.num_referenced - self._num_own
         room = self.allocator.num_free + self.allocator.num_cached
-        if num_extra + count > self._num_spare or count > room:
+        if num_extra + count > (self._num_spare if most is None else most) or count > room:
             return []
         return [self._take() for _ in range(count)]
 

@@ -162,6 +162,21 @@ def test_decoding_leaves_its_slot_behind_once_a_grid_step():
     assert snapshot_lens(manager) == [16, 64]
 
 
+def test_decoding_leaves_half_of_the_slots_for_prompts():
+    manager = build(7, 3)
+    held = [
+        admitted(manager, name, range(first, first + 31))
+        for name, first in (("a", 0), ("b", 50), ("c", 90))
+    ]
+    for one in held:
+        compute(manager, one)
+        compute(manager, one)
+        compute(manager, one)
+    assert [len(one.state.snapshots) for one in held] == [1, 1, 0]
+    assert manager.states.reserve_drafts(held[2], 2)
+    manager.check_integrity(held)
+
+
 def test_a_snapshot_of_an_uncommitted_step_is_dropped():
     manager = build(6, 2)
     one = admitted(manager, "a", range(31))

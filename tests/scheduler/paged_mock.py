@@ -80,7 +80,7 @@ class PagedMock:
         self.states = [None] * config.num_state_slots
         self.host_states = [None] * config.num_host_state_slots
         self._slots = {}  # request -> the slot it continues in
-        self.num_snapshot_hits = 0
+        self.num_snapshot_hits = self.num_slot_copies = 0
         self._sampled = {}  # (request, position) -> id, as the device knows it
         self._next = (-1, [])  # what the next step is if its batch is unchanged
         self.num_unchanged = self.num_accepted = self.num_rejected = 0
@@ -153,6 +153,7 @@ class PagedMock:
         for device, host in moves.swap_out:
             self.host_states[host] = self.states[device]
         assert not {s for s, _ in moves.copies} & {t for _, t in moves.copies}
+        self.num_slot_copies += len(moves.copies)
         for source, target in moves.copies:
             self.states[target] = self.states[source]
         for host, device in moves.swap_in:

@@ -309,6 +309,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         event(f"rope changes: {'some' if self.num_restarted else 'none'}")
         event(f"accepted drafts: {'some' if self.mock.num_accepted else 'none'}")
         event(f"rejected drafts: {'some' if self.mock.num_rejected else 'none'}")
+        event(f"copied states: {'some' if self.mock.num_slot_copies else 'none'}")
         event(f"snapshots: {'read' if self.mock.num_snapshot_hits else 'none'}")
         event(f"unchanged batches: {'some' if self.mock.num_unchanged else 'none'}")
 
