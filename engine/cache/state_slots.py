@@ -160,7 +160,9 @@ class StateSlots:
         slot = self._take()
         child.state = RequestState(slot)
         self._num_own += 1
-        source = parent.state.current
+        # A copy that the parent still waits for is not its source: copies run in no order.
+        pending = {target: source for source, target in self._moves.copies}
+        source = pending.get(parent.state.slot, parent.state.current)
         self.allocator.acquire([source])  # until it is copied
         self._moves.reads.append(source)
         self._moves.copies.append((source, slot))
@@ -176,6 +178,8 @@ class StateSlots:
             self.host_allocator.free([state.host_slot])
         if state.slot != NO_SLOT:
             self._num_own -= 1
+            copies = self._moves.copies  # one that would fill the slot may no longer do so
+            self._moves.copies = [pair for pair in copies if pair[1] != state.slot]
             self._release(state.held)
 
     # ---- a step
@@ -282,7 +286,10 @@ class StateSlots:
         """Tell whether the state of `request` is known, and fits in host memory."""
         state = request.state
         host = self.host_allocator
-        return state is not None and not state.drafted and host is not None and host.num_free > 0
+        if state is None or state.drafted or host is None or not host.num_free:
+            return False
+        # A fork whose state is yet to be copied: swapping out comes first.
+        return all(target != state.slot for _, target in self._moves.copies)
 
     def num_lost(self, request: Request) -> int:
         """Return how many computed tokens `request` computes anew if its slots are released."""

@@ -271,6 +271,37 @@ def test_a_fork_copies_the_state_at_its_position():
     manager.check_integrity([one, child])
 
 
+def forked(manager, parent, name):
+    child = request(name, parent.prompt_token_ids)
+    child.append_tokens([5])
+    assert manager.can_fork_state(parent, child)
+    manager.fork(parent, child)
+    return child
+
+
+def test_a_fork_whose_copy_is_pending():
+    """It is not swapped out, a fork of it copies the first parent's state, and it may end."""
+    manager = build(6, 4, num_host_slots=4)
+    one = admitted(manager, "a", range(20))
+    compute(manager, one)
+    child = forked(manager, one, "child")
+    assert manager.can_swap_out(one) and not manager.can_swap_out(child)
+    grandchild = forked(manager, child, "grandchild")
+    slot = child.state.slot
+    manager.release(child)
+    other = forked(manager, one, "other")
+    assert other.state.slot == slot  # reused at once
+    moves = manager.states.take_moves()
+    assert moves.copies == [
+        (one.state.slot, grandchild.state.slot),
+        (one.state.slot, other.state.slot),
+    ]
+    assert not moves.freed
+    manager.states.settle(moves)
+    assert manager.can_swap_out(grandchild)
+    manager.check_integrity([one, grandchild, other])
+
+
 def test_a_lost_slot_is_noticed():
     manager = build(5, 3)
     one = admitted(manager, "a", range(20))

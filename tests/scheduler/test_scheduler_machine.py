@@ -207,7 +207,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.has_requests)
     def fork(self, draw, token, options):
         parent = self.unfinished(draw)
-        kept = draw.draw(st.integers(0, parent.num_output_tokens))
+        computed = max(0, parent.num_output_tokens - 1)  # what is shared without a rollback
+        kept = draw.draw(st.one_of(st.just(computed), st.integers(0, parent.num_output_tokens)))
         self.fork_one(parent, kept, token, options)
 
     def fork_one(self, parent, kept, token, options):
