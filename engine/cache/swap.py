@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from engine import kernels
+from engine import dtypes, kernels
 from engine.cache.kv_cache import KVCache
 from engine.cache.memory_pool import device_memory, format_bytes
 from engine.cache.state_slots import SlotMoves
@@ -68,7 +68,7 @@ def move_blocks(kv: KVCache, swap: SwapSpace | None, moves: Moves) -> None:
     if swap is not None:
         swap.swap_blocks_from_cpu(moves.swap_in)
     kv.poison(moves.freed_blocks)
-    if moves.slot_moves is not None and kv.state_slabs:
+    if moves.slot_moves is not None:
         _move_states(kv, swap, moves.slot_moves)
 
 
@@ -135,11 +135,11 @@ class SwapSpace:
         self.num_blocks = num_blocks
         self.num_slots = num_slots
         _check_host_memory(num_blocks * g.bytes_per_block + num_slots * g.bytes_per_slot)
-        self._blocks = _HostTier(kv, "swap buffers", kv.flat_pages, num_blocks, buffer_bytes)
-        self._states = (
-            _HostTier(kv, "state swap buffers", kv.flat_states, num_slots, buffer_bytes)
-            if num_slots and kv.state_slabs
-            else None
+        self._blocks = _HostTier(
+            kv, "swap buffers", kv.flat_pages, kv.num_blocks, num_blocks, buffer_bytes
+        )
+        self._states = _HostTier(
+            kv, "state swap buffers", kv.flat_states, kv.num_slots, num_slots, buffer_bytes
         )
 
     @property
@@ -170,30 +170,21 @@ class SwapSpace:
 
     def swap_states_to_cpu(self, pairs: Pairs) -> None:
         """Copy (device slot, host slot) pairs to the host. See `swap_blocks_to_cpu`."""
-        if pairs:
-            self._tier_of_states().to_host(pairs)
+        self._states.to_host(pairs)
 
     def swap_states_from_cpu(self, pairs: Pairs) -> None:
         """Copy (host slot, device slot) pairs to the device. See `swap_blocks_from_cpu`."""
-        if pairs:
-            self._tier_of_states().from_host(pairs)
+        self._states.from_host(pairs)
 
     def synchronize(self) -> None:
         """Wait until all copies are done (a no-op on the CPU)."""
-        for tier in (self._blocks, self._states):
-            if tier is not None:
-                tier.synchronize()
+        self._blocks.synchronize()
+        self._states.synchronize()
 
     def close(self) -> None:
         """Free host memory and buffers."""
-        for tier in (self._blocks, self._states):
-            if tier is not None:
-                tier.close()
-
-    def _tier_of_states(self) -> _HostTier:
-        if self._states is None:
-            raise ContractError("num_slots must be at least 1 to swap states; got 0")
-        return self._states
+        self._blocks.close()
+        self._states.close()
 
 
 class _HostTier:
@@ -205,7 +196,9 @@ class _HostTier:
     name : str
         Name of the device buffers in the pool.
     slabs : list of array (A, N, 1, 1, n)
-        Device arrays, of one dtype.
+        Device arrays, of one dtype; none in a pipeline stage whose layers have no such arrays.
+    num_device_ids : int
+        N.
     num_ids : int
         Number of blocks or slots on the host.
     buffer_bytes : int
@@ -213,13 +206,21 @@ class _HostTier:
     """
 
     def __init__(
-        self, kv: KVCache, name: str, slabs: list[Any], num_ids: int, buffer_bytes: int
+        self,
+        kv: KVCache,
+        name: str,
+        slabs: list[Any],
+        num_device_ids: int,
+        num_ids: int,
+        buffer_bytes: int,
     ) -> None:
         self.slabs = slabs
-        self._num_device_ids = slabs[0].shape[1]
+        self._num_device_ids = num_device_ids
         width = sum(slab.shape[0] * slab.shape[-1] for slab in slabs)
-        self.host = _host_array((num_ids, width), slabs[0].dtype, pinned=kv.device.is_cuda)
-        self._lane = _DmaLane(kv, name, self, buffer_bytes) if kv.device.is_cuda else None
+        dtype = dtypes.page_dtype(kv.geometry.dtype)
+        has_lane = kv.device.is_cuda and width * num_ids > 0
+        self.host = _host_array((num_ids, width), dtype, pinned=has_lane)
+        self._lane = _DmaLane(kv, name, self, buffer_bytes) if has_lane else None
 
     def to_host(self, pairs: Pairs) -> None:
         """Copy (device id, host id) pairs."""

@@ -76,7 +76,7 @@ def measure_recompute(model: Any, kv: KVCache, num_tokens: int) -> float:
 
 def measure_swap(kv: KVCache, swap: SwapSpace) -> float:
     """Measure swapping out and back in, in microseconds per block."""
-    most = max(1, _SWAP_BYTES // kv.geometry.bytes_per_block)
+    most = max(1, _SWAP_BYTES // max(1, kv.geometry.bytes_per_block))
     count = min(most, kv.num_blocks, swap.num_blocks)
     pairs = [(block, block) for block in range(count)]
 

@@ -701,6 +701,11 @@ class Decoder:
         )
 
 
+def caches_address(caches: Pages) -> int:
+    """Return the address of the first array of the layers' caches, which identifies them."""
+    return address(next(array for arrays in caches for array in arrays))
+
+
 def address(array: Any) -> int:
     """Return the address of the array's first element."""
     return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from engine.cache.kv_cache import KVCache
 from engine.cache.swap import SwapSpace
 from engine.errors import RequestError
-from engine.models.decoder import Pages, address
+from engine.models.decoder import Pages, caches_address
 from engine.parallel.rank import FREE, SHARE, pages_message
 
 __all__ = ["SharedPages"]
@@ -53,10 +53,10 @@ class SharedPages:
         RequestError
             If the workers hold no such cache.
         """
-        first = address(kv_pages[0][0])
+        first = caches_address(kv_pages)
         for which, reference in self._by_number.items():
             kv_cache = reference()
-            if kv_cache is not None and address(kv_cache.layer(0)[0]) == first:
+            if kv_cache is not None and caches_address(kv_cache.layers) == first:
                 return which
         raise RequestError(
             "kv_pages must be the engine's, or of a cache of this model's new_cache, when several "

@@ -36,7 +36,7 @@ from engine.layers.batch import ForwardBatch
 from engine.loading.download import resolve_model
 from engine.loading.model_config import load_config
 from engine.model import Model, load
-from engine.models.decoder import Pages, address
+from engine.models.decoder import Pages, caches_address
 from engine.models.trace import Trace
 from engine.parallel.activations import from_wire
 from engine.parallel.rank import batch_to_message, fingerprint, num_threads, pages_message
@@ -229,7 +229,7 @@ class PipelinedModel(Model):
 
     def _check_pages(self, kv_pages: Pages) -> None:
         pages = self._pages
-        if pages is None or address(kv_pages[0][0]) != address(pages.layer(0)[0]):
+        if pages is None or caches_address(kv_pages) != caches_address(pages.layers):
             raise RequestError(
                 "a model of several pipeline stages computes on its engine's pages only: "
                 "embeddings, Model.step and calibration need pipeline_parallel_size=1"

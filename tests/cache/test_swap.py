@@ -10,6 +10,7 @@ import pytest
 from engine.cache.kv_cache import KVCache, KVGeometry
 from engine.cache.layer_cache import LayerCache, StateShape
 from engine.cache.memory_pool import MemoryPool
+from engine.cache.state_slots import SlotMoves
 from engine.cache.swap import SwapSpace, move_blocks
 from engine.device import CPU, Device, to_numpy
 from engine.errors import ConfigError, ContractError, OutOfMemoryError
@@ -75,6 +76,22 @@ def test_mixed_pages_and_states_are_swapped(xp):
         swap.swap_states_from_cpu([(3, 0)])
     swap.close()
     assert set(pool.stats().slabs) == {"kv", *(f"kv {number}" for number in range(1, 5))}
+
+
+def test_a_stage_without_pages_or_states_moves_nothing(xp):
+    """Pipeline stages follow the moves of all layers, whatever their own layers keep."""
+    pool = MemoryPool(CPU if xp is np else Device("cuda"))
+    kv = KVCache(KVGeometry((LayerCache(),)), 9, pool, num_slots=4)
+    swap = SwapSpace(kv, 5, num_slots=3)
+    slots = SlotMoves(swap_out=[(3, 0)], copies=[(1, 2)], swap_in=[(2, 0)], freed=[1])
+    move_blocks(
+        kv, swap, moves(swap_out=[(8, 4)], copies=[(0, 1)], swap_in=[(3, 2)], slot_moves=slots)
+    )
+    with pytest.raises(ContractError, match=r"below \(4, 3\); got \(3, 3\)"):
+        move_blocks(kv, swap, moves(slot_moves=SlotMoves(swap_out=[(3, 3)])))
+    assert pool.used == swap.blocks.nbytes == 0
+    swap.synchronize()
+    swap.close()
 
 
 def test_device_blocks_are_reusable_at_once_and_host_blocks_rewritable(xp):
