@@ -2,11 +2,13 @@
 //
 //   y[t, c] = activation(sum over j < K of weight[c, j] x[t - K + 1 + j, c] + bias[c])
 //
+// With gates, x is in_gate * x (rounded) and the result is out_gate * y.
+//
 // The K - 1 inputs before a sequence's first token are its state: zeros if it has no earlier
 // tokens. The state after the last token is written back, on request also those after each token or
 // after a given one. Arguments: CausalConvParams, below.
 //
-// Numerics: float, from the oldest input to the newest; rounded once.
+// Numerics: float, from the oldest input to the newest; rounded once, after the gate.
 // Parallelisation: one thread per kWidth channels of tokens_per_block consecutive tokens, whose
 // inputs move through a window in registers.
 // SAFETY: a sequence's state may be read and written in the same slot. The thread that convolves
@@ -25,6 +27,10 @@ struct CausalConvParams {
   int64_t x_stride;
   const scalar_t* weight;  // (C, K) contiguous
   const scalar_t* bias;    // (C,) or null
+  const scalar_t* in_gate;  // (T, C), rows in_gate_stride elements apart, or null
+  int64_t in_gate_stride;
+  const scalar_t* out_gate;  // (T, C), rows out_gate_stride elements apart, or null
+  int64_t out_gate_stride;
   scalar_t* out;           // (T, C) contiguous
   scalar_t* states;        // (num_slots, K - 1, C), slots slot_stride elements apart
   int64_t slot_stride;
@@ -105,7 +111,23 @@ class Convolution {
 
  private:
   __device__ __forceinline__ V input(int t) const {
-    return load_vec<scalar_t, kWidth>(p_.x + t * p_.x_stride + channel_);
+    V x = load_vec<scalar_t, kWidth>(p_.x + t * p_.x_stride + channel_);
+    if (p_.in_gate == nullptr) return x;
+    const V gate = load_vec<scalar_t, kWidth>(p_.in_gate + t * p_.in_gate_stride + channel_);
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i)
+      x.v[i] = from_float<scalar_t>(to_float(x.v[i]) * to_float(gate.v[i]));
+    return x;
+  }
+
+  // Factors of the result of token t.
+  __device__ __forceinline__ void load_out_gate(int t, float (&factor)[kWidth]) const {
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) factor[i] = 1.0f;
+    if (p_.out_gate == nullptr) return;
+    const V gate = load_vec<scalar_t, kWidth>(p_.out_gate + t * p_.out_gate_stride + channel_);
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) factor[i] = to_float(gate.v[i]);
   }
 
   __device__ __forceinline__ scalar_t* state_row(int slot, int i) const {
@@ -158,6 +180,8 @@ class Convolution {
 
   __device__ __forceinline__ void convolve(int t) {
     const V x = input(t);
+    float factor[kWidth];
+    load_out_gate(t, factor);
     V y;
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) {
@@ -166,7 +190,7 @@ class Convolution {
       for (int j = 0; j < kOld; ++j) sum += weight_[j][i] * to_float(window_[j].v[i]);
       sum += weight_[kOld][i] * to_float(x.v[i]);
       if (p_.bias != nullptr) sum += to_float(p_.bias[channel_ + i]);
-      y.v[i] = from_float<scalar_t>(p_.is_silu != 0 ? silu(sum) : sum);
+      y.v[i] = from_float<scalar_t>((p_.is_silu != 0 ? silu(sum) : sum) * factor[i]);
     }
 #pragma unroll
     for (int j = 0; j + 1 < kOld; ++j) window_[j] = window_[j + 1];

@@ -7,15 +7,19 @@ reads them.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 
 __all__ = [
     "AltUpConfig",
+    "GatedDeltaConfig",
     "LayerSizes",
+    "Mamba2Config",
     "ModelConfig",
     "MoeConfig",
     "PerLayerInputConfig",
     "RopeConfig",
+    "ShortConvConfig",
 ]
 
 
@@ -199,6 +203,118 @@ class MoeConfig:
 
 
 @dataclass(frozen=True)
+class GatedDeltaConfig:
+    """Gated delta net: linear attention that replaces attention in layers of kind "gated_delta".
+
+    Attributes
+    ----------
+    num_key_heads, num_value_heads : int
+        Hk and Hv; key head j serves the Hv / Hk value heads from j * Hv / Hk on.
+    key_head_dim, value_head_dim : int
+        dk and dv.
+    conv_size : int
+        Taps of the causal convolution over q, k and v.
+
+    References
+    ----------
+    Yang et al.: Gated Delta Networks, arXiv:2412.06464.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    conv_size: int = 4
+
+    @property
+    def key_dim(self) -> int:
+        """Features of all keys, Hk * dk."""
+        return self.num_key_heads * self.key_head_dim
+
+    @property
+    def value_dim(self) -> int:
+        """Features of all values, Hv * dv."""
+        return self.num_value_heads * self.value_head_dim
+
+    @property
+    def conv_dim(self) -> int:
+        """Channels of the convolution: q, k and v."""
+        return 2 * self.key_dim + self.value_dim
+
+    @property
+    def in_dim(self) -> int:
+        """Rows of the input projection: q, k, v, z, b and a."""
+        return self.conv_dim + self.value_dim + 2 * self.num_value_heads
+
+
+@dataclass(frozen=True)
+class ShortConvConfig:
+    """Gated short convolution that replaces attention in layers of kind "short_conv" (LFM2).
+
+    Attributes
+    ----------
+    num_channels : int
+        C, channels of the convolution and of its two gates.
+    conv_size : int
+        Taps of the causal convolution.
+    bias : bool
+        Whether the projections and the convolution have biases.
+    """
+
+    num_channels: int
+    conv_size: int = 3
+    bias: bool = False
+
+
+@dataclass(frozen=True)
+class Mamba2Config:
+    """Mamba-2's selective state space, which replaces attention in layers of kind "mamba2".
+
+    Attributes
+    ----------
+    num_heads, head_dim : int
+        H and P.
+    num_groups, state_size : int
+        G and N; each group's B and C serve H / G heads.
+    conv_size : int
+        Taps of the causal convolution over x, B and C.
+    conv_bias, proj_bias : bool
+        Whether the convolution and the projections have biases.
+    dt_min, dt_max : float
+        Bounds of the time step.
+
+    References
+    ----------
+    Dao, Gu: Transformers are SSMs, arXiv:2405.21060.
+    """
+
+    num_heads: int
+    head_dim: int
+    num_groups: int
+    state_size: int
+    conv_size: int = 4
+    conv_bias: bool = True
+    proj_bias: bool = False
+    dt_min: float = 0.0
+    dt_max: float = math.inf
+
+    @property
+    def inner_dim(self) -> int:
+        """Features of all heads, H * P."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def group_dim(self) -> int:
+        """Features of B, and of C: G * N."""
+        return self.num_groups * self.state_size
+
+    @property
+    def conv_dim(self) -> int:
+        """Channels of the convolution: x, B and C."""
+        return self.inner_dim + 2 * self.group_dim
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """Architecture of one decoder-only transformer.
 
@@ -230,6 +346,15 @@ class ModelConfig:
         Per layer: whether to rotate q and k; () rotates in all layers.
     no_rope : RopeConfig
         Factors on queries in layers that do not rotate them.
+    layer_kinds : tuple of str
+        Per layer: "attention" or the kind that replaces it: "gated_delta", "short_conv" or
+        "mamba2"; () is all attention. With `single_branch`, also "mlp".
+    gated_delta : GatedDeltaConfig or None
+        Sizes of the "gated_delta" layers.
+    short_conv : ShortConvConfig or None
+        Sizes of the "short_conv" layers.
+    mamba2 : Mamba2Config or None
+        Sizes of the "mamba2" layers.
     tie_word_embeddings, qkv_bias, o_bias, mlp_bias, lm_head_bias, qk_norm, pre_norms, post_norms
         Whether each of these exists (bool): output embedding tied to the input embedding, biases,
         q and k norms, norms before and after attention and MLP.
@@ -239,6 +364,9 @@ class ModelConfig:
         Whether q and k are rotated first, then normalised (Hunyuan).
     bare_qk_norm : bool
         Whether q and k norms have no weight, and only layers with rope have them (Llama 4).
+    single_branch : bool
+        Whether a layer is one norm and one branch: attention, what replaces it, or an MLP (Nemotron
+        H). Otherwise an MLP or experts follow in the same layer.
     parallel : bool
         Whether attention and MLP read the same normalised input and their outputs are summed
         (parallel block).
@@ -324,6 +452,10 @@ class ModelConfig:
     layer_chunks: tuple[int, ...] = ()
     rope_layers: tuple[bool, ...] = ()
     no_rope: RopeConfig = RopeConfig(scaling="none")
+    layer_kinds: tuple[str, ...] = ()
+    gated_delta: GatedDeltaConfig | None = None
+    short_conv: ShortConvConfig | None = None
+    mamba2: Mamba2Config | None = None
     tie_word_embeddings: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
@@ -335,6 +467,7 @@ class ModelConfig:
     bare_qk_norm: bool = False
     pre_norms: bool = True
     post_norms: bool = False
+    single_branch: bool = False
     parallel: bool = False
     parallel_norms: bool = False
     gated_mlp: bool = True
@@ -406,6 +539,14 @@ class ModelConfig:
         """Return the keys per chunk in layer `layer`; 0 is no chunked attention."""
         return self.layer_chunks[layer] if self.layer_chunks else 0
 
+    def kind(self, layer: int) -> str:
+        """Return the kind of layer `layer`. See `layer_kinds`."""
+        return self.layer_kinds[layer] if self.layer_kinds else "attention"
+
+    def num_layers_of(self, kind: str) -> int:
+        """Return the number of layers of kind `kind`."""
+        return sum(self.kind(layer) == kind for layer in range(self.num_layers))
+
     def has_rope(self, layer: int) -> bool:
         """Tell whether layer `layer` rotates q and k."""
         return not self.rope_layers or self.rope_layers[layer]
@@ -429,4 +570,4 @@ class ModelConfig:
     @property
     def has_mlp_norms(self) -> bool:
         """Tell whether the MLP reads a norm of its own, and not the same as attention."""
-        return self.parallel_norms or not self.parallel
+        return not self.single_branch and (self.parallel_norms or not self.parallel)

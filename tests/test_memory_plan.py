@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -10,10 +10,9 @@ import pytest
 from engine import cli
 from engine.cache.block_plan import MemoryBudget
 from engine.cache.kv_cache import KVGeometry
-from engine.cache.layer_cache import CACHES_OF_KIND, LayerCache, StateShape
 from engine.cache.memory_pool import format_bytes
 from engine.commands._bench_models import built_in_config, built_in_names, config_folder
-from engine.config import ModelConfig
+from engine.config import GatedDeltaConfig
 from engine.core import resolve as resolving
 from engine.core.resolve import default_budget, resolve
 from engine.device import CPU, Device
@@ -95,21 +94,12 @@ def test_the_budget_is_the_engines(device, num_ranks, monkeypatch):
     assert ("buffers of collectives 72.00 MiB" in str(found)) == bool(buffers)
 
 
-@dataclass(frozen=True)
-class _Hybrid(ModelConfig):
-    """Every second layer has a state of 2 MiB instead of keys and values."""
-
-    @property
-    def layer_kinds(self):
-        return ("attention", "mock state") * (self.num_layers // 2)
-
-
 @pytest.mark.parametrize("total", [80 * 10**9, 30 * 10**9])
 def test_states_are_planned_as_the_engine_does(total, monkeypatch):
     """With less memory fewer requests run: their states take half of what weights leave."""
-    state = LayerCache(states=(StateShape((32, 128, 128), "float32"),))
-    monkeypatch.setitem(CACHES_OF_KIND, "mock state", lambda *_: state)
-    config = _Hybrid(**vars(built_in_config("llama-3.1-8b")))
+    kinds = {"layer_kinds": ("attention", "gated_delta") * 16}
+    kinds["gated_delta"] = GatedDeltaConfig(16, 32, 128, 128)
+    config = replace(built_in_config("llama-3.1-8b"), **kinds)
     plan = plan_memory(config, _how(config), total)
     monkeypatch.setattr(resolving, "device_memory", lambda place: (total, total))
     fields = {"device": CUDA, "dtype": "bfloat16", "deterministic": False, "num_ranks": 1}
@@ -118,7 +108,7 @@ def test_states_are_planned_as_the_engine_does(total, monkeypatch):
     model = SimpleNamespace(config=config, weight_bytes=plan.budget.weights, **fields)
     made = resolve(EngineConfig(max_model_len=4096), model)
     limits = made.scheduler
-    per_request = 16 * 2 << 20
+    per_request = 16 * (32 * 128 * 128 * 4 + 3 * 8192 * 2)  # states, and inputs of convolutions
     assert plan.states.bytes_per_request == made.geometry.bytes_per_slot == per_request
     assert plan.states.num_requests == limits.max_num_seqs
     assert plan.budget.states == limits.num_state_slots * per_request
@@ -130,7 +120,7 @@ def test_states_are_planned_as_the_engine_does(total, monkeypatch):
         assert limits.max_num_seqs == left // 2 // per_request < 256
         assert "half of what is left" in made.reasons["max_num_seqs"]
     assert limits.num_blocks * 16 == min(plan.pages[0].num_tokens, 4096 * limits.max_num_seqs)
-    assert "states" in str(plan) and "32.00 MiB for each of" in str(plan)
+    assert "states" in str(plan) and "32.75 MiB for each of" in str(plan)
     assert not plan_memory(built_in_config("llama-3.1-8b"), _how(config), total).budget.states
 
 

@@ -129,10 +129,9 @@ def layer_caches(
         wanted = ", ".join(map(repr, STATE_DTYPES))
         raise ConfigError(f"state_dtype must be one of {wanted}; got {shown(state_dtype)}")
     states = "float32" if state_dtype == "auto" else state_dtype
-    kinds: tuple[str, ...] = getattr(config, "layer_kinds", ())
     return tuple(
-        CACHES_OF_KIND[kind](config, layer, dtype, states)
-        for layer, kind in enumerate(kinds or ("attention",) * config.num_layers)
+        CACHES_OF_KIND[config.kind(layer)](config, layer, dtype, states)
+        for layer in range(config.num_layers)
     )
 
 
@@ -143,7 +142,33 @@ def _attention(config: ModelConfig, layer: int, dtype: str, states: str) -> Laye
     return LayerCache.attention(own.num_kv_heads, own.head_dim)
 
 
+def _gated_delta(config: ModelConfig, layer: int, dtype: str, states: str) -> LayerCache:
+    delta = config.gated_delta
+    assert delta is not None
+    conv = StateShape((delta.conv_size - 1, delta.conv_dim), dtype)
+    heads = delta.num_value_heads, delta.value_head_dim, delta.key_head_dim
+    return LayerCache(states=(conv, StateShape(heads, states)))
+
+
+def _short_conv(config: ModelConfig, layer: int, dtype: str, states: str) -> LayerCache:
+    conv = config.short_conv
+    assert conv is not None
+    return LayerCache(states=(StateShape((conv.conv_size - 1, conv.num_channels), dtype),))
+
+
+def _mamba2(config: ModelConfig, layer: int, dtype: str, states: str) -> LayerCache:
+    mamba = config.mamba2
+    assert mamba is not None
+    conv = StateShape((mamba.conv_size - 1, mamba.conv_dim), dtype)
+    heads = mamba.num_heads, mamba.head_dim, mamba.state_size
+    return LayerCache(states=(conv, StateShape(heads, states)))
+
+
 CACHES_OF_KIND: dict[str, Callable[[ModelConfig, int, str, str], LayerCache]] = {
     "attention": _attention,
+    "gated_delta": _gated_delta,
+    "short_conv": _short_conv,
+    "mamba2": _mamba2,
+    "mlp": lambda config, layer, dtype, states: LayerCache(),
 }
 """Kind of layer -> function of (config, layer, activation dtype, recurrent state dtype)."""

@@ -45,6 +45,7 @@ from engine.kernels.kv_copy import kv_copy
 from engine.kernels.kv_gather import kv_gather
 from engine.kernels.kv_store import kv_store
 from engine.kernels.kv_swap import kv_swap
+from engine.kernels.mamba2 import mamba2
 from engine.kernels.match_rms import match_rms
 from engine.kernels.merge_states import merge_states
 from engine.kernels.moe_activation_backward import moe_activation_backward
@@ -134,6 +135,7 @@ __all__ = [
     "kv_gather",
     "kv_store",
     "kv_swap",
+    "mamba2",
     "match_rms",
     "merge_states",
     "moe_activation_backward",

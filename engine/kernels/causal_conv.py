@@ -16,8 +16,9 @@ __all__ = ["causal_conv", "specs"]
 
 MAX_WIDTH = 4
 _PARAMS = (
-    f"x:ptr x_stride:i64 weight:ptr bias:ptr out:ptr {STATE_PARAMS} num_tokens:i32 "
-    "num_sequences:i32 num_channels:i32 tokens_per_block:i32 is_silu:i32"
+    "x:ptr x_stride:i64 weight:ptr bias:ptr in_gate:ptr in_gate_stride:i64 out_gate:ptr "
+    f"out_gate_stride:i64 out:ptr {STATE_PARAMS} num_tokens:i32 num_sequences:i32 num_channels:i32 "
+    "tokens_per_block:i32 is_silu:i32"
 )
 _KERNELS = {
     (access, width): Kernel(f"causal_conv_{access}_{width}", _PARAMS, struct="CausalConvParams")
@@ -44,6 +45,8 @@ def causal_conv(
     snapshot_offsets: Any = None,
     bias: Any = None,
     activation: str | None = None,
+    in_gate: Any = None,
+    out_gate: Any = None,
     pdl: bool = False,
     out: Any = None,
 ) -> Any:
@@ -73,6 +76,9 @@ def causal_conv(
         snapshot_slots[b]; -1 writes nothing.
     bias : (C,) array of x's dtype, optional
     activation : None or "silu"
+    in_gate, out_gate : (T, C) arrays of x's dtype, optional
+        Factors on the inputs, whose products are convolved and kept in the states, and on the
+        result. Views like x.
     pdl : bool
         Programmatic dependent launch. The next kernel starts once the kernels before this one have
         ended.
@@ -91,7 +97,8 @@ def causal_conv(
 
     Notes
     -----
-    Sums are float32, from the oldest input to the newest, and rounded once. A slot that a call
+    Sums are float32, from the oldest input to the newest, and rounded once, after the factor
+    `out_gate`; the products of `in_gate` and x are rounded before. A slot that a call
     writes may be read by the same sequence only.
 
     Examples
@@ -124,12 +131,18 @@ def causal_conv(
     )
     if bias is not None:
         bias = call.array("bias", bias, "C", x.dtype)
+    if in_gate is not None:
+        in_gate = call.array("in_gate", in_gate, "T C", x.dtype, layout="rows")
+    if out_gate is not None:
+        out_gate = call.array("out_gate", out_gate, "T C", x.dtype, layout="rows")
     call.check("activation", activation in (None, "silu"), "None or 'silu'", activation)
     if call.on_cpu:
-        result = reference.causal_conv(x, weight, **slots.arrays, bias=bias, activation=activation)
+        options = {"activation": activation, "in_gate": in_gate, "out_gate": out_gate}
+        result = reference.causal_conv(x, weight, **slots.arrays, bias=bias, **options)
         return call.finish(out, result)
     out = call.output("out", out, x.shape, x.dtype)
-    _launch(x, weight, bias, slots, out, is_silu=activation == "silu", pdl=pdl)
+    gates = _gate_args(in_gate=in_gate, out_gate=out_gate)
+    _launch(x, weight, bias, gates, slots, out, is_silu=activation == "silu", pdl=pdl)
     return out
 
 
@@ -138,11 +151,29 @@ def choose_tokens_per_block(num_tokens: int) -> int:
     return 1 if num_tokens <= 1024 else 16
 
 
+def _gate_args(**gates: Any) -> dict[str, Any]:
+    """Return each gate and the elements between its rows, as kernel arguments."""
+    strides = {
+        f"{name}_stride": 0 if gate is None else element_strides(gate)[0]
+        for name, gate in gates.items()
+    }
+    return {**gates, **strides}
+
+
 def _launch(
-    x: Any, weight: Any, bias: Any, slots: StateSlots, out: Any, *, is_silu: bool, pdl: bool
+    x: Any,
+    weight: Any,
+    bias: Any,
+    gates: dict[str, Any],
+    slots: StateSlots,
+    out: Any,
+    *,
+    is_silu: bool,
+    pdl: bool,
 ) -> None:
     num_tokens, num_channels = x.shape
-    fits = num_channels % vector_width(x) == 0 and is_aligned(x, out, slots.states)
+    given = [gates[name] for name in ("in_gate", "out_gate") if gates[name] is not None]
+    fits = num_channels % vector_width(x) == 0 and is_aligned(x, out, slots.states, *given)
     channels = num_channels // vector_width(x) if fits else num_channels
     tokens_per_block = choose_tokens_per_block(num_tokens)
     _KERNELS["vector" if fits else "scalar", weight.shape[1]].launch(
@@ -154,6 +185,7 @@ def _launch(
         x_stride=element_strides(x)[0],
         weight=weight,
         bias=bias,
+        **gates,
         out=out,
         **slots.args,
         num_tokens=num_tokens,

@@ -16,6 +16,7 @@ from engine.layers.arrays import arrays_of
 from engine.layers.batch import ForwardBatch
 from engine.layers.linear import Linear
 from engine.layers.norm import Norm
+from engine.weights import Format
 
 __all__ = ["Attention", "AttentionParams", "SharedAttention"]
 
@@ -132,6 +133,11 @@ class Attention:
         self.v_norm = v_norm
         self.v_factor = v_factor
         self.norms_whole_rows = q_norm is not None and q_norm.weight.shape[0] != params.head_dim
+
+    @property
+    def input_format(self) -> Format | None:
+        """Format of the weight that multiplies the input."""
+        return self.qkv.weight.format
 
     def arrays(self) -> Iterator[tuple[str, Any]]:
         """Yield (name, array) for every array of the layer."""

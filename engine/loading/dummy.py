@@ -22,7 +22,7 @@ from engine.loading.weight_memory import (
     weight_dtype,
     weight_room,
 )
-from engine.loading.weight_table import shard_axis, shard_pieces, weight_shapes
+from engine.loading.weight_table import PLAIN_NORM, shard_axis, shard_pieces, weight_shapes
 from engine.weights import WHOLE, Format, Shard, Weight, unpack_weight
 
 __all__ = ["dummy_weights", "take_shard"]
@@ -106,7 +106,8 @@ def dummy_weights(
                 weights[name] = weights["embed"]
                 continue
             if name.endswith(_NEAR_ONE):
-                offset = config.norm_weight_offset if name.endswith("norm") else 0.0
+                has_offset = name.endswith("norm") and not name.endswith(PLAIN_NORM)
+                offset = config.norm_weight_offset if has_offset else 0.0
                 near_one = _tiled(pool, shape, _start(name)) + np.float32(1 - offset)
                 stored = np_dtype(weight_dtype(name, dtype))
                 weights[name] = Weight.dense(xp.asarray(near_one.astype(stored)))

@@ -24,7 +24,8 @@ from engine.loading._fields import Fields
 from engine.loading.config_keys import refuse_unread
 from engine.loading.gguf import GgufFile
 from engine.loading.layer_config import full_head_dim, layer_fields
-from engine.loading.moe_config import moe_config
+from engine.loading.mixer_config import mixer_config, with_layer_types
+from engine.loading.moe_config import is_dense, moe_config
 from engine.loading.quantized.scheme import scheme_of
 from engine.loading.rope_config import MAX_POSITIONS, rope_configs, scaled_max_position
 from engine.loading.safetensors import SafetensorsDirectory, SafetensorsFile
@@ -205,6 +206,7 @@ def build_config(
 ) -> ModelConfig:
     """Return the configuration of a model of family `kind`; `names` renames keys in messages."""
     values, names = _with_shared_names(values, kind, names)
+    values = with_layer_types(values, kind.mixers, where)
     present = {key: value for key, value in values.items() if value is not None}
     defaults = {
         key: value
@@ -215,6 +217,10 @@ def build_config(
     if fields.raw("quantization_config") not in (None, {}):
         scheme_of(fields.child("quantization_config"))  # raises if it is not supported
     sizes = _sizes(fields, kind)
+    if kind.moe is not None and is_dense(fields, kind.moe):
+        sizes["intermediate_size"] = fields.integer(kind.moe.dense_width, 1, _MAX_WIDTH)
+    if kind.adjusts_width:
+        sizes["intermediate_size"] = _adjusted_width(fields, sizes["intermediate_size"])
     positions = fields.integer("max_position_embeddings", 1, MAX_POSITIONS)
     wide = full_head_dim(fields, kind, sizes["head_dim"])
     rope, rope_local = rope_configs(fields, kind, wide, positions, sizes["head_dim"])
@@ -237,6 +243,7 @@ def build_config(
         rope_layers=() if all(rope_layers) else rope_layers,
         no_rope=_no_rope(fields, kind),
         **_switches(fields, kind),
+        **mixer_config(fields, kind.mixers, sizes["num_layers"]),
         moe=moe,
         num_extra_layers=fields.integer(kind.extra_layers, 0, 64, 0) if kind.extra_layers else 0,
         **_scales(fields, kind, sizes["hidden_size"]),
@@ -252,7 +259,8 @@ def _with_shared_names(
 ) -> tuple[Mapping[str, Any], Mapping[str, str]]:
     """Rename the family's own keys to the shared ones; messages keep the file's names."""
     own = {key: shared for key, shared in kind.key_aliases.items() if key in values}
-    renamed = {own.get(key, key): value for key, value in values.items()}
+    renamed = {key: value for key, value in values.items() if key not in own}
+    renamed |= {shared: values[key] for key, shared in own.items()}  # these take precedence
     return renamed, {shared: key for key, shared in own.items()} | dict(names or {})
 
 
@@ -284,6 +292,15 @@ def _sizes(fields: Fields, kind: Family) -> dict[str, Any]:
         "head_dim": head_dim,
         "intermediate_size": max(fields.per_layer(width, num_layers, 1, _MAX_WIDTH)),
     }
+
+
+def _adjusted_width(fields: Fields, width: int) -> int:
+    """Return two thirds of the width, scaled and rounded up, unless the config turns it off."""
+    if not fields.flag("block_auto_adjust_ff_dim", True):
+        return width
+    factor = fields.real("block_ffn_dim_multiplier", 1e-3, 1e3, 1.0)
+    multiple = fields.integer("block_multiple_of", 1, _MAX_WIDTH)
+    return -(-int(factor * int(2 * width / 3)) // multiple) * multiple
 
 
 def _switches(fields: Fields, kind: Family) -> dict[str, Any]:
@@ -412,6 +429,10 @@ def _stored_dtype(directory: Path) -> str:
 
 def _rope_layers(fields: Fields, kind: Family, num_layers: int) -> tuple[bool, ...]:
     """Return one flag per layer: whether rope applies. True unless the family has NoPE layers."""
+    if kind.rope_layers == "none":
+        return (False,) * num_layers
+    if kind.rope_layers == "position_embedding_type":
+        return (fields.raw("position_embedding_type") == "rope",) * num_layers
     if kind.rope_layers != "no_rope_layers":
         return (True,) * num_layers
     if fields.raw("no_rope_layers") in (None, []):

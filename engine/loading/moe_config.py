@@ -9,7 +9,7 @@ from engine.kernels.moe_route import MAX_EXPERTS, MAX_TOP_K
 from engine.loading._fields import Fields
 from engine.models.moe_family import MoeFamily
 
-__all__ = ["moe_config"]
+__all__ = ["is_dense", "moe_config"]
 
 _MAX_WIDTH = 1 << 20
 _MAX_TENSORS = 1 << 16  # maximum number of experts, summed over layers
@@ -27,7 +27,8 @@ def moe_config(fields: Fields, kind: MoeFamily | None, num_layers: int) -> MoeCo
     ConfigError
         If a key is missing or a number is out of range.
     """
-    if kind is None or (kind.enabled and not fields.flag(kind.enabled, False)):
+    is_off = kind is not None and kind.enabled and not fields.flag(kind.enabled, False)
+    if kind is None or is_off or is_dense(fields, kind):
         return None
     num_experts = _num_experts(fields, kind.num_experts, num_layers)
     sparse = _sparse_layers(fields, kind, num_layers)
@@ -55,7 +56,7 @@ def moe_config(fields: Fields, kind: MoeFamily | None, num_layers: int) -> MoeCo
         scale=scale,
         num_groups=num_groups,
         top_groups=top_groups,
-        correction=kind.correction,
+        correction=declared(kind.correction),
         scales_input=kind.scales_input,
         shared_size=shared_size,
         shared_scale=shared_scale,
@@ -79,6 +80,13 @@ def moe_config(fields: Fields, kind: MoeFamily | None, num_layers: int) -> MoeCo
     if fields.text(key, known[0]) not in known:
         raise fields.error(key, f"one of {', '.join(known)}, as the experts need")
     return config
+
+
+def is_dense(fields: Fields, kind: MoeFamily) -> bool:
+    """Tell whether a model of a family with experts has none."""
+    return bool(kind.dense_width) and any(
+        fields.has(key) and fields.raw(key) == 0 for key in _COUNT_KEYS
+    )
 
 
 def _num_experts(fields: Fields, default: int, num_layers: int) -> int:

@@ -1,7 +1,7 @@
-"""Load the MTP head of a MiMo checkpoint: tensors "model.mtp_layers.0.*".
+"""Load the MTP head of a checkpoint: a further layer of the model, behind a projection.
 
-The files are untrusted: sizes are range-checked as in `hf_config`, and every tensor's shape is
-checked against the config before it is read.
+The layer is loaded as the model's own layers are, from the same files: with its experts, its gates,
+and in its stored format. See `engine.models.mtp_family`.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from engine.config import ModelConfig
 from engine.errors import ConfigError
 from engine.loading.head_tensors import HeadTensors
 from engine.loading.hf_config import load_hf_config
+from engine.loading.load_config import LoadConfig
+from engine.loading.weights import load_weights
+from engine.models.decoder import Decoder
+from engine.models.draft_heads import DraftTarget, MtpHead
+from engine.models.mtp_family import MtpFamily
+from engine.models.registry import FAMILIES, family
+from engine.models.sharding import local_config
+from engine.weights import Shard, Stage
 
-__all__ = ["load_mtp_config", "load_mtp_weights"]
+__all__ = ["load_mtp_config", "load_mtp_head"]
 
-_PREFIX = "model.mtp_layers.0."
-_MODEL_TYPES = ("mimo",)
-_NORMS = {
-    "token_layernorm": "embed_norm",
-    "hidden_layernorm": "hidden_norm",
-    "input_layernorm": "attn_norm",
-    "final_layernorm": "final_norm",
-}
 _SAME = ("hidden_size", "vocab_size")
 
 
 def load_mtp_config(directory: str | PathLike[str], target: ModelConfig) -> ModelConfig:
-    """Read the config.json of a model with an MTP head and return the config of the head's layer.
+    """Return the config of the model in `directory` with the head's layer appended.
 
     Raises
     ------
@@ -40,13 +40,15 @@ def load_mtp_config(directory: str | PathLike[str], target: ModelConfig) -> Mode
     """
     config = load_hf_config(directory)
     where = Path(directory) / "config.json"
-    if config.model_type not in _MODEL_TYPES:
+    kind = family(config.model_type)
+    if kind.mtp is None:
+        known = sorted(name for name, one in FAMILIES.items() if one.mtp is not None)
         raise ConfigError(
-            f"{where}: model_type must be {' or '.join(map(repr, _MODEL_TYPES))} for an MTP head; "
+            f"{where}: model_type must be {' or '.join(map(repr, known))} for an MTP head; "
             f"got {config.model_type!r}"
         )
-    if not config.num_extra_layers:
-        raise ConfigError(f"{where}: num_nextn_predict_layers must be at least 1; got 0")
+    if kind.extra_layers and not config.num_extra_layers:
+        raise ConfigError(f"{where}: {kind.extra_layers} must be at least 1; got 0")
     if any(config.layer_windows):
         raise ConfigError(f"{where}: use_sliding_window must be false for an MTP head; got true")
     if config.rope.scaling == "longrope":
@@ -54,13 +56,22 @@ def load_mtp_config(directory: str | PathLike[str], target: ModelConfig) -> Mode
     for key in _SAME:
         if (got := getattr(config, key)) != (wanted := getattr(target, key)):
             raise ConfigError(f"{where}: {key} must be that of the model, {wanted}; got {got}")
-    return replace(config, num_layers=1, layer_windows=(0,), num_extra_layers=0)
+    return _appended(config)
 
 
-def load_mtp_weights(
-    directory: str | PathLike[str], config: ModelConfig, device: Any, dtype: str
-) -> dict[str, Any]:
-    """Load the first MTP layer in `dtype` onto `device`, under `MtpHead`'s names.
+def load_mtp_head(
+    directory: str | PathLike[str], config: ModelConfig, options: LoadConfig, target: DraftTarget
+) -> MtpHead:
+    """Load the first MTP layer.
+
+    Parameters
+    ----------
+    directory : str or path
+    config : ModelConfig
+        From `load_mtp_config`.
+    options : LoadConfig
+        The target's.
+    target : DraftTarget
 
     Raises
     ------
@@ -68,12 +79,69 @@ def load_mtp_weights(
         If a file is damaged, or a tensor of the layer is missing, unexpected, or has the wrong
         shape or dtype.
     """
+    kind = family(config.model_type).mtp
+    assert kind is not None
+    n = config.num_layers - 1
+    stage = Stage(n, n + 1, n + 2)  # a stage in the middle has neither embedding nor output layer
+    shard = Shard(stage=stage)
+    device = options.device
+    weights = load_weights(
+        directory,
+        config,
+        device=device,
+        dtype=options.dtype,
+        keeps_formats=options.quantization != "none",
+        shard=shard,
+        max_model_len=options.max_model_len,
+        mtp=kind,
+    )
+    layer = Decoder(
+        local_config(config, shard),
+        {stage.local_name(name): weight for name, weight in weights.items()},
+        options.max_model_len,
+        deterministic=options.deterministic,
+        stage=stage,
+    )
+    own = _own_tensors(directory, config, kind, n, device, options.dtype)
+    return MtpHead(layer, own, target, zero_first=kind.zero_first)
+
+
+def _appended(config: ModelConfig) -> ModelConfig:
+    """Return the config with one more layer: full attention, and experts if the model has any."""
+    added: dict[str, Any] = {"layer_windows": 0, "rope_layers": True, "layer_kinds": "attention"}
+    lists: dict[str, Any] = {name: getattr(config, name) for name in added}
+    longer: dict[str, Any] = {
+        name: (*values, added[name]) for name, values in lists.items() if values
+    }
+    moe = config.moe
+    if moe is not None:
+        top_k = moe.layer_top_k and (*moe.layer_top_k, moe.layer_top_k[-1])
+        moe = replace(moe, sparse_layers=(*moe.sparse_layers, True), layer_top_k=top_k)
+    return replace(
+        config,
+        num_layers=config.num_layers + 1,
+        num_extra_layers=max(0, config.num_extra_layers - 1),
+        moe=moe,
+        **longer,
+    )
+
+
+def _own_tensors(
+    directory: str | PathLike[str],
+    config: ModelConfig,
+    kind: MtpFamily,
+    n: int,
+    device: Any,
+    dtype: str,
+) -> dict[str, Any]:
+    """Return the head's projection and norms under `MtpHead`'s names."""
     tensors = HeadTensors(directory, device, dtype)
-    n = config.hidden_size
-    weights = tensors.layer(_PREFIX, config, width=n)
-    for name, kind in _NORMS.items():
-        weights[kind] = tensors.read(f"{_PREFIX}{name}.weight", (n,))
-    weights["proj"] = tensors.read(f"{_PREFIX}input_proj.weight", (n, 2 * n))
-    tensors.ignore(prefix=_PREFIX)  # the model's own tensors, and additional MTP heads
-    tensors.finish("an MTP head")
-    return weights
+    size = config.hidden_size
+    weights = {
+        name: tensors.read(f"{getattr(kind, name).format(n=n)}.weight", (size,))
+        for name in ("embed_norm", "hidden_norm", "final_norm")
+    }
+    proj = tensors.read(f"{kind.proj.format(n=n)}.weight", (size, 2 * size))
+    if kind.embedding_first:
+        proj = device.xp.concatenate([proj[:, size:], proj[:, :size]], axis=1)
+    return weights | {"proj": proj}

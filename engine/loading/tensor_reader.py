@@ -21,6 +21,7 @@ from engine.loading.safetensors import SafetensorsDirectory, SafetensorsFile
 from engine.loading.text_model import open_model
 from engine.loading.weight_table import Placement, place_tensors
 from engine.model_files import is_present
+from engine.models.mtp_family import MtpFamily
 from engine.models.registry import family
 from engine.models.tensor_layout import ROWS, scales_name
 from engine.weights import FORMATS, Format, Shard
@@ -46,9 +47,11 @@ class TensorReader:
     source : Path
         A directory with safetensors, or a .gguf file.
     config : ModelConfig
+    mtp : MtpFamily, optional
+        Declaration of the MTP layer that the config's last layer is.
     """
 
-    def __init__(self, source: Path, config: ModelConfig) -> None:
+    def __init__(self, source: Path, config: ModelConfig, mtp: MtpFamily | None = None) -> None:
         kind = family(config.model_type)
         is_gguf = source.suffix == ".gguf"
         if is_gguf:
@@ -60,6 +63,9 @@ class TensorReader:
                 name_fused_experts(checkpoint)
             self.checkpoint = QuantizedCheckpoint(checkpoint, scheme)
         self._config = config
+        self._skipped: tuple[str, ...] = ()  # beginnings of names
+        if mtp is not None:
+            self._skipped = _as_last_layer(self.checkpoint.checkpoint, mtp, config.num_layers - 1)
         self._names = kind.gguf_names if is_gguf else kind.names
         self._is_interleaved = kind.gguf_interleaved_rope if is_gguf else kind.interleaved_rope
         self._norm_offset = config.norm_weight_offset if is_gguf else 0.0
@@ -74,8 +80,11 @@ class TensorReader:
         """
         found = {name: self.checkpoint.shape(name) for name in self.checkpoint.names()}
         where = str(self.checkpoint.path)
-        # Old GPTQ writers add a bias of zeros to every matrix.
-        is_spare = self.checkpoint.is_spare_bias
+
+        def is_spare(name: str) -> bool:
+            # Old GPTQ writers add a bias of zeros to every matrix.
+            return name.startswith(self._skipped) or self.checkpoint.is_spare_bias(name)
+
         places = place_tensors(where, self._config, self._names, found, shard, is_spare=is_spare)
         is_tied = self._config.tie_word_embeddings
         return [p for p in places if shard.stage.has(str(p.target), is_tied=is_tied)]
@@ -160,6 +169,19 @@ class TensorReader:
         if place.layout.mxfp4 and not isinstance(file, GgufFile):  # GgufFile.read dequantizes
             return _mxfp4_rows(file, place, rows)
         return file.read(place.name, rows.start, rows.stop, place.columns)[:: own.step]
+
+
+def _as_last_layer(checkpoint: Any, mtp: MtpFamily, n: int) -> tuple[str, ...]:
+    """Rename the tensors of an MTP layer to those of layer `n`; return the head's other modules."""
+    prefix = mtp.layer.format(n=n)
+    layer = f"model.layers.{n}."
+
+    def renamed(name: str) -> str:
+        return layer + name.removeprefix(prefix) if name.startswith(prefix) else name
+
+    checkpoint.rename(renamed)
+    modules = (mtp.proj, mtp.embed_norm, mtp.hidden_norm, mtp.final_norm, *mtp.repeated)
+    return tuple(renamed(f"{module.format(n=n)}.") for module in modules)
 
 
 def rows_of(weights: int, width: int, multiple: int) -> int:

@@ -20,11 +20,15 @@ __all__ += ["weight_room"]
 
 _MAX_ROPE_BYTES = 8 << 30  # 16 million positions of 128 features
 # One number per expert, head or layer, kept exact.
-_FLOAT32_KINDS = ("router_correction", "router_scale", "sinks", *XIELU_KINDS)
+_FLOAT32_KINDS = (
+    *("router_correction", "router_scale", "sinks", *XIELU_KINDS, "delta_decay", "delta_dt"),
+    *("mamba_decay", "mamba_skip", "mamba_step"),
+)
 _NONE: Mapping[str, Format] = MappingProxyType({})
 _EXPERT_KINDS = ("experts_gate_up", "experts_down")
 _QUANTIZED_KINDS = (
     *("qkv", "o", "gate_up", "up", "down", "shared_gate_up", "shared_down"),
+    *("delta_in", "delta_out", "conv_in", "conv_out", "mamba_in", "mamba_out"),
     *_EXPERT_KINDS,
 )
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
-from engine.config import ModelConfig, MoeConfig
+from engine.config import GatedDeltaConfig, Mamba2Config, ModelConfig, MoeConfig
 from engine.errors import WeightsError
 from engine.loading.kv_scales import is_kv_scale
 from engine.models.family import TensorName, WeightName
@@ -15,6 +15,7 @@ from engine.models.tensor_layout import ROWS, Layout
 from engine.weights import WHOLE, Shard
 
 __all__ = [
+    "PLAIN_NORM",
     "XIELU_KINDS",
     "Placement",
     "place_tensors",
@@ -22,6 +23,9 @@ __all__ = [
     "shard_pieces",
     "weight_shapes",
 ]
+
+PLAIN_NORM = "delta_norm"
+"""Kind of the norm whose weight `norm_weight_offset` is not added to."""
 
 # Precomputed tables in old checkpoints and .gguf files; the engine computes its own.
 _IGNORED = re.compile(
@@ -44,6 +48,18 @@ XIELU_KINDS = ("xielu_alpha_p", "xielu_alpha_n", "xielu_beta", "xielu_eps")
 _ROW_PARTS = {
     "qkv": ("q", "k", "v", "attn_gate"),
     "sinks": ("sink",),
+    "delta_in": ("delta_q", "delta_k", "delta_v", "delta_z", "delta_b", "delta_a"),
+    "delta_conv": ("delta_q", "delta_k", "delta_v"),
+    "delta_decay": ("delta_a",),
+    "delta_dt": ("delta_a",),
+    "conv_in": ("conv_b", "conv_c", "conv_x"),
+    "conv_taps": ("conv_x",),
+    "mamba_in": ("mamba_z", "mamba_x", "mamba_b", "mamba_c", "mamba_dt"),
+    "mamba_conv": ("mamba_x", "mamba_b", "mamba_c"),
+    "mamba_norm": ("mamba_x",),
+    "mamba_decay": ("mamba_dt",),
+    "mamba_skip": ("mamba_dt",),
+    "mamba_step": ("mamba_dt",),
     "gate_up": ("gate", "up"),
     "up": ("up",),
     "shared_gate_up": ("shared_gate", "shared_up"),
@@ -52,6 +68,9 @@ _ROW_PARTS = {
 # Weights sharded by columns -> the part that produces these input features.
 _COLUMN_PART = {
     "o": "heads",
+    "delta_out": "delta_v",
+    "conv_out": "conv_x",
+    "mamba_out": "mamba_x",
     "down": "gate",
     "shared_down": "shared_gate",
     "experts_down": "expert_gate",
@@ -94,6 +113,13 @@ _TWINS = {
     "up": "gate",
     "shared_up": "shared_gate",
     "expert_up": "expert_gate",
+    "delta_k": "delta_q",
+    "delta_z": "delta_v",
+    "delta_b": "delta_a",
+    "conv_b": "conv_x",
+    "conv_c": "conv_x",
+    "mamba_z": "mamba_x",
+    "mamba_c": "mamba_b",
 }
 
 
@@ -107,6 +133,11 @@ def _features(config: ModelConfig) -> dict[str, tuple[str, int]]:
         if moe.shared_size:
             features["shared_gate"] = "the width of the shared expert", moe.shared_size
     return features
+
+
+def _parts_in(part: str) -> list[str]:
+    """Return the parts that a name such as "q+k" or "q|k" joins."""
+    return part.replace("|", "+").split("+")
 
 
 class _Parts:
@@ -142,6 +173,13 @@ class _Parts:
         self._kv_heads = kv_heads
         # Of parts that alternate with others head by head.
         self._heads = {"q": config.num_heads, "k": config.num_kv_heads}
+        if config.gated_delta is not None:
+            self._add_delta(config.gated_delta, shard)
+        if (conv := config.short_conv) is not None:
+            self.whole["conv_x"] = conv.num_channels
+            self.local["conv_x"] = shard.cut("channels of the convolution", conv.num_channels)
+        if config.mamba2 is not None:
+            self._add_mamba(config.mamba2, shard)
         for part, (key, features) in _features(config).items():
             is_divided = not (part == "expert_gate" and self._expert_parallel)
             self.whole[part] = features
@@ -159,6 +197,27 @@ class _Parts:
             n = self.whole["hidden"] = config.hidden_size
             self.local["hidden"] = shard.cut("hidden_size", n)
 
+    def _add_delta(self, delta: GatedDeltaConfig, shard: Shard) -> None:
+        """Add the parts of gated delta layers, which are divided by key heads."""
+        count = delta.num_key_heads
+        first, last = shard.cut("linear_num_key_heads", count)
+        whole = {"q": delta.key_dim, "v": delta.value_dim, "a": delta.num_value_heads}
+        for part, size in whole.items():
+            each = size // count
+            self.whole[f"delta_{part}"] = size
+            self.local[f"delta_{part}"] = (first * each, last * each)
+            self._heads[f"delta_{part}"] = count
+
+    def _add_mamba(self, mamba: Mamba2Config, shard: Shard) -> None:
+        """Add the parts of Mamba-2 layers, which are divided by groups."""
+        count = mamba.num_groups
+        first, last = shard.cut("mamba_n_groups", count)
+        whole = {"x": mamba.inner_dim, "b": mamba.group_dim, "dt": mamba.num_heads}
+        for part, size in whole.items():
+            each = size // count
+            self.whole[f"mamba_{part}"] = size
+            self.local[f"mamba_{part}"] = (first * each, last * each)
+
     def size(self, part: str) -> int:
         """Return the number of rows of a part in the shard."""
         first, last = self.local[part]
@@ -174,7 +233,7 @@ class _Parts:
     def has(self, kind: str, part: str) -> bool:
         """Tell whether a `kind` weight of this layer has a tensor for `part`."""
         fused = self._row_parts.get(kind.removesuffix("_bias"))
-        return not part or fused is None or set(part.split("|")) <= set(fused)
+        return not part or fused is None or set(_parts_in(part)) <= set(fused)
 
     def rows(self, kind: str, whole: int = 0) -> int:
         """Return the row count of the shard's weight, or `whole` if rows are not sharded.
@@ -197,7 +256,8 @@ class _Parts:
         """Yield (first, last, start): copy tensor rows [first, last) to weight rows from `start`.
 
         The tensor holds `part` of the rows of a `kind` weight, or all `num_rows` rows (""). Parts
-        that alternate head by head are named together: "q|k|v".
+        that follow one another are named together, "q+k", as are parts that alternate head by head
+        (or key head by key head): "q|k".
         """
         fused = self.of_rows(kind)
         if fused is None:
@@ -209,7 +269,7 @@ class _Parts:
         if part == "v":
             yield from self._pieces_of_values(fused)
             return
-        there = (part,) if part else fused
+        there = part.split("+") if part else fused
         before = 0
         start = self._start(fused, there[0])
         for one in there:
@@ -253,7 +313,7 @@ class _Parts:
         """Return the number of rows of a tensor that holds `part` of a weight of `all_rows`."""
         if part == "v":
             return self._num_values
-        return sum(self.whole[one] for one in part.split("|")) if part else all_rows
+        return sum(self.whole[one] for one in _parts_in(part)) if part else all_rows
 
     def columns(self, kind: str, shard: Shard) -> tuple[int, int] | None:
         """Return the shard's column range of a `kind` weight; None for all columns."""
@@ -317,24 +377,15 @@ def _layer_shapes(config: ModelConfig, shard: Shard, layer: int) -> dict[str, tu
     """Return the names and shapes of one layer's weights."""
     parts = _Parts(config, shard, layer)
     n = config.hidden_size
-    d = config.head_dim
-    qkv = parts.rows("qkv")
     moe = config.moe_of(layer)
     shapes: dict[str, tuple[int, ...]] = {"attn_norm": (n,)} if config.pre_norms else {}
-    shapes["qkv"] = (qkv, n)
-    if config.qkv_bias:
-        shapes["qkv_bias"] = (qkv,)
-    if config.whole_qk_norm:
-        shapes |= {"q_norm": (parts.whole["q"],), "k_norm": (parts.whole["k"],)}
-    elif config.qk_norm and not config.bare_qk_norm:
-        shapes["q_norm"] = (d,)
-        if config.kv_source(layer) == layer:
-            shapes["k_norm"] = (d,)
-    if config.sinks:
-        shapes["sinks"] = (parts.size("sink"),)
-    shapes["o"] = parts.second_shape("o", n)
-    if config.o_bias:
-        shapes["o_bias"] = shapes["o"][:1]
+    kind = config.kind(layer)
+    if kind == "attention":
+        shapes |= _attention_shapes(config, parts, has_keys=config.kv_source(layer) == layer)
+    else:
+        shapes |= _MIXER_SHAPES[kind](config, parts)
+    if config.single_branch:
+        return shapes
     if config.post_norms:
         shapes["post_attn_norm"] = (n,)
     if config.pre_norms and config.has_mlp_norms:
@@ -349,6 +400,29 @@ def _layer_shapes(config: ModelConfig, shard: Shard, layer: int) -> dict[str, tu
         norms = ("attn_norm", "post_attn_norm", "mlp_norm", "post_mlp_norm")
         shapes |= {f"{name}_bias": (n,) for name in norms if name in shapes}
     return shapes | _stream_shapes(config)
+
+
+def _attention_shapes(
+    config: ModelConfig, parts: _Parts, *, has_keys: bool
+) -> dict[str, tuple[int, ...]]:
+    n = config.hidden_size
+    d = config.head_dim
+    qkv = parts.rows("qkv")
+    shapes: dict[str, tuple[int, ...]] = {"qkv": (qkv, n)}
+    if config.qkv_bias:
+        shapes["qkv_bias"] = (qkv,)
+    if config.whole_qk_norm:
+        shapes |= {"q_norm": (parts.whole["q"],), "k_norm": (parts.whole["k"],)}
+    elif config.qk_norm and not config.bare_qk_norm:
+        shapes["q_norm"] = (d,)
+        if has_keys:
+            shapes["k_norm"] = (d,)
+    if config.sinks:
+        shapes["sinks"] = (parts.size("sink"),)
+    shapes["o"] = parts.second_shape("o", n)
+    if config.o_bias:
+        shapes["o_bias"] = shapes["o"][:1]
+    return shapes
 
 
 def _stream_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -369,6 +443,56 @@ def _stream_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def _gated_delta_shapes(config: ModelConfig, parts: _Parts) -> dict[str, tuple[int, ...]]:
+    delta = config.gated_delta
+    assert delta is not None
+    n = config.hidden_size
+    heads = parts.size("delta_a")
+    return {
+        "delta_in": (parts.rows("delta_in"), n),
+        "delta_conv": (parts.rows("delta_conv"), 1, delta.conv_size),  # as a Conv1d stores it
+        "delta_decay": (heads,),
+        "delta_dt": (heads,),
+        "delta_norm": (delta.value_head_dim,),
+        "delta_out": parts.second_shape("delta_out", n),
+    }
+
+
+def _short_conv_shapes(config: ModelConfig, parts: _Parts) -> dict[str, tuple[int, ...]]:
+    conv = config.short_conv
+    assert conv is not None
+    n = config.hidden_size
+    rows = parts.rows("conv_in")
+    channels = parts.rows("conv_taps")
+    out = parts.second_shape("conv_out", n)
+    shapes: dict[str, tuple[int, ...]] = {"conv_in": (rows, n)}
+    shapes["conv_taps"] = channels, 1, conv.conv_size  # as a Conv1d stores them
+    shapes["conv_out"] = out
+    if conv.bias:
+        shapes |= {"conv_in_bias": (rows,), "conv_taps_bias": (channels,)}
+        shapes["conv_out_bias"] = out[:1]
+    return shapes
+
+
+def _mamba2_shapes(config: ModelConfig, parts: _Parts) -> dict[str, tuple[int, ...]]:
+    mamba = config.mamba2
+    assert mamba is not None
+    n = config.hidden_size
+    rows = parts.rows("mamba_in")
+    channels = parts.rows("mamba_conv")
+    heads = parts.size("mamba_dt")
+    out = parts.second_shape("mamba_out", n)
+    shapes: dict[str, tuple[int, ...]] = {"mamba_in": (rows, n)}
+    shapes["mamba_conv"] = channels, 1, mamba.conv_size  # as a Conv1d stores them
+    shapes |= dict.fromkeys(("mamba_decay", "mamba_skip", "mamba_step"), (heads,))
+    shapes |= {"mamba_norm": (parts.size("mamba_x"),), "mamba_out": out}
+    if mamba.conv_bias:
+        shapes["mamba_conv_bias"] = (channels,)
+    if mamba.proj_bias:
+        shapes |= {"mamba_in_bias": (rows,), "mamba_out_bias": out[:1]}
+    return shapes
+
+
 def _mlp_shapes(config: ModelConfig, parts: _Parts) -> dict[str, tuple[int, ...]]:
     n = config.hidden_size
     first = "gate_up" if config.gated_mlp else "up"
@@ -380,6 +504,14 @@ def _mlp_shapes(config: ModelConfig, parts: _Parts) -> dict[str, tuple[int, ...]
     if config.mlp_bias:
         shapes |= {f"{first}_bias": (rows,), "down_bias": down[:1]}
     return shapes
+
+
+_MIXER_SHAPES: dict[str, Callable[[ModelConfig, _Parts], dict[str, tuple[int, ...]]]] = {
+    "gated_delta": _gated_delta_shapes,
+    "short_conv": _short_conv_shapes,
+    "mamba2": _mamba2_shapes,
+    "mlp": _mlp_shapes,
+}
 
 
 def _moe_shapes(moe: MoeConfig, n: int, parts: _Parts) -> dict[str, tuple[int, ...]]:

@@ -36,6 +36,7 @@ from engine.loading.weight_memory import (
     weight_room,
 )
 from engine.loading.weight_table import Placement, shard_axis, weight_shapes
+from engine.models.mtp_family import MtpFamily
 from engine.weights import WHOLE, Format, Shard, Weight, unpack_weight
 from engine.weights.quantize import quantize
 
@@ -59,6 +60,7 @@ def load_weights(
     keeps_formats: bool = False,
     shard: Shard = WHOLE,
     max_model_len: int = 0,
+    mtp: MtpFamily | None = None,
     progress: bool = False,
 ) -> dict[str, Weight]:
     """Load the weights of a whole model or of one shard.
@@ -84,6 +86,8 @@ def load_weights(
         is padded with zero rows.
     max_model_len : int
         Also reserve memory for the rope tables of sequences of this length.
+    mtp : MtpFamily, optional
+        Declaration of the MTP layer that the config's last layer is.
     progress : bool
         Show a progress bar on stderr, if that is a terminal.
 
@@ -102,7 +106,7 @@ def load_weights(
     OutOfMemoryError
         If the weights do not fit on the device.
     """
-    reader = TensorReader(Path(source), config)
+    reader = TensorReader(Path(source), config, mtp)
     placements = reader.placements(shard)
     formats: dict[str, Format] = {}
     if quantization is not None:

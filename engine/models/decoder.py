@@ -23,6 +23,7 @@ from engine.layers.attention import Attention, AttentionParams, SharedAttention
 from engine.layers.batch import ForwardBatch
 from engine.layers.embedding import Embedding
 from engine.layers.linear import Linear
+from engine.layers.mixer import FeedForward, Mixer
 from engine.layers.mlp import MLP
 from engine.layers.moe import DenseAndExperts, MoE
 from engine.layers.norm import NoNorm, Norm
@@ -32,6 +33,7 @@ from engine.models.altup_layer import AltUpLayer
 from engine.models.chunks import active_chunk, chunk_patterns
 from engine.models.kv_scales import KVScales
 from engine.models.layer_plans import LayerPlans
+from engine.models.mixers import MIXERS
 from engine.models.moe_layer import build_dense_and_experts, build_moe
 from engine.models.rope_tables import RopeTable, rope_index, ropes
 from engine.models.sandwich_layer import SandwichLayer
@@ -41,7 +43,7 @@ from engine.weights import ALL_LAYERS, Stage, Weight
 __all__ = ["Decoder", "DecoderLayer"]
 
 Pages = Sequence[tuple[Any, ...]]
-"""(k_pages, v_pages) of each layer, both (P, K, block_size, D)."""
+"""Caches of each layer: (k_pages, v_pages) of attention, both (P, K, block_size, D), or states."""
 
 _FLOAT32 = np.dtype(np.float32)
 _WHOLE = WholeParts()
@@ -62,7 +64,8 @@ class DecoderLayer:
     """Attention and MLP or experts, each with its norms, around one residual stream.
 
     In a parallel block attention and MLP read the same stream, and their sum is added to it.
-    Without an `mlp_norm` both read the same norm of it.
+    Without an `mlp_norm` both read the same norm of it. Some layers of hybrid models have another
+    `Mixer` than attention, or, without an `mlp`, only that branch.
 
     `can_fuse` allows fused kernels for few tokens. They round sums one time fewer, so a token's
     bits depend on the number of tokens.
@@ -75,8 +78,8 @@ class DecoderLayer:
 
     def __init__(
         self,
-        attn: Attention,
-        mlp: MLP | MoE,
+        attn: Mixer,
+        mlp: MLP | MoE | None,
         attn_norm: Norm,
         mlp_norm: Norm | None = None,
         post_attn_norm: Norm | None = None,
@@ -98,8 +101,8 @@ class DecoderLayer:
         self.post_mlp_norm = post_mlp_norm
         # Weight formats of the products that read each norm: the norm quantizes its output for
         # them. In a parallel block both branches may read the attention norm, unquantized.
-        self.attn_format = None if is_parallel else attn.qkv.weight.format
-        self.mlp_format = None if is_parallel else mlp.input_format
+        self.attn_format = None if is_parallel else attn.input_format
+        self.mlp_format = None if is_parallel or mlp is None else mlp.input_format
 
     def arrays(self) -> Iterator[tuple[str, Any]]:
         """Yield (name, array) for every array of the layer."""
@@ -129,9 +132,10 @@ class DecoderLayer:
         residual : (T, N) array
             The residual stream; overwritten.
         batch : ForwardBatch
-        pages : (k_pages, v_pages)
+        pages : tuple of array
+            The layer's caches: pages of keys and values, or states. See `engine.layers`.
         rows : (R,) int32 array, optional
-            Tokens to continue with; for the others only keys and values are stored.
+            Tokens to continue with; for the others only the caches are updated.
 
         Returns
         -------
@@ -143,6 +147,8 @@ class DecoderLayer:
         slots = batch.slot_mapping if rows is None else None
         if delta is None and rows is None and self.is_fused(residual.shape[0]):
             residual = self.attn(residual, batch, *pages, norm=self.attn_norm, residual=residual)
+            if self.mlp is None:
+                return None, residual
             out = self.mlp(residual, norm=self.mlp_norm, residual=residual, slots=slots)
             return None, out
         if delta is None:
@@ -153,6 +159,8 @@ class DecoderLayer:
         x = self.attn(x, batch, *pages, rows=rows)
         if rows is not None:
             residual = kernels.embedding(rows, residual)
+        if self.mlp is None:
+            return x, residual
         if self.is_parallel:
             if self.mlp_norm is not self.attn_norm:
                 given = self.mlp_norm(residual)
@@ -240,7 +248,7 @@ class Decoder:
         self.weights = dict(weights)
         self.max_model_len = max_model_len
         self.stage = stage
-        self.xp = array_module(self._weight("embed" if stage.is_first else "layers.0.qkv").data)
+        self.xp = array_module(next(iter(self.weights.values())).data)
         self._ropes = tuple(self._rope_table(rope) for rope in ropes(config))
         self.rope_tables = tuple(table.array for table in self._ropes)
         self.long_rope_offset = long_rope_offset(config.rope, max_model_len)
@@ -293,9 +301,9 @@ class Decoder:
         ----------
         batch : ForwardBatch
             On the weights' device.
-        kv_pages : sequence of (k_pages, v_pages)
-            For each layer (P, K, block_size, D), in the activations' dtype or quantized. New keys
-            and values are written into them.
+        kv_pages : sequence of tuples of array
+            For each layer (k_pages, v_pages), both (P, K, block_size, D), in the activations' dtype
+            or quantized; or the states of a layer without attention. They are written to.
 
         Returns
         -------
@@ -392,7 +400,8 @@ class Decoder:
     def _drops_early(self, num_dropped: int) -> bool:
         """Tell whether to drop the tokens without logits after attention in the last layer."""
         last = self.layers[-1]
-        saved = num_dropped * (last.attn.o.weight.num_elements + last.mlp.num_multiplied)
+        multiplied = 0 if last.mlp is None else last.mlp.num_multiplied
+        saved = num_dropped * (last.attn.o.weight.num_elements + multiplied)
         return saved >= (1 if self.xp is np else _MIN_SAVED)
 
     def logits(self, hidden: Any) -> Any:
@@ -456,9 +465,10 @@ class Decoder:
     def _numbers(self, layer: int) -> tuple[Hashable, ...]:
         """Return the non-array values that determine a layer's launches."""
         pattern = self.patterns.get(self.stage.first + layer)
-        moe = self.config.moe_of(layer)
+        c = self.config
+        moe = c.moe_of(layer)
         top_k = 0 if moe is None else moe.top_k
-        numbers = self.config.window(layer), rope_index(self.config, layer), pattern, top_k
+        numbers = c.kind(layer), c.window(layer), rope_index(c, layer), pattern, top_k
         return numbers if self.parts.can_plan else (*numbers, layer)  # each layer is its own kind
 
     def _weight(self, name: str) -> Weight:
@@ -527,7 +537,7 @@ class Decoder:
             ) from error
 
     def plain_layers(self, what: str) -> tuple[DecoderLayer, ...]:
-        """Return the layers, if all are a `DecoderLayer`.
+        """Return the layers, if all are a `DecoderLayer` with attention.
 
         Raises
         ------
@@ -535,20 +545,21 @@ class Decoder:
             If some are not: `what` does not support the model.
         """
         plain = tuple(layer for layer in self.layers if isinstance(layer, DecoderLayer))
-        if len(plain) < len(self.layers):
+        has_others = any(not isinstance(layer.attn, Attention) for layer in plain)
+        if has_others or len(plain) < len(self.layers):
             raise ConfigError(f"{what} is not supported for {self.config.model_type}")
         return plain
 
     def _layer(self, index: int) -> DecoderLayer | SandwichLayer | AltUpLayer:
         config = self.config
         name = f"layers.{index}"
-        mlp = self._mlp(index)
+        mlp = None if config.single_branch else self._mlp(index)
         if config.altup is not None:
             return self._altup_layer(name, index, mlp)
         if config.layer_scale or isinstance(mlp, DenseAndExperts):
             return self._sandwich_layer(name, index, mlp)
         return DecoderLayer(
-            self._attention(index),
+            self._mixer(index),
             mlp,
             self._pre_norm(f"{name}.attn_norm"),
             self._pre_norm(f"{name}.mlp_norm") if config.has_mlp_norms else None,
@@ -662,6 +673,17 @@ class Decoder:
         softplus = np.logaddexp(0.0, (positive, negative))
         values = np.array([softplus[0], slope + softplus[1], slope, eps], np.float32)
         return self.xp.asarray(values)
+
+    def _mixer(self, index: int) -> Mixer:
+        kind = self.config.kind(index)
+        if kind == "attention":
+            return self._attention(index)
+        if kind == "mlp":
+            mlp = self._mlp(index)
+            assert isinstance(mlp, MLP)
+            return FeedForward(mlp)
+        build = MIXERS[kind]
+        return build(self.config, f"layers.{index}.", self._weight, self._linear, self.parts)
 
     def _attention(self, index: int) -> Attention:
         config = self.config.at(index)

@@ -9,7 +9,7 @@ row.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -23,6 +23,7 @@ from engine.layers.embedding import Embedding
 from engine.layers.linear import Linear
 from engine.layers.mlp import MLP
 from engine.layers.norm import Norm
+from engine.models.decoder import Decoder
 from engine.models.rope_tables import RopeTable
 from engine.weights import Weight
 
@@ -264,29 +265,39 @@ _EAGLE3_NORMS = ("attn_norm", "hidden_norm", "final_norm")
 
 
 class MtpHead:
-    """An MTP head of MiMo: x = proj([norm(state), norm(embedding)]), then a layer and a norm.
+    """An MTP head: x = proj([norm(state), norm(embedding)]), then a layer of the model and a norm.
 
-    The first state is the target's hidden state after its final norm. The embedding at position 0
-    is 0. Embedding and output layer are the target's.
+    The first state is the target's hidden state after its final norm. Embedding and output layer
+    are the target's.
 
     Parameters
     ----------
-    config : ModelConfig
+    layer : Decoder
+        A pipeline stage with the head's only layer.
     weights : mapping of str to array
-        Weights of `HeadLayer`, and "proj" (N, 2N), "embed_norm", "hidden_norm", "attn_norm",
-        "final_norm" (N,).
+        "proj" (N, 2N), "embed_norm", "hidden_norm", "final_norm" (N,).
     target : DraftTarget
+    zero_first : bool
+        The embedding at position 0 is 0.
     """
 
     def __init__(
-        self, config: ModelConfig, weights: Mapping[str, Any], target: DraftTarget
+        self,
+        layer: Decoder,
+        weights: Mapping[str, Any],
+        target: DraftTarget,
+        *,
+        zero_first: bool = False,
     ) -> None:
-        self.config = config
+        c = self.config = layer.config
         self._target = target
-        self._layer = HeadLayer(config, weights, target.max_model_len)
+        self._stage = layer
+        self._weights = dict(weights)
+        self._zero_first = zero_first
         self._proj = Linear(Weight.dense(weights["proj"]))
-        norms = (Norm(weights[name], config.rms_norm_eps) for name in _MTP_NORMS)
-        self._embed_norm, self._hidden_norm, self._attn_norm, self._final_norm = norms
+        self._embed_norm, self._hidden_norm, self._final_norm = (
+            Norm(weights[name], c.rms_norm_eps, c.norm_weight_offset) for name in _MTP_NORMS
+        )
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
@@ -296,7 +307,7 @@ class MtpHead:
     @property
     def num_bytes(self) -> int:
         """Bytes of the head's own weights and rope table."""
-        return self._layer.num_bytes
+        return self._stage.num_bytes + sum(int(a.nbytes) for a in self._weights.values())
 
     def combine(self, features: Sequence[Any]) -> Any:
         """Return the target's final hidden states."""
@@ -308,12 +319,17 @@ class MtpHead:
         `state` (T, N) holds the state of the token before each of them.
         """
         x = self._inputs(token_ids, state, batch)
-        self._layer.store(self._attn_norm(x), batch, pages)
+        [layer] = self._stage.layers
+        assert isinstance(layer.attn, Attention)
+        layer.attn.store(layer.attn_norm(x), batch, *pages)
 
     def forward(self, token_ids: Any, state: Any, batch: ForwardBatch, pages: Pages) -> Any:
         """Store keys and values, and return the states (T, N) of `token_ids`."""
         x = self._inputs(token_ids, state, batch)
-        return self._final_norm(self._layer(self._attn_norm(x), x, batch, pages))
+        delta, residual = self._stage.run_stage(replace(batch, entering=(None, x)), [pages])
+        if delta is None:
+            return self._final_norm(residual)
+        return self._final_norm.add(delta, residual)[0]
 
     def logits(self, state: Any) -> Any:
         """Return the logits (T, V) float32 of the next tokens."""
@@ -321,10 +337,18 @@ class MtpHead:
 
     def _inputs(self, token_ids: Any, state: Any, batch: ForwardBatch) -> Any:
         """Return the residual stream (T, N)."""
+        _extend_ropes(self._stage, batch)
         embedding = self._embed_norm(self._target.embed(token_ids))
-        embedding *= (batch.rope_positions != 0).astype(embedding.dtype)[:, None]
+        if self._zero_first:
+            embedding *= (batch.rope_positions != 0).astype(embedding.dtype)[:, None]
         both = [self._hidden_norm(state), embedding]
         return self._proj(self._target.xp.concatenate(both, axis=1))
 
 
-_MTP_NORMS = ("embed_norm", "hidden_norm", "attn_norm", "final_norm")
+_MTP_NORMS = ("embed_norm", "hidden_norm", "final_norm")
+
+
+def _extend_ropes(layer: Decoder, batch: ForwardBatch) -> None:
+    # Rope positions are not key indices, so `max_context_len` does not bound them.
+    on_host = batch.on_host or batch
+    layer.extend_ropes(int(on_host.rope_positions.max()) + 1)

@@ -11,7 +11,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from engine.models.mixer_family import MixerFamily
 from engine.models.moe_family import MoeFamily
+from engine.models.mtp_family import MtpFamily
 from engine.models.tensor_layout import ROWS, Layout
 
 __all__ = [
@@ -45,7 +47,15 @@ WindowRule = Literal[
     "pattern_after_dense",
     "first_and_pattern",
 ]
-RopeRule = Literal["all", "no_rope_layers", "windows", "windows_if_set", "windows_and_dense"]
+RopeRule = Literal[
+    "all",
+    "none",
+    "no_rope_layers",
+    "windows",
+    "windows_if_set",
+    "windows_and_dense",
+    "position_embedding_type",
+]
 
 
 class WeightName(NamedTuple):
@@ -82,8 +92,8 @@ class TensorName(NamedTuple):
         Kind of the engine weight. See `WeightName`.
     part : str
         Rows of the weight to fill: "q", "k", "v", "gate", "up", "shared_gate", "shared_up",
-        "expert_gate", "expert_up", or "" for all. "q|k|v": the tensor has, head by head, a head's
-        rows of each of these parts.
+        "expert_gate", "expert_up", ..., or "" for all. "q|k|v": the tensor has, head by head, a
+        head's rows of each of these parts; "q+k": all rows of one part, then of the next.
     layout : Layout
         Storage layout of the experts' matrices.
     form : str
@@ -272,10 +282,11 @@ class Family:
         Layers with rope, or those that `layer_types` calls "chunked_attention", see only the keys
         of their own chunk of `attention_chunk_size` positions, if that is set.
     rope_layers : str
-        Layers that rotate q and k: "all", "windows" (those with a sliding window),
+        Layers that rotate q and k: "all", "none", "windows" (those with a sliding window),
         "windows_if_set" (the same, but all layers if `sliding_window` is null), "windows_and_dense"
-        (the same, and the dense ones, if their pattern is 1), or "no_rope_layers" (that key lists 1
-        or 0 per layer; without it, all layers but every
+        (the same, and the dense ones, if their pattern is 1), "position_embedding_type" (all if
+        that key is "rope", else none), or "no_rope_layers" (that key lists 1 or 0 per layer;
+        without it, all layers but every
         `no_rope_layer_interval`-th).
     norm_weight_offset : float
         Added to every norm's weight.
@@ -319,13 +330,19 @@ class Family:
         head instead of i and i + R/2.
     gguf_interleaved_rope : bool
         The same flag for .gguf files.
+    mixers : MixerFamily or None
+        Declaration of the layers that replace attention.
     attn_gate : str
         Gate of the attention's output. See `ModelConfig.attn_gate`.
     moe : MoeFamily or None
         Declaration of the layers with experts.
+    adjusts_width : bool
+        The MLP's width is computed from `intermediate_size` (LFM2).
     extra_layers : str
         Key of the number of multi-token prediction layers after the last layer, which are not
         loaded with the model; "" for none.
+    mtp : MtpFamily or None
+        Declaration of such a layer, if it can be loaded as a draft head.
     """
 
     model_type: str
@@ -381,9 +398,12 @@ class Family:
     scales_unrotated_q: bool = False
     interleaved_rope: bool = False
     gguf_interleaved_rope: bool = False
+    mixers: MixerFamily | None = None
     attn_gate: str = ""
     moe: MoeFamily | None = None
+    adjusts_width: bool = False
     extra_layers: str = ""
+    mtp: MtpFamily | None = None
 
     @property
     def has_partial_rope(self) -> bool:

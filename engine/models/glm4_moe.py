@@ -14,6 +14,7 @@ from engine.models.expert_names import (
 from engine.models.family import GGUF_SPLIT_NAMES, Family, TensorName
 from engine.models.llama import LLAMA_NAMES
 from engine.models.moe_family import MoeFamily
+from engine.models.mtp_family import NEXTN
 
 __all__ = ["GLM4_EXPERTS", "GLM4_MOE"]
 
@@ -61,5 +62,6 @@ GLM4_MOE = Family(
     qkv_bias="attention_bias",
     qk_norm="use_qk_norm",
     extra_layers="num_nextn_predict_layers",
+    mtp=NEXTN,
     moe=GLM4_EXPERTS,
 )

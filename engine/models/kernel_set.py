@@ -26,6 +26,13 @@ _PAGE_OPS = (
     "kv_swap",
     "qk_norm_rope_store",
 )
+_KIND_OPS: dict[str, tuple[str, ...]] = {
+    "attention": (),
+    "gated_delta": ("causal_conv", "gated_delta", "gated_norm"),
+    "short_conv": ("causal_conv",),
+    "mamba2": ("causal_conv", "mamba2", "gated_norm"),
+    "mlp": (),
+}
 # Op -> dtypes besides the model's: logits and barriers are float32, ids move as float16.
 _RANK_OPS: dict[str, tuple[str, ...]] = {
     "all_reduce": ("float32",),
@@ -80,6 +87,8 @@ def kernel_specs(
     if config.attn_gate:
         chosen.append("sigmoid_gate")
     specs: list[ModuleSpec] = []
+    for kind in dict.fromkeys(config.layer_kinds):
+        chosen += _KIND_OPS[kind]
     if config.moe is not None:
         chosen += _MOE_OPS
     if _scales_rows(config):

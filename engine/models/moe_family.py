@@ -37,14 +37,16 @@ class MoeFamily:
         Key of `score`; with it, "softmax" is over the logits of the chosen experts only.
     score : str
         Function of the router's logits: "softmax" or "sigmoid".
-    correction : bool
-        Add a bias per expert to the scores when experts are selected.
+    correction : bool or str
+        Add a bias per expert to the scores when experts are selected; or the key of that flag.
     scales_input : bool
         A token's only weight multiplies the input of its expert instead of the output.
     scale : str
         Key of the factor on a token's weights; "" for none.
     has_groups : bool
         Whether `n_group` and `topk_group` limit the selection.
+    dense_width : str
+        Key of the MLP's width in a model with 0 experts; "" if there are none.
     shared_width : str
         Key of the shared expert's intermediate size; "" for none.
     shared_count : str
@@ -70,10 +72,11 @@ class MoeFamily:
     lists_layers: bool = False
     score_key: str = ""
     score: str = "softmax"
-    correction: bool = False
+    correction: bool | str = False
     scales_input: bool = False
     scale: str = ""
     has_groups: bool = False
+    dense_width: str = ""
     shared_width: str = ""
     shared_count: str = ""
     shared_sum: str = ""

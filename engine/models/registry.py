@@ -24,11 +24,13 @@ from engine.models.gpt_neox import GPT_NEOX
 from engine.models.gpt_oss import GPT_OSS
 from engine.models.granite import GRANITE
 from engine.models.granitemoe import GRANITEMOE, GRANITEMOESHARED
+from engine.models.granitemoehybrid import GRANITEMOEHYBRID
 from engine.models.helium import HELIUM
 from engine.models.hunyuan_v1 import HUNYUAN_V1_DENSE, HUNYUAN_V1_MOE
 from engine.models.hy_v3 import HY_V3
 from engine.models.hyperclovax import HYPERCLOVAX
 from engine.models.jais2 import JAIS2
+from engine.models.lfm2 import LFM2, LFM2_MOE
 from engine.models.llama import LLAMA
 from engine.models.llama4 import LLAMA4_TEXT
 from engine.models.mellum import MELLUM
@@ -39,6 +41,7 @@ from engine.models.mistral import MINISTRAL, MINISTRAL3, MISTRAL
 from engine.models.mixtral import MIXTRAL
 from engine.models.nanochat import NANOCHAT
 from engine.models.nemotron import NEMOTRON
+from engine.models.nemotron_h import NEMOTRON_H
 from engine.models.olmo import OLMO
 from engine.models.olmo2 import OLMO2, OLMO3
 from engine.models.olmoe import OLMOE
@@ -47,7 +50,9 @@ from engine.models.phi3 import PHI3
 from engine.models.qwen2 import QWEN2
 from engine.models.qwen2_moe import QWEN2_MOE
 from engine.models.qwen3 import QWEN3
+from engine.models.qwen3_5 import QWEN3_5_MOE_TEXT, QWEN3_5_TEXT
 from engine.models.qwen3_moe import QWEN3_MOE
+from engine.models.qwen3_next import QWEN3_NEXT
 from engine.models.qwen_vl import (
     QWEN2_5_VL_TEXT,
     QWEN2_VL_TEXT,
@@ -101,6 +106,9 @@ _DENSE = (
     EXAONE4,
     HELIUM,
     HYPERCLOVAX,
+    QWEN3_5_TEXT,
+    LFM2,
+    NEMOTRON_H,
 )
 _SPARSE = (
     QWEN2_MOE,
@@ -123,6 +131,10 @@ _SPARSE = (
     GRANITEMOESHARED,
     COHERE2_MOE,
     MIMO_V2_FLASH,
+    QWEN3_NEXT,
+    QWEN3_5_MOE_TEXT,
+    LFM2_MOE,
+    GRANITEMOEHYBRID,
 )
 
 _OF_WRAPPERS = (

@@ -66,6 +66,13 @@ def local_config(config: ModelConfig, shard: Shard) -> ModelConfig:
     )
     if config.has_mlp:
         sizes["intermediate_size"] = part(shard.cut("intermediate_size", config.intermediate_size))
+    if (conv := config.short_conv) is not None:
+        channels = part(shard.cut("channels of the convolution", conv.num_channels))
+        sizes["short_conv"] = replace(conv, num_channels=channels)
+    if (mamba := config.mamba2) is not None:
+        groups = part(shard.cut("mamba_n_groups", mamba.num_groups))
+        heads_of_groups = mamba.num_heads // shard.count
+        sizes["mamba2"] = replace(mamba, num_groups=groups, num_heads=heads_of_groups)
     layers = shard.stage.layers
     moe = config.moe
     if shard.stage.num_layers:
@@ -73,6 +80,11 @@ def local_config(config: ModelConfig, shard: Shard) -> ModelConfig:
         sizes["layer_windows"] = config.layer_windows[layers]
         sizes["layer_chunks"] = config.layer_chunks[layers]
         sizes["rope_layers"] = config.rope_layers[layers]
+        sizes["layer_kinds"] = config.layer_kinds[layers]
+    if (delta := config.gated_delta) is not None:
+        key_heads = part(shard.cut("linear_num_key_heads", delta.num_key_heads))
+        value_heads = delta.num_value_heads // shard.count
+        sizes["gated_delta"] = replace(delta, num_key_heads=key_heads, num_value_heads=value_heads)
     if moe is not None:
         width = moe.intermediate_size
         shared = moe.shared_size

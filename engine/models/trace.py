@@ -72,6 +72,7 @@ def _walk(
     parts: WholeParts,
 ) -> tuple[Array, Array]:
     """Return the layer's attention weights and the residual stream after it."""
+    assert isinstance(layer.attn, Attention) and layer.mlp is not None
     given = layer.attn_norm(residual)
     weights, heads = attend(layer.attn, given, positions, rope_positions)
     x = layer.attn.o(heads)

@@ -80,6 +80,8 @@ _DECLARED = (
     Wrapper("qwen2_5_vl", "qwen2_5_vl_text", ("visual",)),
     Wrapper("qwen3_vl", "qwen3_vl_text", ("visual",)),
     Wrapper("qwen3_vl_moe", "qwen3_vl_moe_text", ("visual",)),
+    Wrapper("qwen3_5", "qwen3_5_text", ("visual",)),
+    Wrapper("qwen3_5_moe", "qwen3_5_moe_text", ("visual",)),
 )
 
 WRAPPERS: dict[str, Wrapper] = {known.model_type: known for known in _DECLARED}

@@ -32,6 +32,7 @@ from engine.reference.kv_copy import kv_copy
 from engine.reference.kv_gather import kv_gather
 from engine.reference.kv_store import kv_store
 from engine.reference.kv_swap import kv_swap
+from engine.reference.mamba2 import mamba2
 from engine.reference.match_rms import match_rms
 from engine.reference.merge_states import merge_states
 from engine.reference.moe_activation_backward import moe_activation_backward
@@ -98,6 +99,7 @@ __all__ = [
     "kv_gather",
     "kv_store",
     "kv_swap",
+    "mamba2",
     "match_rms",
     "merge_states",
     "moe_activation_backward",

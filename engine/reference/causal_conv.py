@@ -29,12 +29,17 @@ def causal_conv(
     snapshot_offsets: Array | None = None,
     bias: Array | None = None,
     activation: str | None = None,
+    in_gate: Array | None = None,
+    out_gate: Array | None = None,
 ) -> Array:
     """y[t, c] = activation(bias[c] + sum over j < K of weight[c, j] * x[t - K + 1 + j, c]).
 
-    The K - 1 inputs before a sequence's first token are in its state, oldest first.
+    The K - 1 inputs before a sequence's first token are in its state, oldest first. With gates,
+    the inputs are in_gate * x, rounded, and the result is out_gate * y.
     """
     real = accumulation_dtype(x.dtype)
+    if in_gate is not None:
+        x = (x.astype(real) * in_gate.astype(real)).astype(x.dtype)
     width = weight.shape[1]
     targets = state_slots if state_targets is None else state_targets
     out = np.empty(x.shape, x.dtype)
@@ -47,7 +52,8 @@ def causal_conv(
             y += weight[:, j].astype(real) * inputs[j : j + end - begin].astype(real)
         if bias is not None:
             y += bias.astype(real)
-        out[begin:end] = silu(y) if activation == "silu" else y
+        y = silu(y) if activation == "silu" else y
+        out[begin:end] = y if out_gate is None else y * out_gate[begin:end].astype(real)
         for count, slot in state_writes(b, end - begin, targets, snapshot_slots, snapshot_offsets):
             states[slot] = inputs[count : count + width - 1]
     return out

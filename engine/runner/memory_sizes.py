@@ -77,6 +77,12 @@ def activation_bytes(model: ModelConfig, dtype: str, num_tokens: int, num_rows: 
         scaled = model.hidden_size if model.moe.scales_input else 0
         mlp = max(mlp, pairs + scaled + 3 * model.moe.shared_size)
     attention = 2 * model.qkv_dim
+    if (delta := model.gated_delta) is not None:  # projected, convolved, and the heads' outputs
+        attention = max(attention, delta.in_dim + delta.conv_dim + delta.value_dim)
+    if (conv := model.short_conv) is not None:
+        attention = max(attention, 4 * conv.num_channels)
+    if (mamba := model.mamba2) is not None:
+        attention = max(attention, 2 * (mamba.conv_dim + mamba.inner_dim))
     per_token = (4 * model.hidden_size + mlp + attention) * itemsize(dtype)
     per_row = 4 * 4 * model.vocab_size
     return math.ceil(1.1 * (num_tokens * per_token + num_rows * per_row))

@@ -82,6 +82,8 @@ def _check_blocks(config: ModelConfig, division: Division, high: int, wide: int)
     """Raise unless a rank's part of a matrix is whole blocks of `high` rows x `wide` columns."""
     local = _of_rank(config, division)
     sizes = {"query heads": local.num_heads * local.head_dim}
+    if local.gated_delta is not None:
+        sizes["value heads"] = local.gated_delta.value_dim
     if config.has_mlp:
         sizes["intermediate_size"] = local.intermediate_size
     if local.moe is not None:
@@ -158,8 +160,28 @@ def _of_rank(config: ModelConfig, division: Division) -> ModelConfig:
             intermediate_size=moe.intermediate_size // shard.count,
             shared_size=moe.shared_size // shard.count,
         )
+    delta = config.gated_delta
+    if delta is not None:
+        delta = replace(
+            delta,
+            num_key_heads=delta.num_key_heads // shard.count,
+            num_value_heads=delta.num_value_heads // shard.count,
+        )
+    conv = config.short_conv
+    if conv is not None:
+        conv = replace(conv, num_channels=conv.num_channels // shard.count)
+    mamba = config.mamba2
+    if mamba is not None:
+        mamba = replace(
+            mamba,
+            num_heads=mamba.num_heads // shard.count,
+            num_groups=mamba.num_groups // shard.count,
+        )
     return replace(
         config,
+        mamba2=mamba,
+        gated_delta=delta,
+        short_conv=conv,
         num_heads=config.num_heads // shard.count,
         num_kv_heads=last - first,
         intermediate_size=config.intermediate_size // shard.count,
@@ -179,5 +201,6 @@ def _layers(config: ModelConfig, first: int, last: int) -> ModelConfig:
         layer_windows=config.layer_windows[first:last],
         layer_chunks=config.layer_chunks[first:last],
         rope_layers=config.rope_layers[first:last],
+        layer_kinds=config.layer_kinds[first:last],
         moe=moe,
     )

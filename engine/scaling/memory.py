@@ -28,6 +28,7 @@ _GROUPS = {
     "output layer": ("lm_head",),
     "MLPs": ("gate_up", "up", "down"),
     "attention": ("qkv", "o", "sinks"),
+    "layers with states": ("delta_", "conv_", "mamba_"),
 }
 _NORMS = "norms"
 

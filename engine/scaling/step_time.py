@@ -22,12 +22,24 @@ from engine.weights import FORMATS, Format, dense_format
 
 __all__ = ["Step", "StepModel"]
 
-_MATRICES = ("qkv", "o", "gate_up", "up", "down", "router", "shared_gate_up", "shared_down")
+_MATRICES = (
+    "qkv",
+    "o",
+    "delta_in",
+    "delta_out",
+    "gate_up",
+    "up",
+    "down",
+    "router",
+    "shared_gate_up",
+    "shared_down",
+)
 _FUSED_ROWS = 2  # maximum number of rows for GEMMs with fused norm and rope
 _FEW_ROWS = 16  # maximum number of rows for skinny GEMMs, bound by reading weights
 _FEW_PAIRS = 8  # the same limit for the tokens of one expert
 _TILE_ROWS = 128  # rows of a GEMM tile
 _LOGIT_BYTES = 4
+_DELTA_CHUNK = 64  # tokens of a chunk of the gated delta rule
 
 
 @dataclass(frozen=True)
@@ -140,14 +152,16 @@ class StepModel:
     ) -> Terms:
         found = {kind: shapes.get(f"layers.{layer}.{kind}") for kind in _MATRICES}
         chosen = {kind: self._format(f"layers.{layer}.{kind}", formats) for kind in found}
-        terms = self._attention(local, window, step)
+        is_delta = local.kind(layer) == "gated_delta"
+        terms = self._states(local, step) if is_delta else self._attention(local, window, step)
         for kind, shape in found.items():
             if shape is not None:
                 terms += self._product(shape, chosen[kind], step.rows)
         moe = local.moe_of(layer)
         if moe is not None:
             terms += self._experts(moe, layer, shapes, formats, step, division)
-        terms += self._elementwise(local, moe, chosen["qkv"], step, division)
+        first = chosen["delta_in" if is_delta else "qkv"]
+        terms += self._elementwise(local, moe, first, step, division)
         sums = 1 if local.parallel else 2
         return terms + self._sum(step.num_tokens, division).times(sums)
 
@@ -222,6 +236,22 @@ class StepModel:
         rate = constants.tensor_attention * self.card.tensor_16
         return Terms(attention=operations / rate / 1e6, launches=constants.launch_us)
 
+    def _states(self, local: ModelConfig, step: Step) -> Terms:
+        """Return the time of a gated delta net without its projections."""
+        delta = local.gated_delta
+        assert delta is not None
+        constants = self.constants
+        state = delta.value_dim * delta.key_head_dim
+        launches = 2 * constants.elementwise_us + constants.launch_us
+        if step.is_decode:  # each state is read and written
+            reading = self._read_us(step.num_tokens * 2 * 4 * state, constants.read_pages)
+            return Terms(pages=reading, launches=launches)
+        # A chunk multiplies with the state three times, and twice with its own keys and values.
+        chunk = 2 * _DELTA_CHUNK * (delta.key_head_dim + delta.value_head_dim)
+        operations = 2 * step.num_tokens * (3 * state + chunk * delta.num_value_heads)
+        rate = constants.tensor_attention * self.card.tensor_16
+        return Terms(attention=operations / rate / 1e6, launches=launches)
+
     def _elementwise(
         self,
         local: ModelConfig,
@@ -234,7 +264,9 @@ class StepModel:
         is_fused = step.rows <= _FUSED_ROWS and not form.activations and division.tensor == 1
         size = itemsize(self.dtype)
         hidden = local.hidden_size
-        features = local.qkv_dim + (0 if moe is None else (moe.top_k + 1) * hidden)
+        own = local.gated_delta
+        mixed = local.qkv_dim if own is None else max(local.qkv_dim, own.in_dim)
+        features = mixed + (0 if moe is None else (moe.top_k + 1) * hidden)
         launches, moved = (0, 0) if is_fused else (2, 8 * hidden + 2 * features)
         if form.activations:
             launches += 2
@@ -331,7 +363,7 @@ def _weights(
     kinds: Counter[tuple[int, int]] = Counter()
     for layer in range(local.num_layers):
         window = local.window(layer) or local.chunk(layer) // 2  # keys seen on average
-        key = window, local.moe_of(layer) is not None
+        key = local.kind(layer), window, local.moe_of(layer) is not None
         kinds[first.setdefault(key, layer), window] += 1
     return shapes, formats, kinds
 

@@ -9,8 +9,8 @@ from engine.config import ModelConfig
 from engine.errors import ConfigError
 from engine.loading.download import ModelSource, resolve_model
 from engine.loading.eagle3 import load_eagle3_config, load_eagle3_weights
-from engine.loading.mtp import load_mtp_config, load_mtp_weights
-from engine.models.draft_heads import DraftHead, Eagle3Head, MtpHead
+from engine.loading.mtp import load_mtp_config, load_mtp_head
+from engine.models.draft_heads import DraftHead, Eagle3Head
 from engine.speculative.config import SpeculativeConfig
 
 __all__ = ["HEAD_METHODS", "LoadedHead", "load_head"]
@@ -71,9 +71,9 @@ def load_head(config: SpeculativeConfig, target: Any) -> LoadedHead:
     device = target.device
     dtype = target.dtype
     if config.method == "mtp":
-        layer = load_mtp_config(folder, target.config)
-        weights = load_mtp_weights(folder, layer, device, dtype)
-        return LoadedHead(MtpHead(layer, weights, target.draft_target), target)
+        layers = load_mtp_config(folder, target.config)
+        head = load_mtp_head(folder, layers, target.load_config, target.draft_target)
+        return LoadedHead(head, target)
     sizes = load_eagle3_config(folder, target.config)
     weights = load_eagle3_weights(folder, sizes, device, dtype)
     return LoadedHead(Eagle3Head(sizes, weights, target.draft_target), target)

@@ -23,6 +23,7 @@ SPARSE = (
     *("afmoe", "hunyuan_v1_moe", "qwen3_vl_moe_text"),
     *("dots1", "solar_open", "minimax_m2", "hy_v3", "ernie4_5_moe", "exaone_moe", "mellum"),
     *("flex_olmo", "granitemoeshared", "llama4_text", "cohere2_moe", "mimo_v2_flash"),
+    *("qwen3_next", "qwen3_5_moe_text", "lfm2_moe", "granitemoehybrid"),
 )
 SWITCHED = ("qwen2", "qwen3", "smollm3", "qwen2_moe", "qwen3_moe")
 SWITCHED += ("qwen2_vl_text", "qwen2_5_vl_text")
@@ -44,6 +45,7 @@ FAMILIES = (
     *("arcee", "nemotron", "jais2", "gpt_neox", "hunyuan_v1_dense"),
     *("apertus", "olmo", "nanochat"),
     *("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text"),
+    *("qwen3_5_text", "lfm2", "nemotron_h"),
 )
 PLAIN = {
     "vocab_size": 40, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4,
@@ -53,6 +55,24 @@ PLAIN = {
 EXPERTS = {
     "num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8, "num_experts_per_tok": 2,
     "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "n_shared_experts": 1,
+}  # fmt: skip
+_LINEAR = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8, "full_attention_interval": 2,
+}  # fmt: skip
+_TYPES = ["conv", "full_attention", "conv", "full_attention"]
+HYBRIDS = {
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), _LINEAR),
+    "lfm2": {"layer_types": _TYPES},
+    "lfm2_moe": {"layer_types": _TYPES, "num_dense_layers": 1},
+    "granitemoehybrid": {
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "mamba_n_heads": 4, "mamba_d_state": 8, "shared_intermediate_size": 16,
+    },
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"],
+        "mamba_num_heads": 4, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 8,
+    },
 }  # fmt: skip
 # Text models without a class of their own that computes logits -> the type of the whole model.
 WHOLE = {f"{name}_text": name for name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")}
@@ -72,7 +92,11 @@ def others(key: str, value: object) -> list:
     if isinstance(value, float):
         return [round(value * 0.5 + 0.1, 6)]
     if isinstance(value, str):
-        return {"hidden_act": ["gelu"], "hidden_activation": ["silu"]}.get(key, [])
+        return {
+            "hidden_act": ["gelu"],
+            "hidden_activation": ["silu"],
+            "mlp_hidden_act": ["silu"],
+        }.get(key, [])
     if isinstance(value, list):
         return (
             [value[::-1], ["full_attention"] * len(value)]
@@ -104,6 +128,7 @@ def measure(family: str) -> dict:
     values |= {"rope_parameters": MROPE} if family in WHOLE else {}
     values |= LLAMA4 if family == "llama4_text" else {}
     values |= {"v_head_dim": 6} if family == "mimo_v2_flash" else {}
+    values |= HYBRIDS.get(family, {})
     model = build(family, values)
     generator = torch.Generator().manual_seed(1)
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}

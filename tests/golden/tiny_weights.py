@@ -22,7 +22,9 @@ def tiny_weight(name: str, shape: list[int], norm_mean: float) -> np.ndarray:
         return np.array(0.4 if name.endswith("beta") else -0.02, np.float32).reshape(shape)
     seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
     values = np.random.default_rng(seed).standard_normal(tuple(shape))
-    if "norm" in name and not name.endswith(".bias"):
+    if "linear_attn.norm" in name:
+        values = 1 + 0.2 * values  # in every family
+    elif "norm" in name and not name.endswith(".bias"):
         values = norm_mean + 0.2 * values
     elif name.endswith("layer_scalar"):
         values = 1 + 0.3 * values

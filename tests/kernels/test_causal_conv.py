@@ -75,6 +75,40 @@ def test_views(xp, batch, dtype):
     _check(got, states, want, want_states)
 
 
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("channels", [72, 63])
+@pytest.mark.parametrize("batch", (STATE_BATCHES[1], STATE_BATCHES[6]), ids=str)
+def test_gates(xp, batch, channels, dtype):
+    """Factors on inputs and results, views of one projection; the states hold the products."""
+    x, weight, bias, states, slots = _case(batch, channels, 3, dtype)
+    in_gate, out_gate = (cases.normal(x.shape, dtype, seed) for seed in (4, 5))
+    wide = xp.asarray(np.concatenate([in_gate, out_gate, x], axis=1))
+    options = {"bias": bias, "in_gate": in_gate, "out_gate": out_gate}
+    want_states = states.copy()
+    want = reference.causal_conv(x, weight, states=want_states, **slots, **options)
+    real = x.astype(np.float32) * in_gate.astype(np.float32)
+    bare_states = states.copy()
+    inputs = {"states": bare_states, **slots, "bias": bias}
+    bare = reference.causal_conv(real.astype(x.dtype), weight, **inputs)
+    np.testing.assert_array_equal(_floats(want_states), _floats(bare_states))
+    product = bare.astype(np.float32) * out_gate.astype(np.float32)
+    assert_close(product.astype(want.dtype), want, reduction=4)
+    states = xp.asarray(states)
+    options = {
+        "bias": xp.asarray(bias),
+        "in_gate": wide[:, :channels],
+        "out_gate": wide[:, channels : 2 * channels],
+    }
+    got = kernels.causal_conv(
+        wide[:, 2 * channels :],
+        xp.asarray(weight),
+        states=states,
+        **batch.on(xp, slots),
+        **options,
+    )
+    _check(got, states, want, want_states)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens_per_block", [1, 2, 16])
 def test_bits_do_not_depend_on_the_split(cp, monkeypatch, tokens_per_block):

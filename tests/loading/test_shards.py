@@ -41,7 +41,9 @@ def test_norms_of_all_heads_are_whole():
 
 
 @pytest.mark.parametrize("count", [2, 4])
-@pytest.mark.parametrize("case", ["llama", "gpt_oss", "glm4_moe", "phi", "olmo2"])
+@pytest.mark.parametrize(
+    "case", ["llama", "gpt_oss", "glm4_moe", "phi", "olmo2", "qwen3_next", "qwen3_5_text"]
+)
 def test_shards_by_output_add_up_to_the_whole(tmp_path, case, count):
     """No matrix is divided by its input features; what is read is what `take_shard` takes."""
     record = json.loads((GOLDEN / f"{case}.json").read_text())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from engine.models.registry import FAMILIES, family, family_of_gguf
 from engine.models.wrappers import WRAPPERS
 
 ARCHITECTURES = sorted(kind.gguf_arch for kind in FAMILIES.values() if kind.gguf_arch)
+EXTRA = {"mamba_n_heads": 4, "mamba_n_groups": 2}  # of hybrids
 SIZES = {
     "vocab_size": 64,
     "hidden_size": 32,
@@ -67,7 +69,7 @@ def filled(table, config: ModelConfig) -> dict[tuple[str, str], set[str]]:
         for _, target, _ in template.expand(num_layers=1, num_experts=1):
             if str(target) in weight_shapes(config):
                 result.setdefault((str(target), template.form), set()).update(
-                    template.part.split("|")
+                    re.split("[|+]", template.part)
                 )
     return result
 
@@ -75,8 +77,12 @@ def filled(table, config: ModelConfig) -> dict[tuple[str, str], set[str]]:
 @pytest.mark.parametrize("kind", FAMILIES.values(), ids=FAMILIES)
 @pytest.mark.parametrize("biases", [False, True])
 def test_every_row_of_every_weight_has_exactly_one_name(kind, biases):
-    config = config_of(kind, attention_bias=biases, mlp_bias=biases, tie_word_embeddings=False)
-    for table in (kind.names, kind.gguf_names):
+    keys = {"attention_bias": biases, "mlp_bias": biases, "tie_word_embeddings": False}
+    # The only layer has attention, or what replaces it.
+    types = kind.mixers.kinds if kind.mixers else ()
+    configs = [config_of(kind, **keys, **EXTRA, layer_types=[one]) for one in types]
+    configs = configs or [config_of(kind, **keys)]
+    for config, table in itertools.product(configs, (kind.names, kind.gguf_names)):
         found = filled(table, config)
         wanted = set(weight_shapes(config))
         if not config.norm_weight:
@@ -85,6 +91,7 @@ def test_every_row_of_every_weight_has_exactly_one_name(kind, biases):
         for (target, _), parts in found.items():
             splits = ("qkv", {"q", "k", "v"}), ("shared_gate_up", {"shared_gate", "shared_up"})
             splits += ("experts_gate_up", {"expert_gate", "expert_up"}), ("gate_up", {"gate", "up"})
+            splits += (("delta_in", {f"delta_{one}" for one in "qkvzba"}),)
             split = next((parts for kind, parts in splits if kind in target), set())
             assert parts - {"attn_gate"} in ({""}, split), target
         names = [(name.checkpoint, name.form) for name in table]

@@ -13,7 +13,7 @@ from engine import SamplingParams
 from engine.device import to_numpy
 from engine.errors import ConfigError, WeightsError
 from engine.layers.batch import ForwardBatch
-from engine.loading.mtp import load_mtp_config, load_mtp_weights
+from engine.loading.mtp import load_mtp_config, load_mtp_head
 from tests.e2e.tiny import alone, make_engine, mixed_params, run, tiny_model
 from tests.speculative import heads
 
@@ -162,7 +162,10 @@ def test_a_further_mtp_layer_needs_the_config_to_announce_it(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model_type": "qwen2"}, "model_type must be 'mimo' for an MTP head; got 'qwen2'"),
+        (
+            {"model_type": "qwen2"},
+            "model_type must be .* or 'mimo' .* for an MTP head; got 'qwen2'",
+        ),
         ({"num_nextn_predict_layers": 0}, "num_nextn_predict_layers must be at least 1; got 0"),
         ({"vocab_size": 60}, "vocab_size must be that of the model, 61; got 60"),
         ({"hidden_size": 64}, "hidden_size must be that of the model, 32; got 64"),
@@ -179,7 +182,10 @@ def test_a_config_that_does_not_fit_is_refused(tmp_path, model, changes, words):
     [
         (lambda t: t.pop(f"{PREFIX}input_proj.weight"), "a tensor is missing: .*input_proj"),
         (lambda t: t.pop(f"{PREFIX}self_attn.k_proj.bias"), "a tensor is missing: .*k_proj.bias"),
-        (lambda t: t.update({f"{PREFIX}x": t["model.norm.weight"]}), "does not have: .*0.x"),
+        (
+            lambda t: t.update({f"{PREFIX}x": t["model.norm.weight"]}),
+            "not part of a mimo model with this config: .*3.x",
+        ),
         (lambda t: t.update({f"{PREFIX}final_layernorm.weight": np.ones(31, np.float32)}), "shape"),
     ],
 )
@@ -190,7 +196,7 @@ def test_tensors_that_do_not_fit_are_refused(tmp_path, model, change, words):
     save_file(tensors, tmp_path / "model.safetensors")
     config = load_mtp_config(tmp_path, model.config)
     with pytest.raises(WeightsError, match=words):
-        load_mtp_weights(tmp_path, config, model.device, "float32")
+        load_mtp_head(tmp_path, config, model.load_config, model.draft_target)
 
 
 def test_a_model_without_files_has_no_head():

@@ -1,0 +1,203 @@
+// Mamba-2's selective state space, one token after the other.
+//
+//   S = S e^(-step e^a_log) + (step x) b^T;  out = S c + d x        S is (P, N) per head
+//   step = clip(softplus(dt + dt_bias), dt_min, dt_max)
+//
+// A state is read and written once per call. Arguments: Mamba2Params, below.
+//
+// Numerics: float; a state is rounded when it is written, out once. A row's sums have one order,
+// whatever the launch.
+// Parallelisation: a warp holds kRows rows of a state in registers: column i * 32 + lane of each in
+// every lane. Its rows' sums over the lanes are added by a transposing reduction, which leaves each
+// row's sum in kRowLanes lanes. The next token's operands are loaded while a token is computed.
+// Mirror: engine/reference/mamba2.py
+#include "common/pdl.cuh"
+#include "common/reduce.cuh"
+#include "common/state_slots.cuh"
+#include "common/types.cuh"
+
+#if STATE_BF16
+using state_t = __nv_bfloat16;
+#else
+using state_t = float;
+#endif
+
+constexpr int kThreads = 128;
+constexpr int kWarps = kThreads / kWarpSize;
+constexpr int kRows = 8;                         // of a state, per warp
+constexpr int kRowLanes = kWarpSize / kRows;     // lanes that hold a row's sum
+
+struct Mamba2Params {
+  const scalar_t* x;  // (T, H, P)
+  int64_t x_stride_t, x_stride_h;
+  const scalar_t* dt;  // (T, H)
+  int64_t dt_stride_t;
+  const scalar_t* b;  // (T, G, N)
+  int64_t b_stride_t, b_stride_h;
+  const scalar_t* c;  // (T, G, N)
+  int64_t c_stride_t, c_stride_h;
+  const float* a_log;    // (H,)
+  const float* d;        // (H,)
+  const float* dt_bias;  // (H,)
+  scalar_t* out;         // (T, H, P) contiguous
+  state_t* states;       // (num_slots, H, P, N), slots slot_stride elements apart
+  int64_t slot_stride;
+  int num_slots;
+  const int* cu_seqlens_q;      // (B+1,)
+  const int* context_lens;      // (B,) lengths including these tokens
+  const int* state_slots;       // (B,)
+  const int* state_targets;     // (B,), or (B, num_targets) if num_targets > 0
+  int num_targets;              // Q or 0
+  const int* snapshot_slots;    // (B,) or null
+  const int* snapshot_offsets;  // (B,) tokens before the snapshot; null without snapshots
+  int num_tokens;               // T
+  int num_heads;                // H
+  int num_groups;               // G
+  int head_dim;                 // P
+  int state_size;               // N, at most 32 * kColumns
+  float dt_min, dt_max;
+};
+
+// log(1 + e^x), without overflow.
+__device__ __forceinline__ float softplus(float x) {
+  return fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x)));
+}
+
+// Adds x[r] over the lanes; the lane with lane / kRowLanes == r gets the sum of x[r].
+__device__ __forceinline__ float transposed_sum(float (&x)[kRows]) {
+  const int lane = threadIdx.x % kWarpSize;
+  int offset = kWarpSize / 2;
+#pragma unroll
+  for (int n = kRows / 2; n > 0; n /= 2, offset /= 2) {
+    const bool is_upper = (lane & offset) != 0;
+#pragma unroll
+    for (int i = 0; i < n; ++i) {
+      const float sent = is_upper ? x[i] : x[i + n];
+      const float kept = is_upper ? x[i + n] : x[i];
+      x[i] = kept + __shfl_xor_sync(kFullMask, sent, offset);
+    }
+  }
+#pragma unroll
+  for (; offset > 0; offset /= 2) x[0] += __shfl_xor_sync(kFullMask, x[0], offset);
+  return x[0];
+}
+
+// A token's operands of a head: the lane's columns of b and c, and x of the lane's row.
+template <int kColumns>
+struct Token {
+  float b[kColumns], c[kColumns], dt, x;
+
+  __device__ __forceinline__ void load(const Mamba2Params& p, int64_t t, int head, int row) {
+    const int group = head / (p.num_heads / p.num_groups);
+    const scalar_t* const b_row = p.b + t * p.b_stride_t + group * p.b_stride_h;
+    const scalar_t* const c_row = p.c + t * p.c_stride_t + group * p.c_stride_h;
+#pragma unroll
+    for (int i = 0; i < kColumns; ++i) {
+      const int column = i * kWarpSize + threadIdx.x % kWarpSize;
+      const bool is_inside = column < p.state_size;
+      b[i] = is_inside ? to_float(b_row[column]) : 0.0f;
+      c[i] = is_inside ? to_float(c_row[column]) : 0.0f;
+    }
+    dt = to_float(p.dt[t * p.dt_stride_t + head]);
+    x = row < p.head_dim ? to_float(p.x[t * p.x_stride_t + head * p.x_stride_h + row]) : 0.0f;
+  }
+};
+
+template <int kColumns>
+class StateRows {
+ public:
+  __device__ __forceinline__ StateRows(const Mamba2Params& p, int head, int first_row)
+      : p_(p), first_row_(first_row) {
+    offset_ = (static_cast<int64_t>(head) * p.head_dim + first_row) * p.state_size;
+  }
+
+  __device__ __forceinline__ void load(int slot) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r)
+#pragma unroll
+      for (int i = 0; i < kColumns; ++i)
+        rows_[r][i] = slot >= 0 && is_inside(r, i) ? to_float(*element(slot, r, i)) : 0.0f;
+  }
+
+  __device__ __forceinline__ void store(int slot) const {
+    if (slot < 0) return;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r)
+#pragma unroll
+      for (int i = 0; i < kColumns; ++i)
+        if (is_inside(r, i)) *element(slot, r, i) = from_float<state_t>(rows_[r][i]);
+  }
+
+  // Adds a token to the state; returns the product with c of the lane's row. `input` is step * x
+  // of that row.
+  __device__ __forceinline__ float step(const Token<kColumns>& token, float decay, float input) {
+    float sums[kRows] = {};
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const float added = __shfl_sync(kFullMask, input, r * kRowLanes);
+#pragma unroll
+      for (int i = 0; i < kColumns; ++i) {
+        rows_[r][i] = rows_[r][i] * decay + added * token.b[i];
+        sums[r] += rows_[r][i] * token.c[i];
+      }
+    }
+    return transposed_sum(sums);
+  }
+
+ private:
+  __device__ __forceinline__ bool is_inside(int r, int i) const {
+    return first_row_ + r < p_.head_dim && column(i) < p_.state_size;
+  }
+  __device__ __forceinline__ static int column(int i) {
+    return i * kWarpSize + threadIdx.x % kWarpSize;
+  }
+  __device__ __forceinline__ state_t* element(int slot, int r, int i) const {
+    return p_.states + slot * p_.slot_stride + offset_ +
+           static_cast<int64_t>(r) * p_.state_size + column(i);
+  }
+
+  const Mamba2Params& p_;
+  const int first_row_;
+  int64_t offset_;
+  float rows_[kRows][kColumns];
+};
+
+template <int kColumns>
+__device__ __forceinline__ void mamba2(const Mamba2Params& p) {
+  const int b = blockIdx.x, head = blockIdx.y;
+  const int first_row = (blockIdx.z * kWarps + threadIdx.x / kWarpSize) * kRows;
+  const int row = first_row + threadIdx.x % kWarpSize / kRowLanes;
+  const bool is_writer = row < p.head_dim && threadIdx.x % kRowLanes == 0;
+  pdl_wait();
+  pdl_trigger();
+  const Sequence sequence = load_sequence(p, b);
+  const int num_tokens = sequence.num_tokens();
+  if (num_tokens == 0) return;
+
+  StateRows<kColumns> state(p, head, first_row);
+  state.load(sequence.first_slot);
+  const float rate = expf(p.a_log[head]), skip = p.d[head], bias = p.dt_bias[head];
+  Token<kColumns> next;
+  next.load(p, sequence.begin, head, row);
+  for (int count = 1; count <= num_tokens; ++count) {
+    const Token<kColumns> token = next;
+    const int64_t t = sequence.begin + count - 1;
+    if (count < num_tokens) next.load(p, t + 1, head, row);
+    const float step = fminf(fmaxf(softplus(token.dt + bias), p.dt_min), p.dt_max);
+    const float y = state.step(token, expf(-step * rate), step * token.x);
+    if (is_writer)
+      p.out[(t * p.num_heads + head) * p.head_dim + row] = from_float<scalar_t>(y + skip * token.x);
+    state.store(target_slot(p, b, count, num_tokens));
+    state.store(snapshot_slot(p, b, count));
+  }
+}
+
+#define ENGINE_MAMBA2(columns)                           \
+  extern "C" __global__ void __launch_bounds__(kThreads) \
+      mamba2_##columns(const __grid_constant__ Mamba2Params p) { \
+    mamba2<columns>(p);                                  \
+  }
+
+ENGINE_MAMBA2(2)
+ENGINE_MAMBA2(4)
+ENGINE_MAMBA2(8)

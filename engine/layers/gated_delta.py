@@ -1,0 +1,127 @@
+"""Gated delta net: linear attention with a state per value head instead of keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from engine import kernels
+from engine.config import GatedDeltaConfig
+from engine.layers.arrays import arrays_of
+from engine.layers.batch import ForwardBatch
+from engine.layers.linear import Linear
+from engine.layers.mixer import state_places
+from engine.layers.norm import Norm
+from engine.weights import Format
+
+__all__ = ["GatedDelta"]
+
+
+class GatedDelta:
+    """One layer's gated delta net.
+
+    The input projection computes all that a token contributes: q, k and v, which pass a short
+    causal convolution and SiLU, the output gate z, and per value head the update strength b and the
+    decay a.
+
+    Parameters
+    ----------
+    config : GatedDeltaConfig
+        Sizes, of this rank's heads.
+    in_proj : Linear
+        (2 Hk dk + 2 Hv dv + 2 Hv, N): the rows of q, k, v, z, b and a.
+    conv : (2 Hk dk + Hv dv, conv_size) array
+        Taps of every channel of q, k and v.
+    decay, dt : (Hv,) arrays of float32
+        Logarithm of each head's decay rate, and the bias of its time step a.
+    norm : Norm
+        Norm of each head's output, (dv,).
+    o : Linear
+        Output projection (N, Hv dv).
+
+    References
+    ----------
+    Yang et al.: Gated Delta Networks, arXiv:2412.06464.
+    """
+
+    __slots__ = ("config", "conv", "decay", "dt", "in_proj", "norm", "o")
+
+    def __init__(
+        self,
+        config: GatedDeltaConfig,
+        in_proj: Linear,
+        conv: Any,
+        decay: Any,
+        dt: Any,
+        norm: Norm,
+        o: Linear,
+    ) -> None:
+        self.config = config
+        self.in_proj = in_proj
+        self.conv = conv
+        self.decay = decay
+        self.dt = dt
+        self.norm = norm
+        self.o = o
+
+    @property
+    def input_format(self) -> Format | None:
+        """Format of the weight that multiplies the input."""
+        return self.in_proj.weight.format
+
+    def arrays(self) -> Iterator[tuple[str, Any]]:
+        """Yield (name, array) for every array of the layer."""
+        yield "conv", self.conv
+        yield "decay", self.decay
+        yield "dt", self.dt
+        yield from arrays_of(in_proj=self.in_proj, norm=self.norm, o=self.o)
+
+    def __call__(
+        self,
+        x: Any,
+        batch: ForwardBatch,
+        conv_states: Any,
+        states: Any,
+        *,
+        norm: Norm | None = None,
+        residual: Any = None,
+        rows: Any = None,
+    ) -> Any:
+        """Update the states, and return the output (T, N) for `x` (T, N). See `Mixer`.
+
+        `conv_states` (S, conv_size - 1, channels) holds the last inputs of the convolution,
+        `states` (S, Hv, dv, dk) the state of every value head, for each of S slots.
+        """
+        c = self.config
+        projected = self.in_proj(x) if norm is None else self.in_proj.of_normed(x, norm)
+        num_tokens = projected.shape[0]
+        places = state_places(batch)
+        mixed = kernels.causal_conv(
+            projected[:, : c.conv_dim],
+            self.conv,
+            states=conv_states,
+            activation="silu",
+            pdl=True,
+            **places,
+        )
+        b = c.conv_dim + c.value_dim
+        a = b + c.num_value_heads
+        heads = kernels.gated_delta(
+            mixed[:, : c.key_dim].reshape(num_tokens, -1, c.key_head_dim),
+            mixed[:, c.key_dim : 2 * c.key_dim].reshape(num_tokens, -1, c.key_head_dim),
+            mixed[:, 2 * c.key_dim :].reshape(num_tokens, -1, c.value_head_dim),
+            projected[:, a:],
+            projected[:, b:a],
+            a_log=self.decay,
+            dt_bias=self.dt,
+            states=states,
+            max_seqlen_q=batch.max_seqlen_q,
+            pdl=True,
+            **places,
+        )
+        z = projected[:, c.conv_dim : b].reshape(heads.shape)
+        heads = kernels.gated_norm(heads, z, self.norm.weight, eps=self.norm.eps, out=heads)
+        heads = heads.reshape(num_tokens, -1)
+        if rows is not None:
+            heads = kernels.embedding(rows, heads)
+        return self.o(heads, residual=residual)

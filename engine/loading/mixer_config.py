@@ -1,0 +1,161 @@
+"""Read the keys of a config.json that declare layers without attention."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from engine.checks import shown
+from engine.config import GatedDeltaConfig, Mamba2Config, ShortConvConfig
+from engine.errors import ConfigError
+from engine.loading._fields import Fields
+from engine.models.mixer_family import MixerFamily
+
+__all__ = ["mixer_config", "with_layer_types"]
+
+_MAX_HEADS = 4096
+_MAX_HEAD_DIM = 1024
+_MAX_STATE = 256  # columns that `kernels.mamba2` supports
+_MAX_CONV = 4  # taps that `kernels.causal_conv` supports
+
+
+def mixer_config(fields: Fields, kind: MixerFamily | None, num_layers: int) -> dict[str, Any]:
+    """Return `layer_kinds` and the configs of those kinds, for a family that declares `kind`.
+
+    Empty for a family whose layers all have attention.
+
+    Raises
+    ------
+    ConfigError
+        If a key is missing or a number is out of range.
+    """
+    if kind is None:
+        return {}
+    kinds = _layer_kinds(fields, kind, num_layers)
+    readers: dict[str, Callable[[Fields], Any]] = {
+        "gated_delta": _gated_delta,
+        "short_conv": _short_conv,
+        "mamba2": _mamba2,
+    }
+    found = {name: read(fields) for name, read in readers.items() if name in kinds}
+    return {"layer_kinds": kinds, "single_branch": kind.single_branch, **found}
+
+
+def with_layer_types(
+    values: Mapping[str, Any], kind: MixerFamily | None, where: str
+) -> Mapping[str, Any]:
+    """Return a config.json in which a pattern of letters is spelled out as `layer_types`.
+
+    `num_hidden_layers` is the length of that list, whatever the file says.
+
+    Raises
+    ------
+    ConfigError
+        If the pattern is no string, or has an unknown letter.
+    """
+    if kind is None or not kind.pattern:
+        return values
+    types = values.get("layer_types")
+    if types is None:
+        pattern = values.get(kind.pattern)
+        if not isinstance(pattern, str) or not set(pattern) <= kind.letters.keys():
+            known = ", ".join(map(repr, kind.letters))
+            raise ConfigError(
+                f"{where}: {kind.pattern} must be a string of {known}; got {shown(pattern)}"
+            )
+        types = [kind.letters[letter] for letter in pattern]
+    count = len(types) if isinstance(types, list) else 0
+    return {**values, "layer_types": types, "num_hidden_layers": count}
+
+
+def _layer_kinds(fields: Fields, kind: MixerFamily, num_layers: int) -> tuple[str, ...]:
+    """Return the kind of each layer."""
+    is_full = _full_layers(fields, kind, num_layers)
+    if not fields.has("layer_types"):
+        other = next(name for name in kind.kinds.values() if name != "attention")
+        return tuple("attention" if full else other for full in is_full)
+    types = fields.raw("layer_types")
+    if (
+        not isinstance(types, list)
+        or len(types) != num_layers
+        or any(not isinstance(one, str) or one not in kind.kinds for one in types)
+    ):
+        raise fields.error("layer_types", f"{num_layers} of {' or '.join(kind.kinds)}")
+    return tuple(kind.kinds[one] for one in types)
+
+
+def _full_layers(fields: Fields, kind: MixerFamily, num_layers: int) -> list[bool]:
+    """Return one flag per layer: whether it has full attention, by the keys of old files."""
+    if kind.interval:
+        interval = fields.integer(kind.interval, 1, 1 << 31)
+        return [(layer + 1) % interval == 0 for layer in range(num_layers)]
+    if not kind.full_layers:
+        return [False] * num_layers
+    given = fields.raw(kind.full_layers)
+    if given is None:
+        return [True] * num_layers
+    if not isinstance(given, list) or any(type(one) is not int for one in given):
+        raise fields.error(kind.full_layers, "a list of layers")
+    return [layer in given for layer in range(num_layers)]
+
+
+def _short_conv(fields: Fields) -> ShortConvConfig:
+    return ShortConvConfig(
+        fields.integer("hidden_size", 1, 1 << 20),
+        fields.integer("conv_L_cache", 2, _MAX_CONV),
+        fields.flag("conv_bias", False),
+    )
+
+
+def _mamba2(fields: Fields) -> Mamba2Config:
+    heads = fields.integer("mamba_n_heads", 1, _MAX_HEADS)
+    groups = fields.integer("mamba_n_groups", 1, heads)
+    if heads % groups:
+        raise fields.error("mamba_n_groups", f"a divisor of the {heads} heads")
+    hidden = fields.integer("hidden_size", 1, 1 << 20)
+    inner = fields.integer("mamba_expand", 1, 64) * hidden
+    is_auto = fields.raw("mamba_d_head") == "auto"
+    if is_auto and inner % heads:
+        raise fields.error("mamba_n_heads", f"a divisor of the {inner} features of all heads")
+    head_dim = inner // heads if is_auto else fields.integer("mamba_d_head", 1, _MAX_HEAD_DIM)
+    low, high = _step_limit(fields)
+    return Mamba2Config(
+        heads,
+        head_dim,
+        groups,
+        fields.integer("mamba_d_state", 1, _MAX_STATE),
+        fields.integer("mamba_d_conv", 2, _MAX_CONV),
+        fields.flag("mamba_conv_bias", True),
+        fields.flag("mamba_proj_bias", False),
+        low,
+        high,
+    )
+
+
+def _step_limit(fields: Fields) -> tuple[float, float]:
+    """Return the bounds of the time step; JSON has no infinity, but Python's files do."""
+    given = fields.raw("time_step_limit")
+    if given is None:
+        return 0.0, math.inf
+    is_pair = isinstance(given, list | tuple) and len(given) == 2
+    if not is_pair or any(type(one) not in (int, float) for one in given):
+        raise fields.error("time_step_limit", "two numbers")
+    low, high = map(float, given)
+    if not 0.0 <= low <= high:
+        raise fields.error("time_step_limit", "two numbers from 0 up, in order")
+    return low, high
+
+
+def _gated_delta(fields: Fields) -> GatedDeltaConfig:
+    key_heads = fields.integer("linear_num_key_heads", 1, _MAX_HEADS)
+    value_heads = fields.integer("linear_num_value_heads", 1, _MAX_HEADS)
+    if value_heads % key_heads:
+        raise fields.error("linear_num_value_heads", f"a multiple of the {key_heads} key heads")
+    return GatedDeltaConfig(
+        key_heads,
+        value_heads,
+        fields.integer("linear_key_head_dim", 1, _MAX_HEAD_DIM),
+        fields.integer("linear_value_head_dim", 1, _MAX_HEAD_DIM),
+        fields.integer("linear_conv_kernel_dim", 2, _MAX_CONV),
+    )

@@ -1,0 +1,41 @@
+"""`MixerFamily`: declares which layers of a family replace attention, and by what."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+__all__ = ["FULL_ATTENTION", "MixerFamily"]
+
+FULL_ATTENTION = "full_attention"
+"""The value of `layer_types` for attention over all keys."""
+
+
+@dataclass(frozen=True)
+class MixerFamily:
+    """Declaration of a hybrid family's kinds of layers.
+
+    Attributes
+    ----------
+    kinds : mapping of str to str
+        Value of `layer_types` -> kind of the layer (`ModelConfig.layer_kinds`).
+    interval : str
+        Key of n: without `layer_types`, every n-th layer is full attention; "" for no such key.
+    full_layers : str
+        Key of the list of layers with full attention, read without `layer_types`; all layers if
+        the list is missing. "" for no such key.
+    pattern : str
+        Key of a string with one letter of `letters` per layer, read without `layer_types`; "" for
+        no such key. Its length is the number of layers.
+    letters : mapping of str to str
+        Letter -> value of `layer_types`.
+    single_branch : bool
+        See `ModelConfig.single_branch`.
+    """
+
+    kinds: Mapping[str, str]
+    interval: str = ""
+    full_layers: str = ""
+    pattern: str = ""
+    letters: Mapping[str, str] = field(default_factory=dict)
+    single_branch: bool = False

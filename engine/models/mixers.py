@@ -1,0 +1,83 @@
+"""Builders of the mixers that replace attention, from the weights of a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from engine.config import ModelConfig
+from engine.layers.gated_delta import GatedDelta
+from engine.layers.linear import Linear
+from engine.layers.mamba2 import Mamba2
+from engine.layers.mixer import Mixer
+from engine.layers.norm import Norm
+from engine.layers.short_conv import ShortConv
+from engine.models.sharding import WholeParts
+from engine.weights import Weight
+
+__all__ = ["MIXERS"]
+
+_GetWeight = Callable[[str], Weight]
+_MakeLinear = Callable[..., Linear]
+
+
+def _taps(weight: Weight) -> Any:
+    """Return a convolution's taps (C, K); a Conv1d stores them as (C, 1, K)."""
+    channels, _, size = weight.data.shape
+    return weight.data.reshape(channels, size)
+
+
+def _gated_delta(
+    config: ModelConfig, layer: str, weight: _GetWeight, linear: _MakeLinear, parts: WholeParts
+) -> GatedDelta:
+    delta = config.gated_delta
+    assert delta is not None
+    return GatedDelta(
+        delta,
+        linear(f"{layer}delta_in", False),
+        _taps(weight(f"{layer}delta_conv")),
+        weight(f"{layer}delta_decay").data,
+        weight(f"{layer}delta_dt").data,
+        Norm(weight(f"{layer}delta_norm").data, config.rms_norm_eps),
+        linear(f"{layer}delta_out", False, parts.down),
+    )
+
+
+def _short_conv(
+    config: ModelConfig, layer: str, weight: _GetWeight, linear: _MakeLinear, parts: WholeParts
+) -> ShortConv:
+    conv = config.short_conv
+    assert conv is not None
+    return ShortConv(
+        linear(f"{layer}conv_in", conv.bias),
+        _taps(weight(f"{layer}conv_taps")),
+        linear(f"{layer}conv_out", conv.bias, parts.down),
+        weight(f"{layer}conv_taps_bias").data if conv.bias else None,
+    )
+
+
+def _mamba2(
+    config: ModelConfig, layer: str, weight: _GetWeight, linear: _MakeLinear, parts: WholeParts
+) -> Mamba2:
+    mamba = config.mamba2
+    assert mamba is not None
+    return Mamba2(
+        mamba,
+        linear(f"{layer}mamba_in", mamba.proj_bias),
+        _taps(weight(f"{layer}mamba_conv")),
+        weight(f"{layer}mamba_conv_bias").data if mamba.conv_bias else None,
+        weight(f"{layer}mamba_decay").data,
+        weight(f"{layer}mamba_skip").data,
+        weight(f"{layer}mamba_step").data,
+        Norm(weight(f"{layer}mamba_norm").data, config.rms_norm_eps),
+        linear(f"{layer}mamba_out", mamba.proj_bias, parts.down),
+    )
+
+
+MIXERS: dict[str, Callable[..., Mixer]] = {
+    "gated_delta": _gated_delta,
+    "short_conv": _short_conv,
+    "mamba2": _mamba2,
+}
+"""Kind of layer -> function of the config, the prefix of the layer's weights, and of functions that
+return a weight and a linear layer by name, and of the `WholeParts` that divide it."""

@@ -1,0 +1,71 @@
+"""mamba2, bfloat16, states float32: decode in GB/s of states; prefill, one token by one."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+
+from engine import kernels, reference
+from engine.device import to_numpy
+from engine.testing import cases
+from engine.testing.bench_case import BenchCase
+from engine.testing.cases_states import StateBatch
+from engine.testing.tolerances import assert_close
+
+_TOKENS = ("x", "dt", "b", "c")
+
+
+def _run(arrays, states, slots):
+    return kernels.mamba2(**arrays, states=states, **slots)
+
+
+def _case(name: str, batch: StateBatch, heads: int, head_dim: int, size: int) -> BenchCase:
+    """One group; as in Granite 4: 128 heads of 64 features, states of 128 columns."""
+    slots = batch.slots()
+    tokens = batch.num_tokens
+
+    def make(xp, seed):
+        normal = partial(xp.random.default_rng(seed).standard_normal, dtype=np.float32)
+        shapes = {
+            "x": (tokens, heads, head_dim),
+            "dt": (tokens, heads),
+            "b": (tokens, 1, size),
+            "c": (tokens, 1, size),
+        }
+        bfloat16 = cases.np_dtype("bfloat16")
+        arrays = {name: normal(shape).astype(bfloat16) for name, shape in shapes.items()}
+        arrays |= {name: normal(heads) for name in ("a_log", "d", "dt_bias")}
+        states = normal((batch.num_slots, heads, head_dim, size)) * np.float32(0.1)
+        return arrays, states, batch.on(xp, slots)
+
+    def check(args, result):
+        """Compare one call from zeros: the timed calls have replaced the states."""
+        arrays, states, on_device = args
+        first = batch.lens[0]
+        few = {n: x[:first] if n in _TOKENS else x for n, x in arrays.items()}
+        one = {n: x[: 2 if n == "cu_seqlens_q" else 1] for n, x in on_device.items()}
+        one["context_lens"] = one["context_lens"] * 0 + first
+        got = kernels.mamba2(**few, states=states.copy(), **one)
+        host = {n: to_numpy(x) for n, x in {**few, **one, "states": states.copy()}.items()}
+        assert_close(got, reference.mamba2(**host), reduction=size + first)
+        assert np.isfinite(to_numpy(result[:first]).astype(np.float32)).all()
+
+    state_bytes = 2 * heads * head_dim * size * 4
+    rows = 2 * (2 * heads * head_dim + 2 * size + heads)
+    nbytes = tokens * rows + len(batch.lens) * state_bytes
+    return BenchCase(f"{name}, {heads} heads", make, _run, nbytes=nbytes, check=check)
+
+
+def _decode(batch: int) -> BenchCase:
+    sequences = StateBatch((1,) * batch, (100,) * batch)
+    return _case(f"decode, batch {batch}", sequences, 128, 64, 128)
+
+
+CASES = [
+    *(_decode(batch) for batch in (1, 32, 128, 256)),
+    _case("verify, batch 8", StateBatch((4,) * 8, (100,) * 8, "each"), 128, 64, 128),
+    _case("prefill, 512 tokens", StateBatch((512,), (0,)), 128, 64, 128),
+    _case("prefill, 16 x 256 tokens", StateBatch((256,) * 16, (0,) * 16), 128, 64, 128),
+]
+CPU_CASES = [_case("prefill, 64 tokens", StateBatch((64,), (0,)), 2, 16, 32)]

@@ -1,0 +1,95 @@
+"""Hybrid models in the engine: tokens are those of a request alone, whatever shares its steps."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+import engine
+from engine import SamplingParams
+from tests.distributed.golden import write_checkpoint
+from tests.e2e.tiny import alone, check_drained, make_engine, mixed_params, run, swap_gb
+
+# One model of each kind of layer; all of them beside attention.
+CASES = ("qwen3_next", "qwen3_5_text", "lfm2_moe", "granitemoehybrid", "nemotron_h")
+VOCAB = 128
+
+
+@pytest.fixture(scope="module", params=CASES)
+def model(request, tmp_path_factory):
+    """A golden model, with room for long sequences."""
+    folder = write_checkpoint(request.param, tmp_path_factory.mktemp(request.param))
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(values | {"max_position_embeddings": 512}))
+    return engine.load(folder, device="cpu", dtype="float32", deterministic=True, progress=False)
+
+
+def prompt(seed, length):
+    return np.random.default_rng(seed).integers(4, VOCAB, length).tolist()
+
+
+HEAD = prompt(0, 70)
+PROMPTS = [HEAD + prompt(1, 9), HEAD + prompt(2, 30), prompt(3, 3), HEAD[:64]]
+PARAMS = [
+    mixed_params(index, max_tokens=10 + 6 * index, n=1 + index % 2) for index in range(len(PROMPTS))
+]
+
+
+@pytest.fixture(scope="module")
+def wanted(model):
+    """The tokens of each request alone."""
+    return [alone(model, ids, params) for ids, params in zip(PROMPTS, PARAMS, strict=True)]
+
+
+MODES = [
+    {},
+    {"num_blocks": 12},  # preempts
+    {"num_blocks": 12, "swap_space_gb": swap_gb(64), "preemption_mode": "swap"},
+    {"max_num_batched_tokens": 96, "async_scheduling": True},
+]
+
+
+@pytest.mark.parametrize("options", MODES, ids=str)
+def test_tokens_are_those_of_a_request_alone(model, wanted, options):
+    """Prompts with a common beginning, twice: the second time it is cached."""
+    serving = make_engine(model, **options)
+    for name in ("first", "second"):
+        for index, (ids, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
+            serving.add_request(f"{name} {index}", ids, params)
+        outputs = run(serving)
+        for index, ids in enumerate(wanted):
+            got = outputs[f"{name} {index}"].outputs
+            assert [list(one.token_ids) for one in got] == ids, index
+    stats = serving.scheduler.stats()
+    if options.get("num_blocks") == 12:
+        assert stats.num_preemptions > 0
+    else:
+        assert stats.prefix_cache_hits > 0 and stats.num_taken_snapshots > 0
+    check_drained(serving)
+    serving.close()
+
+
+def test_rejected_drafts_leave_no_trace_in_the_states(model):
+    """Half of the drafts are right, the others end in a wrong token."""
+    ids = prompt(3, 20)
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    [wanted] = alone(model, ids, params)
+    num_calls = 0
+
+    def propose(token_ids, limit):
+        nonlocal num_calls
+        num_calls += 1
+        drafts = wanted[len(token_ids) - len(ids) :][:limit]
+        if num_calls % 2 and drafts:
+            drafts[-1] = (drafts[-1] + 1) % VOCAB
+        return drafts
+
+    config = {"proposer": propose, "num_speculative_tokens": 3, "adaptive": False}
+    serving = make_engine(model, speculative_config=config)
+    serving.add_request("r", ids, params)
+    assert list(run(serving)["r"].outputs[0].token_ids) == wanted
+    stats = serving.stats().speculation
+    assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+    serving.close()

@@ -1,0 +1,155 @@
+"""MTP heads that are a layer of their model: beside the formula, and a model of that layer alone.
+
+That layers of these families are right is shown by tests/models/test_golden.py.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import engine
+from engine.cache.kv_cache import KVCache, KVGeometry
+from engine.errors import ConfigError
+from engine.layers.batch import ForwardBatch
+from engine.loading.mtp import load_mtp_config, load_mtp_head
+from tests.distributed.golden import write_checkpoint
+
+NEXT = {
+    "layer": "mtp.layers.0.",
+    "proj": "mtp.fc",
+    "embed_norm": "mtp.pre_fc_norm_embedding",
+    "hidden_norm": "mtp.pre_fc_norm_hidden",
+    "final_norm": "mtp.norm",
+}
+LAST = {
+    "layer": "model.layers.3.",
+    "proj": "model.layers.3.eh_proj",
+    "embed_norm": "model.layers.3.enorm",
+    "hidden_norm": "model.layers.3.hnorm",
+    "final_norm": "model.layers.3.shared_head.norm",
+}
+# Golden model -> names of its head, keys that announce it, layers to copy attention and MLP from,
+# what is added to the norms' weights, and the keys of a model of the head's layer alone.
+ALONE = {"num_hidden_layers": 1, "layer_types": ["full_attention"], "tie_word_embeddings": False}
+CASES = {
+    "qwen3_next": (NEXT, {}, 1, 1, 1, ALONE | {"decoder_sparse_step": 1}),
+    "qwen3_5_text": (NEXT, {"mtp_num_hidden_layers": 1}, 3, 0, 1, ALONE),
+    "qwen3_5_text_new_keys_tied": (NEXT, {"mtp_num_hidden_layers": 1}, 3, 0, 1, ALONE),
+    "qwen3_5_moe_text": (NEXT, {"mtp_num_hidden_layers": 1}, 2, 0, 1, ALONE),
+    "glm4_moe": (
+        LAST,
+        {"num_nextn_predict_layers": 1},
+        *(2, 2, 0),
+        {"num_hidden_layers": 1, "first_k_dense_replace": 0},
+    ),
+}
+NUM_TOKENS = 11
+
+
+def noise(rng, shape):
+    return (rng.standard_normal(shape) / np.sqrt(shape[-1])).astype(np.float32)
+
+
+def rms(x, weight, offset, eps):
+    x = x.astype(np.float64)
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * (weight + offset)
+
+
+@pytest.fixture(params=CASES)
+def checkpoint(request, tmp_path):
+    """The folder of a model with a head, and the case's record."""
+    names, keys, attention, mlp, *_ = record = CASES[request.param]
+    write_checkpoint(request.param, tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text()) | keys
+    tensors = load_file(tmp_path / "model.safetensors")
+    rng, n = np.random.default_rng(5), values["hidden_size"]
+    for name, array in list(tensors.items()):
+        found = re.match(r"model\.layers\.(\d+)\.(.*)", name)
+        source = mlp if found and found[2].startswith("mlp.") else attention
+        if found and int(found[1]) == source:
+            tensors[names["layer"] + found[2]] = noise(rng, array.shape)
+    for kind in ("embed_norm", "hidden_norm", "final_norm"):
+        tensors[f"{names[kind]}.weight"] = noise(rng, (n,)) + np.float32(0.7)
+    tensors[f"{names['proj']}.weight"] = noise(rng, (n, 2 * n))
+    if names is LAST:
+        tensors["model.layers.3.shared_head.head.weight"] = tensors["lm_head.weight"]
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    save_file(tensors, tmp_path / "model.safetensors")
+    return tmp_path, record
+
+
+def layer_alone(folder, names, changes, x, offset):
+    """States (T, N) of the rows x (T, N): the head's layer as a model whose embeddings they are."""
+    values = json.loads((folder / "config.json").read_text()) | changes
+    tensors = load_file(folder / "model.safetensors")
+    made = {
+        name.replace(names["layer"], "model.layers.0."): array
+        for name, array in tensors.items()
+        if name.startswith(names["layer"])
+        and not re.search(r"eh_proj|enorm|hnorm|shared_head", name)
+    }
+    n = values["hidden_size"]
+    made["model.embed_tokens.weight"] = np.zeros((128, n), np.float32)
+    made["model.embed_tokens.weight"][: len(x)] = x
+    made["model.norm.weight"] = tensors[f"{names['final_norm']}.weight"]
+    made["lm_head.weight"] = np.eye(128, n, dtype=np.float32)
+    where = folder / "alone"
+    where.mkdir()
+    keys = {"num_nextn_predict_layers": 0, "mtp_num_hidden_layers": 0}
+    (where / "config.json").write_text(json.dumps(values | keys))
+    save_file(made, where / "model.safetensors")
+    model = engine.load(where, device="cpu", dtype="float32", progress=False)
+    cache = model.new_cache(1, len(x))
+    return model.step([list(range(len(x)))], cache, logits="all")[0][:, :n]
+
+
+def test_states_are_those_of_the_formula(checkpoint):
+    folder, (names, _, _, _, offset, changes) = checkpoint
+    model = engine.load(folder, device="cpu", dtype="float32", progress=False)
+    config = load_mtp_config(folder, model.config)
+    head = load_mtp_head(folder, config, model.load_config, model.draft_target)
+    rng, n = np.random.default_rng(0), config.hidden_size
+    ids = rng.integers(4, 128, NUM_TOKENS).astype(np.int32)
+    states = rng.standard_normal((NUM_TOKENS, n)).astype(np.float32)
+
+    tensors, eps = load_file(folder / "model.safetensors"), config.rms_norm_eps
+    embedding = tensors["model.embed_tokens.weight"][ids]
+    both = [
+        rms(embedding, tensors[f"{names['embed_norm']}.weight"], offset, eps),
+        rms(states, tensors[f"{names['hidden_norm']}.weight"], offset, eps),
+    ]
+    x = np.concatenate(both, axis=1) @ tensors[f"{names['proj']}.weight"].T
+    want = layer_alone(folder, names, changes, x.astype(np.float32), offset)
+
+    geometry = KVGeometry.of_model(head.config, "float32")
+    assert head.config.num_layers == 1
+    pages = KVCache(geometry, 1).layer(0)
+    first, second = (slice(0, 4), [0]), (slice(4, None), [4])
+    got = []
+    for rows, start in (first, second):  # keys of the first chunk are read by the second
+        batch = ForwardBatch.build([ids[rows]], start, [[0]], 16)
+        got.append(head.forward(batch.token_ids, states[rows].copy(), batch, pages))
+    np.testing.assert_allclose(np.concatenate(got), want, atol=1e-4 * want.std())
+    stored = KVCache(geometry, 1).layer(0)
+    batch = ForwardBatch.build([ids], [0], [[0]], 16)
+    head.store(batch.token_ids, states.copy(), batch, stored)
+    for one, other in zip(stored, pages, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+
+
+def test_drafts_need_a_head_that_the_config_announces(checkpoint):
+    folder, (names, keys, *_) = checkpoint
+    model = engine.load(folder, device="cpu", dtype="float32", progress=False)
+    if not keys:
+        assert names is NEXT  # Qwen3-Next's config says nothing about it
+        return
+    [key] = keys
+    values = json.loads((folder / "config.json").read_text()) | {key: 0}
+    (folder / "config.json").write_text(json.dumps(values))
+    with pytest.raises(ConfigError, match=f"{key} must be at least 1; got 0"):
+        load_mtp_config(folder, model.config)
