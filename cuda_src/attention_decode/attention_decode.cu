@@ -26,7 +26,7 @@ using Core = MmaAttention<HEAD_DIM, WARPS_M, WARPS_N, ROW_TILES, TILE_KEYS, STAG
 #endif
 static_assert(Core::kSharedBytes == SHARED_BYTES, "kernels/_attention.py computes another size");
 
-#include "attention_decode/attention_decode_problem.cuh"
+#include "common/sequence_length.cuh"
 
 constexpr int kHeadDim = HEAD_DIM;  // D, padded
 constexpr int kSplitGrain = 64;     // keys per split are a multiple of this, except in the last

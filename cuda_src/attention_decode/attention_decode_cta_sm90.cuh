@@ -3,7 +3,7 @@
 #pragma once
 
 #include "attention_decode/attention_decode_config_sm90.cuh"
-#include "attention_decode/attention_decode_scheduler_sm90.cuh"
+#include "common/decode_scheduler.cuh"
 
 using Scheduler = SchedulerOf<kTileKeys, kCluster>::Type;
 

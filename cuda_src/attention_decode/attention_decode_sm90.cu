@@ -11,7 +11,7 @@
 // With PAGE_CODES the pages hold one-byte codes: attention_decode_codes_sm90.cuh.
 // Parallelisation: one or two CTAs per SM, each with a producer warp, kConsumerWarps consumer warps
 // and, with NEW_TOKEN and two CTAs per SM, three new-token warps that compute new tokens' rows one
-// work tile ahead. attention_decode_scheduler_sm90.cuh assigns keys to CTAs. For few sequences the
+// work tile ahead. decode_scheduler.cuh assigns keys to CTAs. For few sequences the
 // CTAs of a cluster split one sequence and head, and exchange partials through distributed shared
 // memory.
 // Programmatic dependent launch: only lengths and tables may be read before the preceding kernel

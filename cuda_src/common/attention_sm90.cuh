@@ -22,6 +22,15 @@ __device__ __forceinline__ float2 ld_shared_v2(unsigned from) {
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(from));
   return x;
 }
+__device__ __forceinline__ void st_shared_v2(unsigned to, float a, float b) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(a), "f"(b) : "memory");
+}
+__device__ __forceinline__ void ld_shared_v4(unsigned from, unsigned& a, unsigned& b, unsigned& c,
+                                             unsigned& d) {
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(a), "=r"(b), "=r"(c), "=r"(d)
+               : "r"(from));
+}
 __device__ __forceinline__ void st_shared_v4(unsigned to, float a, float b, float c, float d) {
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(a), "f"(b), "f"(c), "f"(d)
                : "memory");

@@ -41,6 +41,7 @@ from engine.kernels.gemm import gemm
 from engine.kernels.gemm_fp8 import gemm_fp8
 from engine.kernels.gemm_int8 import gemm_int8
 from engine.kernels.gemm_wna16 import gemm_wna16
+from engine.kernels.head_gemm import head_gemm
 from engine.kernels.kv_copy import kv_copy
 from engine.kernels.kv_gather import kv_gather
 from engine.kernels.kv_store import kv_store
@@ -48,6 +49,9 @@ from engine.kernels.kv_swap import kv_swap
 from engine.kernels.mamba2 import mamba2
 from engine.kernels.match_rms import match_rms
 from engine.kernels.merge_states import merge_states
+from engine.kernels.mla_decode import mla_decode
+from engine.kernels.mla_expand import mla_expand
+from engine.kernels.mla_store import mla_store
 from engine.kernels.moe_activation_backward import moe_activation_backward
 from engine.kernels.moe_combine import moe_combine
 from engine.kernels.moe_gemm import moe_gemm
@@ -130,6 +134,7 @@ __all__ = [
     "gemm_fp8",
     "gemm_int8",
     "gemm_wna16",
+    "head_gemm",
     "headers",
     "kv_copy",
     "kv_gather",
@@ -138,6 +143,9 @@ __all__ = [
     "mamba2",
     "match_rms",
     "merge_states",
+    "mla_decode",
+    "mla_expand",
+    "mla_store",
     "moe_activation_backward",
     "moe_combine",
     "moe_gemm",

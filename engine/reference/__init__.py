@@ -28,6 +28,7 @@ from engine.reference.gemm import gemm
 from engine.reference.gemm_fp8 import gemm_fp8
 from engine.reference.gemm_int8 import gemm_int8
 from engine.reference.gemm_wna16 import gemm_wna16
+from engine.reference.head_gemm import head_gemm
 from engine.reference.kv_copy import kv_copy
 from engine.reference.kv_gather import kv_gather
 from engine.reference.kv_store import kv_store
@@ -35,6 +36,9 @@ from engine.reference.kv_swap import kv_swap
 from engine.reference.mamba2 import mamba2
 from engine.reference.match_rms import match_rms
 from engine.reference.merge_states import merge_states
+from engine.reference.mla_decode import mla_decode
+from engine.reference.mla_expand import mla_expand
+from engine.reference.mla_store import mla_store
 from engine.reference.moe_activation_backward import moe_activation_backward
 from engine.reference.moe_combine import moe_combine
 from engine.reference.moe_gemm import moe_gemm
@@ -95,6 +99,7 @@ __all__ = [
     "gemm_fp8",
     "gemm_int8",
     "gemm_wna16",
+    "head_gemm",
     "kv_copy",
     "kv_gather",
     "kv_store",
@@ -102,6 +107,9 @@ __all__ = [
     "mamba2",
     "match_rms",
     "merge_states",
+    "mla_decode",
+    "mla_expand",
+    "mla_store",
     "moe_activation_backward",
     "moe_combine",
     "moe_gemm",

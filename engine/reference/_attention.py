@@ -32,15 +32,16 @@ def attend(
 ) -> tuple[Array, Array]:
     """Return softmax(cap(scale Q K^T)) V in q's dtype, and the log-sum-exp of each row's scores.
 
-    q (n, H, D) holds the last n queries of a sequence with k, v (K, m, D). Computed in float32
-    (float64 for float64), except that P = exp(score - max) is rounded to q's dtype before P V, as
-    tensor cores require; the result is divided by the sum of P before that rounding. `tree` (n,)
-    holds bit masks: among the last n keys, query i sees key j only if bit j of tree[i] is set.
+    q (n, H, D) holds the last n queries of a sequence with k (K, m, D) and v (K, m, Dv). Computed
+    in float32 (float64 for float64), except that P = exp(score - max) is rounded to q's dtype
+    before P V, as tensor cores require; the result is divided by the sum of P before that rounding.
+    `tree` (n,) holds bit masks: among the last n keys, query i sees key j only if bit j of tree[i]
+    is set.
     `sinks` (H,) holds one extra score per head, without a value, which counts in the log-sum-exp.
     """
     (n, num_heads, _) = q.shape
     (_, m, _) = k.shape
-    out = np.zeros(q.shape, q.dtype)
+    out = np.zeros((n, num_heads, v.shape[-1]), q.dtype)
     lse = np.full((n, num_heads), -np.inf, accumulation_dtype(q.dtype))
     step = max(1, _MAX_SCORES // max(1, num_heads * m))
     for start in range(0, n, step):

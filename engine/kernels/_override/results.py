@@ -77,11 +77,12 @@ RESULTS: dict[str, Callable[[Arguments], Wanted]] = {
     "quantize_rows": _codes,
     "attention_decode": _attended,
     "attention_prefill": _attended,
+    "mla_decode": _attended,
     "moe_combine": _summed_experts,
 }
 """Op -> shape and dtype of its results. What other ops must return is not checked."""
 
-WRITERS = frozenset(("kv_store", "qk_norm_rope_store", "kv_copy", "kv_swap"))
+WRITERS = frozenset(("kv_store", "qk_norm_rope_store", "mla_store", "kv_copy", "kv_swap"))
 """Ops that return nothing: they write into their arguments."""
 
 

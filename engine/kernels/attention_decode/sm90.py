@@ -416,7 +416,7 @@ def launch(
     tile = replace(tile, new_token=new_tokens is not None)
     num_cta_groups = max(1, sm_count() * tile.ctas_per_sm // num_kv_heads)
     num_ctas = (num_cta_groups if tile.cluster == 1 else batch * tile.cluster) * num_kv_heads
-    # SplitOf.partial in attention_decode_scheduler_sm90.cuh: one per split, or two per CTA group.
+    # SplitOf.partial in decode_scheduler.cuh: one per split, or two per CTA group.
     partials = (batch * num_splits if num_splits else 2 * num_cta_groups) * num_kv_heads
     scratch = workspace(partials * num_rows * (head_dim + 2))
     _KERNEL.launch(

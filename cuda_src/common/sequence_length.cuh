@@ -1,4 +1,4 @@
-// Clamped sequence length, shared by both attention_decode kernels.
+// Clamped sequence length, shared by the decode attention kernels.
 #pragma once
 
 #include "common/types.cuh"

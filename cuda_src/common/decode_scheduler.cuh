@@ -1,5 +1,5 @@
-// Tile scheduler of attention_decode_sm90. Every warp runs it independently, from the sequence
-// lengths alone.
+// Tile scheduler of attention_decode_sm90 and mla_decode_sm90. Every warp runs it independently,
+// from the sequence lengths alone.
 //
 // The keys of each sequence are divided into key tiles of kTileKeys. The schedule distributes
 // chunks: a chunk is one tile or, with num_splits > 0, one split of a sequence. Chunks are numbered
@@ -21,7 +21,7 @@
 // as a sequence of num_queries tokens whose last key is that of its last token.
 #pragma once
 
-#include "attention_decode/attention_decode_problem.cuh"
+#include "common/sequence_length.cuh"
 #include "common/attention.cuh"
 
 struct DecodeProblem {
