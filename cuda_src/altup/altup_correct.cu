@@ -12,7 +12,7 @@
 struct AltupCorrectParams {
   scalar_t* streams;            // (T, S, N) predictions, updated in place
   const scalar_t* x;            // (T, N)
-  const scalar_t* norm_weight;  // (N,)
+  const scalar_t* router_norm;  // (N,)
   const scalar_t* router;       // (S, N)
   const scalar_t* coefs;        // (S, S)
   const scalar_t* scale;        // (N,), or null
@@ -29,7 +29,7 @@ __device__ __forceinline__ void altup_correct(const AltupCorrectParams& p) {
   const scalar_t* const x = p.x + token * p.n;
   pdl_trigger();
   pdl_wait();
-  const auto m = modalities<kWidth>(x, p.norm_weight, p.router, p.n, p.num_streams, p.eps);
+  const auto m = modalities<kWidth>(x, p.router_norm, p.router, p.n, p.num_streams, p.eps);
   float factors[kMaxStreams];
 #pragma unroll
   for (int i = 0; i < kMaxStreams; ++i)

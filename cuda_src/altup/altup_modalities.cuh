@@ -13,7 +13,7 @@ constexpr int kMaxStreams = 4;
 // Returns m in every thread, for the row x (N,). All threads of the block must call it.
 template <int kWidth>
 __device__ __forceinline__ Vec<float, kMaxStreams> modalities(const scalar_t* x,
-                                                              const scalar_t* norm_weight,
+                                                              const scalar_t* router_norm,
                                                               const scalar_t* router, int n,
                                                               int num_streams, float eps) {
   __shared__ float smem_sums[kWarps];
@@ -21,7 +21,7 @@ __device__ __forceinline__ Vec<float, kMaxStreams> modalities(const scalar_t* x,
   Vec<float, kMaxStreams> dots{};
   for_own_features<kWidth>(n, [&](int c) {
     const auto values = load_vec<scalar_t, kWidth>(x + c);
-    const auto weights = load_vec<scalar_t, kWidth>(norm_weight + c);
+    const auto weights = load_vec<scalar_t, kWidth>(router_norm + c);
     float weighted[kWidth];
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) {

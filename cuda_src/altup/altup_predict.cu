@@ -14,7 +14,7 @@
 struct AltupPredictParams {
   scalar_t* streams;            // (T, S, N) updated in place
   const scalar_t* delta;        // (T, N), or null
-  const scalar_t* norm_weight;  // (N,)
+  const scalar_t* router_norm;  // (N,)
   const scalar_t* router;       // (S, N)
   const scalar_t* coefs;        // (S * S, S)
   scalar_t* own;                // (T, N) copy of the new first stream
@@ -30,7 +30,7 @@ __device__ __forceinline__ void altup_predict(const AltupPredictParams& p) {
   pdl_trigger();
   pdl_wait();
   const auto m =
-      modalities<kWidth>(streams, p.norm_weight, p.router, p.n, p.num_streams, p.eps);
+      modalities<kWidth>(streams, p.router_norm, p.router, p.n, p.num_streams, p.eps);
   __shared__ float smem_mixing[kMaxStreams * kMaxStreams];
   const int count = p.num_streams * p.num_streams;
   if (threadIdx.x < count)

@@ -6,16 +6,16 @@ from typing import Any
 
 from engine import reference
 from engine.dtypes import dtype_name
+from engine.kernels._altup import THREADS, checked_streams
 from engine.kernels._contract import Contract
 from engine.kernels._elementwise import is_aligned, vector_width
 from engine.kernels._launch import Kernel
 from engine.kernels._module import ModuleSpec
-from engine.kernels.altup_predict import THREADS, checked_streams
 
 __all__ = ["altup_correct", "specs"]
 
 _PARAMS = (
-    "streams:ptr x:ptr norm_weight:ptr router:ptr coefs:ptr scale:ptr own:ptr n:i32 "
+    "streams:ptr x:ptr router_norm:ptr router:ptr coefs:ptr scale:ptr own:ptr n:i32 "
     "num_streams:i32 eps:f32"
 )
 _KERNELS = {
@@ -32,7 +32,7 @@ def specs(dtype: str, **_: Any) -> tuple[ModuleSpec, ...]:
 def altup_correct(
     streams: Any,
     x: Any,
-    norm_weight: Any,
+    router_norm: Any,
     router: Any,
     coefs: Any,
     *,
@@ -47,7 +47,7 @@ def altup_correct(
         Predictions of `altup_predict`; overwritten by the corrected streams.
     x : (T, N) array of streams' dtype
         The layer's result for the first stream.
-    norm_weight : (N,) array of streams' dtype
+    router_norm : (N,) array of streams' dtype
         Weight of the router's RMSNorm.
     router : (S, N) array of streams' dtype
     coefs : (S, S) array of streams' dtype
@@ -90,7 +90,7 @@ def altup_correct(
     streams = checked_streams(call, streams)
     arrays = {
         "x": call.array("x", x, "T N", streams.dtype),
-        "norm_weight": call.array("norm_weight", norm_weight, "N", streams.dtype),
+        "router_norm": call.array("router_norm", router_norm, "N", streams.dtype),
         "router": call.array("router", router, "S N", streams.dtype),
         "coefs": call.array("coefs", coefs, "S S", streams.dtype),
     }
@@ -102,7 +102,7 @@ def altup_correct(
         streams[...] = corrected
         return own
     own = call.output("own", None, (call["T"], call["N"]), streams.dtype)
-    rows = [arrays[name] for name in ("x", "norm_weight", "router")]
+    rows = [arrays[name] for name in ("x", "router_norm", "router")]
     rows += [streams, own] + ([] if scale is None else [scale])
     fits = call["N"] % vector_width(streams) == 0 and is_aligned(*rows)
     _KERNELS["vector" if fits else "scalar"].launch(

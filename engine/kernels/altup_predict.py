@@ -6,17 +6,16 @@ from typing import Any
 
 from engine import reference
 from engine.dtypes import dtype_name
-from engine.kernels._contract import FLOATS, Contract
+from engine.kernels._altup import THREADS, checked_streams
+from engine.kernels._contract import Contract
 from engine.kernels._elementwise import is_aligned, vector_width
 from engine.kernels._launch import Kernel
 from engine.kernels._module import ModuleSpec
 
-__all__ = ["MAX_STREAMS", "altup_predict", "checked_streams", "specs"]
+__all__ = ["altup_predict", "specs"]
 
-MAX_STREAMS = 4
-THREADS = 256
 _PARAMS = (
-    "streams:ptr delta:ptr norm_weight:ptr router:ptr coefs:ptr own:ptr n:i32 num_streams:i32 "
+    "streams:ptr delta:ptr router_norm:ptr router:ptr coefs:ptr own:ptr n:i32 num_streams:i32 "
     "eps:f32"
 )
 _KERNELS = {
@@ -32,7 +31,7 @@ def specs(dtype: str, **_: Any) -> tuple[ModuleSpec, ...]:
 
 def altup_predict(
     streams: Any,
-    norm_weight: Any,
+    router_norm: Any,
     router: Any,
     coefs: Any,
     *,
@@ -45,7 +44,7 @@ def altup_predict(
     ----------
     streams : (T, S, N) array of float32, float16 or bfloat16
         S streams of each token, at most 4; overwritten by their predictions.
-    norm_weight : (N,) array of streams' dtype
+    router_norm : (N,) array of streams' dtype
         Weight of the router's RMSNorm.
     router : (S, N) array of streams' dtype
     coefs : (S·S, S) array of streams' dtype
@@ -87,7 +86,7 @@ def altup_predict(
     call = Contract("altup_predict")
     streams = checked_streams(call, streams)
     arrays = {
-        "norm_weight": call.array("norm_weight", norm_weight, "N", streams.dtype),
+        "router_norm": call.array("router_norm", router_norm, "N", streams.dtype),
         "router": call.array("router", router, "S N", streams.dtype),
         "coefs": call.array("coefs", coefs, f"{call['S'] ** 2} S", streams.dtype),
     }
@@ -99,7 +98,7 @@ def altup_predict(
         streams[...] = predicted
         return own
     own = call.output("own", None, (call["T"], call["N"]), streams.dtype)
-    rows = [a for a in (streams, delta, arrays["norm_weight"], arrays["router"]) if a is not None]
+    rows = [a for a in (streams, delta, arrays["router_norm"], arrays["router"]) if a is not None]
     fits = call["N"] % vector_width(streams) == 0 and is_aligned(own, *rows)
     _KERNELS["vector" if fits else "scalar"].launch(
         specs(dtype_name(streams.dtype))[0],
@@ -115,11 +114,3 @@ def altup_predict(
         **arrays,
     )
     return own
-
-
-def checked_streams(call: Contract, streams: Any) -> Any:
-    """Return the checked streams (T, S, N), which are written."""
-    streams = call.written("streams", streams, "T S N", FLOATS)
-    count = call["S"]
-    call.check("streams", 1 <= count <= MAX_STREAMS, f"of 1 to {MAX_STREAMS} streams", count)
-    return streams

@@ -115,7 +115,7 @@ class AltUp:
         )
 
     def _split(self, streams: Any) -> Any:
-        return streams.reshape(streams.shape[0], self.router.shape[0], -1)
+        return streams.reshape(streams.shape[0], *self.router.shape)
 
 
 class Laurel:

@@ -42,9 +42,10 @@ def layer_fields(
     is_sliding = [window > 0 for window in layer_windows]
     found: dict[str, Any] = {"v_norm": kind.v_norm, "layer_scale": kind.layer_scale}
     if "num_kv_shared_layers" in kind.defaults:
-        found["kv_sources"] = _kv_sources(fields, is_sliding)
+        default = kind.defaults["num_kv_shared_layers"]
+        found["kv_sources"] = _kv_sources(fields, is_sliding, default)
     if kind.layers_differ:
-        found |= _layer_sizes(fields, sizes, is_sliding, found.get("kv_sources", ()))
+        found |= _layer_sizes(fields, kind, sizes, is_sliding, found.get("kv_sources", ()))
     if kind.window_kv_factor > 1:
         found |= _window_sizes(fields, kind, sizes, is_sliding)
     if "hidden_size_per_layer_input" in kind.defaults:
@@ -56,10 +57,13 @@ def layer_fields(
 
 def full_head_dim(fields: Fields, kind: Family, head_dim: int) -> int:
     """Return the head dim of the layers with full attention; `head_dim` is the others'."""
-    if not kind.layers_differ:
+    if not _has_wide_heads(kind):
         return head_dim
     if not fields.has("per_layer_config"):
-        return fields.integer("global_head_dim", 2, _MAX_HEAD_DIM, head_dim)
+        wide: int = fields.integer("global_head_dim", 2, _MAX_HEAD_DIM, head_dim)
+        if wide % 2:
+            raise fields.error("global_head_dim", "even")
+        return wide
     listed = fields.child("per_layer_config")
     entries = (listed.child(layer) for layer in listed.unread())
     return max(
@@ -67,11 +71,18 @@ def full_head_dim(fields: Fields, kind: Family, head_dim: int) -> int:
     )
 
 
-def _kv_sources(fields: Fields, is_sliding: Sequence[bool]) -> tuple[int, ...]:
-    """Return each layer's source of keys and values: the last own layer of its kind."""
+def _kv_sources(fields: Fields, is_sliding: Sequence[bool], default: int) -> tuple[int, ...]:
+    """Return each layer's source of keys and values: the last own layer of its kind.
+
+    The family's `default` is for models with more layers than that; smaller ones share none.
+    """
     num_layers = len(is_sliding)
     key = "num_kv_shared_layers"
-    shared = fields.integer(key, 0, num_layers - 1, 0)
+    shared = fields.integer(key, 0, max(num_layers - 1, default), 0)
+    if shared == default and shared >= num_layers:
+        return ()
+    if shared >= num_layers:
+        raise fields.error(key, f"below the number of layers, {num_layers}")
     first = num_layers - shared
     last = {kind: layer for layer, kind in enumerate(is_sliding[:first])}
     if any(kind not in last for kind in is_sliding[first:]):
@@ -81,18 +92,32 @@ def _kv_sources(fields: Fields, is_sliding: Sequence[bool]) -> tuple[int, ...]:
     return (*range(first), *(last[kind] for kind in is_sliding[first:]))
 
 
+def _has_wide_heads(kind: Family) -> bool:
+    """Tell whether the layers with full attention have sizes of their own."""
+    return "global_head_dim" in kind.defaults
+
+
 def _layer_sizes(
-    fields: Fields, sizes: Mapping[str, Any], is_sliding: Sequence[bool], sources: Sequence[int]
+    fields: Fields,
+    kind: Family,
+    sizes: Mapping[str, Any],
+    is_sliding: Sequence[bool],
+    sources: Sequence[int],
 ) -> dict[str, Any]:
     """Return `layer_sizes`, and the model's sizes: the largest of them."""
-    for key in _FOR_FULL_LAYERS:
-        fields.raw(key)  # may be given in vain
-    is_wide = fields.flag("use_double_wide_mlp", False)
-    has_no_values = fields.flag("attention_k_eq_v", False)
+    is_wide = has_no_values = False
+    if _has_wide_heads(kind):
+        for key in _FOR_FULL_LAYERS:
+            fields.raw(key)  # may be given in vain
+        is_wide = fields.flag("use_double_wide_mlp", False)
+        has_no_values = fields.flag("attention_k_eq_v", False)
     layers = []
     widths = fields.per_layer("intermediate_size", len(is_sliding), 1, _MAX_WIDTH)
     for layer, (slides, width) in enumerate(zip(is_sliding, widths, strict=True)):
-        heads, head_dim = _heads_of(fields, sizes, layer, slides=slides)
+        heads = sizes["num_kv_heads"]
+        head_dim = sizes["head_dim"]
+        if _has_wide_heads(kind):
+            heads, head_dim = _heads_of(fields, sizes, layer, slides=slides)
         is_shared = bool(sources) and sources[layer] != layer
         features = 2 * width if is_wide and is_shared else width
         layers.append(LayerSizes(heads, head_dim, features, has_no_values and not slides))
@@ -172,5 +197,8 @@ def _altup(fields: Fields, num_layers: int) -> dict[str, Any]:
     sparse = 10 if num_layers > 10 else 0
     sparsity = (0.95,) * sparse + (0.0,) * (num_layers - sparse)
     if fields.has(key):
+        given = fields.raw(key)
+        if not isinstance(given, list) or len(given) != num_layers:
+            raise fields.error(key, f"a list of {num_layers} numbers")
         sparsity = fields.reals(key, num_layers, 0.0, 0.999)
     return {"altup": altup, "activation_sparsity": sparsity if any(sparsity) else ()}

@@ -22,7 +22,7 @@ __all__ = ["MAX_POSITIONS", "rope_configs", "scaled_max_position"]
 MAX_POSITIONS = 1 << 24
 _MAX_FACTOR = 1e4
 _LAYER_KINDS = ("full_attention", "sliding_attention")
-_KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional")
+_KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
 
 
 def rope_configs(
@@ -152,8 +152,9 @@ class _RopeReader:
             raise self.rope.error("rope_type", "given beside a factor")
         kind = self.rope.text(key, "default")
         kind = self.family.rope_aliases.get(kind, kind)
-        if kind not in _KINDS:
-            raise self.rope.error(key, f"one of {', '.join(_KINDS)}")
+        known = (*_KINDS, "proportional") if self.family.layers_differ else _KINDS
+        if kind not in known:
+            raise self.rope.error(key, f"one of {', '.join(known)}")
         return kind
 
     def _rotary_dim(self) -> int:

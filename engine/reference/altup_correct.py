@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.reference.altup_predict import altup_modalities
+from engine.reference._altup import modalities
 
 __all__ = ["altup_correct"]
 
@@ -16,7 +16,7 @@ Array = np.ndarray[Any, Any]
 def altup_correct(
     streams: Array,
     x: Array,
-    norm_weight: Array,
+    router_norm: Array,
     router: Array,
     coefs: Array,
     *,
@@ -24,8 +24,8 @@ def altup_correct(
     eps: float = 1e-6,
 ) -> tuple[Array, Array]:
     """Return p_i + (x - p_0) (1 + c_i) for each stream p_i, and scale times the first one."""
-    modalities = altup_modalities(x, norm_weight, router, eps)
-    factors = 1 + modalities @ coefs.astype(np.float32).T  # (T, S)
+    m = modalities(x, router_norm, router, eps)
+    factors = 1 + m @ coefs.astype(np.float32).T  # (T, S)
     predicted = streams.astype(np.float32)
     innovation = x.astype(np.float32) - predicted[:, 0]
     corrected = predicted + factors[:, :, None] * innovation[:, None]

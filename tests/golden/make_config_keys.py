@@ -38,6 +38,8 @@ FAMILIES = (
         "phi3",
         "gemma2",
         "gemma3_text",
+        "gemma3n_text",
+        "gemma4_text",
     ),
     *("granite", "olmo2", "olmo3", "smollm3", "glm4", "starcoder2", "stablelm", "cohere2", "phi"),
     *("gemma", "vaultgemma", "glm", "seed_oss", "ernie4_5", "exaone4", "helium", "hyperclovax"),
@@ -77,6 +79,8 @@ HYBRIDS = {
 # Text models without a class of their own that computes logits -> the type of the whole model.
 WHOLE = {f"{name}_text": name for name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")}
 LLAMA4 = {"num_experts_per_tok": 1, "attention_chunk_size": 5, "floor_scale": 4}
+SHARED = {"num_kv_shared_layers": 1, "hidden_size_per_layer_input": 4}
+SHARED |= {"layer_types": ["sliding_attention", "full_attention"] * 2}
 MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
 TOWER = {"depth": 1, "num_heads": 2, "hidden_size": 8, "out_hidden_size": 32, "patch_size": 4}
 SIZES = ("model_type", "vocab_size", "num_hidden_layers", "dtype", "architectures")
@@ -129,6 +133,8 @@ def measure(family: str) -> dict:
     values |= LLAMA4 if family == "llama4_text" else {}
     values |= {"v_head_dim": 6} if family == "mimo_v2_flash" else {}
     values |= HYBRIDS.get(family, {})
+    values |= SHARED if family in ("gemma3n_text", "gemma4_text") else {}
+    values |= {"global_head_dim": 8} if family == "gemma4_text" else {}
     model = build(family, values)
     generator = torch.Generator().manual_seed(1)
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}

@@ -28,7 +28,6 @@ SIZES = {
     "num_hidden_layers": 1,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "num_kv_shared_layers": 0,
 }
 
 
