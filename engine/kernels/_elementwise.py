@@ -28,6 +28,7 @@ __all__ = [
     "is_aligned",
     "is_large",
     "launch_flat",
+    "launch_gated",
     "named_strides",
     "unary",
     "vector_width",
@@ -144,27 +145,30 @@ def gated(
     num_rows = math.prod(shape[:-1])
     f = shape[-1]
     rows = x.reshape(num_rows, x.shape[-1])
-    gate = rows[:, :f]
     factor = rows[:, f:] if up is None else up.reshape(num_rows, f)
-    out_rows = out.reshape(num_rows, f)
-    fits = f % vector_width(x) == 0 and is_aligned(gate, factor, out_rows)
-    kernel = kernels["vector" if fits else "scalar"]
-    items = f // vector_width(x) if fits else f
-    kernel.launch(
-        ModuleSpec(file, dtype_name(x.dtype)),
+    launch_gated(kernels, file, gate=rows[:, :f], up=factor, out=out.reshape(num_rows, f))
+    return out
+
+
+def launch_gated(kernels: dict[str, Kernel], file: str, *, gate: Any, up: Any, out: Any) -> None:
+    """Launch one of a gated op's `kernels` on rows (T, F), each array with its own row stride."""
+    num_rows, f = gate.shape
+    fits = f % vector_width(gate) == 0 and is_aligned(gate, up, out)
+    items = f // vector_width(gate) if fits else f
+    kernels["vector" if fits else "scalar"].launch(
+        ModuleSpec(file, dtype_name(gate.dtype)),
         (ceil_div(items, ROW_THREADS), min(num_rows, MAX_GRID_Y)),
         (ROW_THREADS,),
         pdl=True,
         gate=gate,
-        up=factor,
-        out=out_rows,
+        up=up,
+        out=out,
         num_rows=num_rows,
         num_features=f,
         gate_stride=element_strides(gate)[0],
-        up_stride=element_strides(factor)[0],
-        out_stride=element_strides(out_rows)[0],
+        up_stride=element_strides(up)[0],
+        out_stride=element_strides(out)[0],
     )
-    return out
 
 
 def gated_backward_kernels(prefix: str) -> dict[str, Kernel]:

@@ -5,26 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from engine import reference
-from engine.dtypes import dtype_name
 from engine.kernels._contract import MIRROR_FLOATS, Contract
-from engine.kernels._elementwise import (
-    MAX_GRID_Y,
-    ROW_THREADS,
-    element_strides,
-    is_aligned,
-    vector_width,
-)
-from engine.kernels._launch import Kernel, ceil_div
+from engine.kernels._elementwise import GATED_PARAMS, launch_gated
+from engine.kernels._launch import Kernel
 from engine.kernels._module import ModuleSpec
 
 __all__ = ["sigmoid_gate", "specs"]
 
-_PARAMS = (
-    "x:ptr gate:ptr out:ptr num_rows:i64 num_features:i32 x_stride:i64 gate_stride:i64 "
-    "out_stride:i64"
-)
-_VECTOR = Kernel("sigmoid_gate_vector", _PARAMS)
-_SCALAR = Kernel("sigmoid_gate_scalar", _PARAMS)
+_KERNELS = {width: Kernel(f"sigmoid_gate_{width}", GATED_PARAMS) for width in ("vector", "scalar")}
 
 
 def specs(dtype: str, **_: Any) -> tuple[ModuleSpec, ...]:
@@ -71,20 +59,5 @@ def sigmoid_gate(x: Any, gate: Any, *, out: Any = None) -> Any:
     if call.on_cpu:
         return call.finish(out, reference.sigmoid_gate(x, gate), layout="rows")
     out = call.output("out", out, x.shape, x.dtype, layout="rows")
-    num_rows, f = x.shape
-    fits = f % vector_width(x) == 0 and is_aligned(x, gate, out)
-    (_VECTOR if fits else _SCALAR).launch(
-        ModuleSpec("sigmoid_gate.cu", dtype_name(x.dtype)),
-        (ceil_div(f // vector_width(x) if fits else f, ROW_THREADS), min(num_rows, MAX_GRID_Y)),
-        (ROW_THREADS,),
-        pdl=True,
-        x=x,
-        gate=gate,
-        out=out,
-        num_rows=num_rows,
-        num_features=f,
-        x_stride=element_strides(x)[0],
-        gate_stride=element_strides(gate)[0],
-        out_stride=element_strides(out)[0],
-    )
+    launch_gated(_KERNELS, "sigmoid_gate.cu", gate=gate, up=x, out=out)
     return out
