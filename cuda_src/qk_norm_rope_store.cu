@@ -57,12 +57,14 @@ struct QkNormRopeStoreParams {
   const float* q_factors;          // (P,) factors on queries, by position; read only with Q_FACTORS
 
   __device__ __forceinline__ int num_heads() const { return num_q_heads + 2 * num_kv_heads; }
-  // Returns the factor on a head at a position: 1 for keys and values, NaN outside the table.
-  __device__ __forceinline__ float factor(int head, int position) const {
-    if (!kHasQFactors || head >= num_q_heads) return 1.0f;
-    return position >= 0 && position < num_positions ? q_factors[position] : quiet_nan();
-  }
 };
+
+// Returns the factor on a head at a position: 1 for keys and values, NaN outside the table.
+__device__ __forceinline__ float head_factor(const QkNormRopeStoreParams& p, int head,
+                                             int position) {
+  if (!kHasQFactors || head >= p.num_q_heads) return 1.0f;
+  return position >= 0 && position < p.num_positions ? p.q_factors[position] : quiet_nan();
+}
 
 // Returns the offset in the pages of head 0 of `slot`, or -1 if the slot is outside the pages.
 __device__ __forceinline__ int64_t page_offset(const QkNormRopeStoreParams& p, int64_t slot) {
@@ -247,7 +249,7 @@ __device__ __forceinline__ void process_vectors(const QkNormRopeStoreParams& p) 
         weight.apply(x, scale, p.weight_offset);
       }
       if (!kNormAfterRope && is_rotated) rotate_lane<kInterleaved>(x, cos, sin);
-      scale_features<2 * kVec>(x, p.factor(index, position));
+      scale_features<2 * kVec>(x, head_factor(p, index, position));
       head.store<kVec>(lane_idx.lo, x);
       head.store<kVec>(lane_idx.hi, x + kVec);
     }
@@ -274,7 +276,7 @@ __device__ __forceinline__ void process_scalars(const QkNormRopeStoreParams& p) 
     return head.weight != nullptr ? normed(x, scale, head.weight[i], p.weight_offset) : x;
   };
   const int half = p.rotary_dim / 2, position = p.positions[token];
-  const float factor = p.factor(index, position);
+  const float factor = head_factor(p, index, position);
   const float* row = rotation_row(p, position);
   for (int pair = lane_idx; pair < half; pair += kWarpSize) {
     const int at = kInterleaved ? 2 * pair : pair, to = kInterleaved ? at + 1 : pair + half;
