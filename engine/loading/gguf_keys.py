@@ -178,9 +178,13 @@ def is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
     --------
     >>> is_neutral(0.0, (1, 0)), is_neutral([1, 0], (1, 0)), is_neutral("yarn", ("none",))
     (True, True, False)
+    >>> is_neutral(10**400, (1, 0))
+    False
     """
     if isinstance(value, list):
         return all(is_neutral(one, neutral) for one in value)
+    if type(value) is int and abs(value) >= 1 << 64:  # too large for `isclose`
+        return False
     if type(value) in (int, float):
         numbers = (one for one in neutral if type(one) in (int, float, bool))
         return any(math.isclose(value, one, rel_tol=1e-6) for one in numbers)

@@ -36,7 +36,7 @@ from tests.loading.tiny import EXTRA, config_of, random_tensors, tensor_shapes
 LIMITS = Limits(cpu_seconds=40.0, wall_seconds=120.0)
 GOLDEN = Path(__file__).parents[1] / "golden/models"
 VARIED = ("cohere2", "gpt_oss", "granitemoe", "mixtral", "olmo3", "qwen2_moe", "qwen3_moe")
-VARIED += ("smollm3", "starcoder2")
+VARIED += ("smollm3", "starcoder2", "llama4", "qwen2_5_vl", "qwen3_vl_moe", "gemma3_wrapped")
 FAMILIES = sorted((*EXTRA, *VARIED))
 INDEX = "model.safetensors.index.json"
 CONFIG_KEYS = (
@@ -49,6 +49,7 @@ CONFIG_KEYS = (
     *("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"),
     *("shared_expert_intermediate_size", "mlp_only_layers", "decoder_sparse_step", "use_bias"),
     *("norm_topk_prob", "swiglu_limit", "swiglu_alpha", "no_rope_layers", "sliding_window_pattern"),
+    *("text_config", "vision_config", "attention_chunk_size", "moe_layers", "floor_scale"),
     *("no_rope_layer_interval", "max_window_layers", "logit_scale", "logits_scaling", "clip_qkv"),
 )
 ROPES = (

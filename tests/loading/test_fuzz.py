@@ -78,7 +78,7 @@ def test_mutated_config_files(make_model, family):
     assert accepted > 10  # harmless changes, such as to an unused key
 
 
-@pytest.mark.parametrize("case", ["qwen2_moe", "gpt_oss", "glm4_moe"])
+@pytest.mark.parametrize("case", ["qwen2_moe", "gpt_oss", "glm4_moe", "llama4", "qwen3_vl_moe"])
 def test_mutated_models_with_experts(tmp_path, case):
     """Their config.json and the header of their tensors, in turn."""
     record = json.loads((GOLDEN / f"{case}.json").read_text())
