@@ -80,6 +80,12 @@ class RopeConfig:
     q_scale_beta: float = 0.0
     q_scale_length: int = 0
     q_scale_start: int = 0
+
+    @property
+    def has_two_ropes(self) -> bool:
+        """Tell whether sequences beyond the training length have frequencies of their own."""
+        return self.scaling == "longrope" and self.short_factor != self.long_factor
+
     num_frequencies: int = 0
 
 

@@ -96,11 +96,12 @@ def long_rope_offset(config: RopeConfig, num_positions: int) -> int:
 
     Examples
     --------
-    >>> long_rope_offset(RopeConfig(scaling="longrope", original_max_position=4096), 8192)
+    >>> factors = dict(short_factor=(1.0,), long_factor=(2.0,), original_max_position=4096)
+    >>> long_rope_offset(RopeConfig(scaling="longrope", **factors), 8192)
     8192
     """
     is_longer = num_positions > config.original_max_position
-    return num_positions if config.scaling == "longrope" and is_longer else 0
+    return num_positions if config.has_two_ropes and is_longer else 0
 
 
 def inverse_frequencies(config: RopeConfig, *, is_long: bool = False, length: int = 0) -> Array:

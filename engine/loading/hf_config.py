@@ -229,7 +229,7 @@ def build_config(
     layer_windows = _layer_windows(fields, kind, rope_layers, positions)
     moe = moe_config(fields, kind.moe, sizes["num_layers"])
     rope_layers = _with_rope_in_windows(fields, kind, rope_layers, layer_windows, moe)
-    if rope.scaling == "longrope" and (rope_local is not None or not all(rope_layers)):
+    if rope.has_two_ropes and (rope_local is not None or not all(rope_layers)):
         raise fields.error("rope_scaling", "not longrope, since layers differ in their rope")
     config = ModelConfig(
         model_type=kind.model_type,

@@ -12,8 +12,10 @@ import pytest
 
 from engine.config import ModelConfig
 from engine.errors import ConfigError
+from engine.layers.rotary import inverse_frequencies, rope_table
 from engine.loading.model_config import load_config
 from engine.loading.weights import load_weights
+from engine.models.decoder import Decoder
 from tests.loading.tiny import random_tensors, save_file
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "models"
@@ -144,7 +146,7 @@ def write(path: Path, values: dict, tensors: dict, rule: Converted, **changes) -
     keys |= {name: values.get(key, key) for name, key in rule.keys.items()} | changes
     tokens = {f"tokenizer.ggml.{name}_token_id": i for i, name in enumerate(("padding", "bos"))}
     adders = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
-    adders[bool] = writer.add_bool
+    adders |= {bool: writer.add_bool, list: writer.add_array}
     for name, value in keys.items():
         if value is not None:
             adders[type(value)](f"{arch}.{name}", value)
@@ -203,6 +205,28 @@ def test_a_granite_without_multipliers_is_a_llama(tmp_path):
     assert (config.branch_scale, config.logits_scale) == (1.0, 1.0)
     with pytest.raises(ConfigError, match=r"granite\.residual_scale must be a number .*got -1"):
         load_config(write(tmp_path, values, tensors, CASES["granite"], residual_scale=-1.0))
+
+
+def test_exaone4_with_tensors_of_frequency_factors(tmp_path):
+    """Llama 3's scaling, in a model in which only some layers have rope."""
+    record = record_of("exaone4_layer_types_new_keys")
+    tensors = random_tensors(record["tensors"])
+    (tmp_path / "config.json").write_text(json.dumps(record["config"]))
+    save_file(tensors, tmp_path / "model.safetensors")
+    wanted = load_config(tmp_path)
+    plain = replace(wanted.rope, scaling="default")
+    factors = inverse_frequencies(plain) / inverse_frequencies(wanted.rope)
+    pattern = [one == "sliding_attention" for one in record["config"]["layer_types"]]
+    keys = {"rope.freq_base": 500.0, "attention.sliding_window": 8}
+    rule = replace(CASES["exaone4"], keys=keys)
+    more = {"attention.sliding_window_pattern": pattern}
+    file = write(tmp_path, record["config"], tensors | {"rope_freqs.weight": factors}, rule, **more)
+    config = load_config(file)
+    assert config.rope_layers == wanted.rope_layers == (False, True, True)
+    assert config.layer_windows == wanted.layer_windows
+    rows, wanted_rows = (rope_table(one.rope, 128) for one in (config, wanted))
+    np.testing.assert_allclose(rows, wanted_rows, atol=1e-5)  # factors are stored in float32
+    assert Decoder(config, load_weights(file, config), 128).long_rope_offset == 0
 
 
 def test_glm_with_packed_rows_of_q_k_and_v(tmp_path):

@@ -444,7 +444,7 @@ def test_activations(act):
 
 
 HUGE = 10**400
-LONGROPE = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.0] * 4}
+LONGROPE = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
 BAD = {
     "num_attention_heads": [0, -1, 9.5, "9", True, HUGE, None, 7, float("nan")],
     "num_key_value_heads": [0, 2, 18, 10**9, -3, 3.5, [3]],
