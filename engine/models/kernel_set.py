@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Collection
+from typing import Any
 
 from engine.config import ModelConfig
 from engine.device import Device
@@ -106,10 +107,19 @@ def kernel_specs(
                 q_factors=has_q_factors(config),
                 formats=tuple(form.name for form in formats),
                 **({"patterns": True} if has_patterns and op == "attention_prefill" else {}),
+                **(_delta_heads(config) if op == "gated_delta" else {}),
             )
     if is_shared:
         specs += _collective_specs(dtype)
     return list(dict.fromkeys(specs))
+
+
+def _delta_heads(config: ModelConfig) -> dict[str, Any]:
+    """Return the sizes of gated delta heads as options of `specs`."""
+    delta = config.gated_delta
+    assert delta is not None
+    dims = {"key_dim": delta.key_head_dim, "value_dim": delta.value_head_dim}
+    return {**dims, "has_channel_gate": False}
 
 
 def _scales_rows(config: ModelConfig) -> bool:

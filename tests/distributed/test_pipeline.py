@@ -85,11 +85,13 @@ def test_logits_of_every_family(case, tmp_path):
     parts = [package.load(path, device="cpu", progress=False, stage=each) for each in stages]
     assert [part.config.num_layers for part in parts] == [s.last - s.first for s in stages]
     assert "lm_head" not in parts[0].decoder.weights and "embed" not in parts[1].decoder.weights
-    pages = [KVCache(KVGeometry.of_model(m.config, m.dtype), 2) for m in (whole, *parts)]
+    geometries = [KVGeometry.of_model(m.config, m.dtype) for m in (whole, *parts)]
+    pages = [KVCache(each, 2, num_slots=2 * each.has_states) for each in geometries]
     prompts = [[5, 17, 3, 99, 41, 8, 2, 60, 77, 12, 1], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 11]]
     tables = [[0], [1]]
     for ids, starts in ((prompts, [0, 0]), ([[3], [4]], [11, 11]), ([[7]], [12])):
-        batch = ForwardBatch.build(ids, starts, tables[: len(ids)], 16)
+        slots = np.arange(len(ids), dtype=np.int32) if geometries[0].has_states else None
+        batch = ForwardBatch.build(ids, starts, tables[: len(ids)], 16, state_slots=slots)
         want = whole.forward(batch, pages[0].layers)
         entering = parts[0].run_stage(batch, pages[1].layers)
         got = parts[1].forward(replace(batch, entering=entering), pages[2].layers)
