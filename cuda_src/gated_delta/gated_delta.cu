@@ -7,8 +7,8 @@
 // state is read once and written once, and its rows are independent of each other.
 // Arguments: GatedDeltaParams, in gated_delta_problem.cuh.
 //
-// Numerics: float; a state is rounded when it is written, out once. A row's sums have one order,
-// whatever the launch.
+// Numerics: float; a state is rounded when it is written, out once. Sums have one order and FMAs
+// are explicit, so that every kernel of this file computes the same bits.
 // Parallelisation: kLanes lanes hold kRows rows of a state in registers, 8 columns each. Their
 // partial sums are added by a transposing reduction, which leaves each row's sum in one lane (or a
 // few): it computes u and out of that row. With one token per sequence, kIsSingle, the state stays
@@ -161,8 +161,8 @@ struct Token {
     float q_squares = 0.0f, k_squares = 0.0f;
 #pragma unroll
     for (int i = 0; i < kColumns; ++i) {
-      q_squares += q[i] * q[i];
-      k_squares += k[i] * k[i];
+      q_squares = fmaf(q[i], q[i], q_squares);
+      k_squares = fmaf(k[i], k[i], k_squares);
     }
     const float q_factor = p.scale / sqrtf(lanes_sum(q_squares) + p.eps);
     const float k_factor = 1.0f / sqrtf(lanes_sum(k_squares) + p.eps);
@@ -260,7 +260,7 @@ class Recurrence {
 #pragma unroll
     for (int i = 0; i < kColumns; ++i) {
       k_[i] = token.k[i];
-      kq += token.k[i] * token.q[i];
+      kq = fmaf(token.k[i], token.q[i], kq);
     }
     kq = lanes_sum(kq);
 #pragma unroll
@@ -273,15 +273,15 @@ class Recurrence {
       const float k = token.k[i] * channel_decay(i), q = token.q[i] * channel_decay(i);
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
-        sk[r] += state_.get(r, i) * k;
-        sq[r] += state_.get(r, i) * q;
+        sk[r] = fmaf(state_.get(r, i), k, sk[r]);
+        sq[r] = fmaf(state_.get(r, i), q, sq[r]);
       }
     }
     state_.forget();
     const float head_decay = kHasChannelGate ? 1.0f : decay_[0];
     const float beta = update_strength(token.b, p_.beta_scale);
-    u_ = beta * (token.v - head_decay * transposed_sum<kRows>(sk));
-    return head_decay * transposed_sum<kRows>(sq) + kq * u_;
+    u_ = beta * fmaf(-head_decay, transposed_sum<kRows>(sk), token.v);
+    return fmaf(kq, u_, __fmul_rn(head_decay, transposed_sum<kRows>(sq)));
   }
 
   // Completes the step: computes the new rows and writes them to two slots; -1 skips one.
@@ -292,7 +292,7 @@ class Recurrence {
       float row[kColumns];
 #pragma unroll
       for (int i = 0; i < kColumns; ++i)
-        row[i] = state_.get(r, i) * decay_[kHasChannelGate ? i : 0] + u * k_[i];
+        row[i] = fmaf(u, k_[i], __fmul_rn(state_.get(r, i), decay_[kHasChannelGate ? i : 0]));
       state_.keep(r, row);
       if (!has_row(r)) continue;
       if (target >= 0) store_row<kIsVector>(state_row(target, r), row, p_.key_dim);

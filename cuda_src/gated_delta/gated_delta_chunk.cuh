@@ -25,27 +25,39 @@ constexpr int kPad = 8;
 constexpr int kKeyPitch = kKeyDim + kPad;
 constexpr int kTokenPitch = kChunkTokens + kPad;
 
+// With a gate per channel c has a column per feature of k: D becomes part of the products over
+// channels, and e^c and e^(c_last - c) scale q and k instead of rows, so the prepare kernel leaves
+// scaled copies of them.
+
 // What the prepare kernel leaves for one chunk of one head.
 struct ChunkScratch {
+  static constexpr int kKeys = kChunkTokens * kKeyDim;
+  static constexpr int kScaled = kHasChannelGate ? kKeys : 0;
+  static constexpr int kRows = kHasChannelGate ? 0 : kChunkTokens;
+  static constexpr int kDecays = kHasChannelGate ? kKeyDim : 4;  // 4: the next chunk is aligned
+  static constexpr int kHalves = kKeys + kChunkTokens * (kValueDim + kChunkTokens) + 2 * kScaled;
+  static constexpr int kFloats = kHalves / 2 + 2 * kRows + kDecays;
+
   scalar_t* w;      // (64, dk)
   scalar_t* u;      // (64, dv)
   scalar_t* reads;  // (64, 64) Q K^T * D, scaled; columns up to the row's block of 16
-  float* out_rows;  // (64,) factor of row i of Q S^T
-  float* x_rows;    // (64,) factor of row i of X in the update of S
-  float* decay;     // (1,) e^(c_last)
-
-  static constexpr int kHalves = kChunkTokens * (kKeyDim + kValueDim + kChunkTokens);
-  static constexpr int kFloats = kHalves / 2 + 2 * kChunkTokens + 4;  // a multiple of 16 bytes
+  scalar_t* q;      // (64, dk) diag(e^c) Q, scaled; with a gate per channel
+  scalar_t* k;      // (64, dk) diag(e^(c_last - c)) K; with a gate per channel
+  float* out_rows;  // (64,) factor of row i of Q S^T; with a gate per head
+  float* x_rows;    // (64,) factor of row i of X in the update of S; with a gate per head
+  float* decay;     // e^(c_last): (1,), or (dk,) with a gate per channel
 
   __device__ __forceinline__ ChunkScratch(const GatedDeltaParams& p, int chunk, int head) {
     const int64_t index = static_cast<int64_t>(chunk - p.first_chunk) * p.num_heads + head;
     float* const floats = p.scratch + index * kFloats;
     w = reinterpret_cast<scalar_t*>(floats);
-    u = w + kChunkTokens * kKeyDim;
+    u = w + kKeys;
     reads = u + kChunkTokens * kValueDim;
+    q = reads + kChunkTokens * kChunkTokens;
+    k = q + kScaled;
     out_rows = floats + kHalves / 2;
-    x_rows = out_rows + kChunkTokens;
-    decay = x_rows + kChunkTokens;
+    x_rows = out_rows + kRows;
+    decay = x_rows + kRows;
   }
 };
 

@@ -11,25 +11,28 @@
 #include "gated_delta/gated_delta_prepare.cuh"
 #include "gated_delta/gated_delta_scan.cuh"
 
-static_assert(!kHasChannelGate, "a gate per channel does not factor into rows");
-static_assert(sizeof(PrepareShared) == PREPARE_BYTES && sizeof(ScanShared<1>) == SCAN_BYTES_1 &&
-                  sizeof(ScanShared<2>) == SCAN_BYTES_2,
-              "the host launches with these sizes");
+static_assert(sizeof(PrepareShared) == PREPARE_BYTES, "the host launches with this size");
 
 extern __shared__ __align__(16) unsigned char smem_bytes[];
 
-extern "C" __global__ void __launch_bounds__(kPrepareThreads, 4)
+extern "C" __global__ void __launch_bounds__(kPrepareThreads, kHasChannelGate ? 2 : 4)
     gated_delta_prepare(const __grid_constant__ GatedDeltaParams p) {
   prepare_chunk(p, *reinterpret_cast<PrepareShared*>(smem_bytes));
 }
 
-// Two stages if shared memory has room for them, else one.
-extern "C" __global__ void __launch_bounds__(kScanThreads, 1)
-    gated_delta_scan_2(const __grid_constant__ GatedDeltaParams p) {
-  scan_chunks<2>(p, *reinterpret_cast<ScanShared<2>*>(smem_bytes));
-}
+#define ENGINE_GATED_DELTA_SCAN(slice, stages)                                          \
+  static_assert(sizeof(ScanShared<slice, stages>) == SCAN_BYTES_##slice##_##stages,     \
+                "the host launches with this size");                                    \
+  extern "C" __global__ void __launch_bounds__(kScanThreads, 1)                         \
+      gated_delta_scan_##slice##_##stages(const __grid_constant__ GatedDeltaParams p) { \
+    if constexpr (kValueDim % slice == 0)                                               \
+      scan_chunks(p, *reinterpret_cast<ScanShared<slice, stages>*>(smem_bytes));        \
+  }
 
-extern "C" __global__ void __launch_bounds__(kScanThreads, 1)
-    gated_delta_scan_1(const __grid_constant__ GatedDeltaParams p) {
-  scan_chunks<1>(p, *reinterpret_cast<ScanShared<1>*>(smem_bytes));
-}
+// Features of v per block; stages in shared memory.
+ENGINE_GATED_DELTA_SCAN(16, 1)
+ENGINE_GATED_DELTA_SCAN(16, 2)
+ENGINE_GATED_DELTA_SCAN(32, 1)
+ENGINE_GATED_DELTA_SCAN(32, 2)
+ENGINE_GATED_DELTA_SCAN(64, 1)
+ENGINE_GATED_DELTA_SCAN(64, 2)

@@ -10,6 +10,11 @@
 
 __device__ __forceinline__ int lane_idx() { return threadIdx.x % kWarpSize; }
 
+// The warp's index in its block, which the compiler then knows to be the same in all lanes.
+__device__ __forceinline__ int uniform_warp_idx() {
+  return __shfl_sync(kFullMask, static_cast<int>(threadIdx.x) / kWarpSize, 0);
+}
+
 // Rows [m, m + 16) and columns [k, k + 16) of A, stored by rows.
 __device__ __forceinline__ void load_a(uint32_t (&a)[4], const scalar_t* smem, int pitch, int m,
                                        int k) {
@@ -49,13 +54,21 @@ template <int kRows, int kColumns, int kThreads>
 __device__ __forceinline__ void copy_rows(scalar_t* smem, int pitch, const scalar_t* gmem,
                                           int64_t stride, int count) {
   constexpr int kPerRow = kColumns / kVec;
+  const int first_row = threadIdx.x / kPerRow, column = threadIdx.x % kPerRow * kVec;
+  if constexpr (kThreads % kPerRow == 0) {  // a thread's rows are evenly spaced: one address each
+    constexpr int kStep = kThreads / kPerRow;
+    smem += first_row * pitch + column;
+    gmem += first_row * stride + column;
 #pragma unroll
-  for (int first = 0; first < kRows * kPerRow; first += kThreads) {
-    const int i = first + static_cast<int>(threadIdx.x);
-    if (kRows * kPerRow % kThreads != 0 && i >= kRows * kPerRow) break;
-    const int row = i / kPerRow, column = i % kPerRow * kVec;
-    const bool is_valid = row < count;
-    cp_async_16(smem + row * pitch + column, gmem + (is_valid ? row : 0) * stride + column,
-                is_valid);
+    for (int row = 0; row < kRows; row += kStep) {
+      if (kRows % kStep != 0 && row + first_row >= kRows) break;
+      cp_async_16(smem + row * pitch, gmem + row * stride, row + first_row < count);
+    }
+  } else {
+#pragma unroll
+    for (int i = threadIdx.x; i < kRows * kPerRow; i += kThreads) {
+      const int row = i / kPerRow, at = i % kPerRow * kVec;
+      cp_async_16(smem + row * pitch + at, gmem + row * stride + at, row < count);
+    }
   }
 }

@@ -7,22 +7,16 @@
 #pragma once
 
 #include "common/cp_async.cuh"
-#include "gated_delta/gated_delta_chunk.cuh"
+#include "common/exp2.cuh"
+#include "gated_delta/gated_delta_channels.cuh"
 #include "gated_delta/gated_delta_fragments.cuh"
+#include "gated_delta/gated_delta_prepare_shared.cuh"
 
-constexpr int kPrepareThreads = 128;
-constexpr int kHalf = kChunkTokens / 2;
-constexpr int kSystemPitch = kChunkTokens + 4;
-constexpr int kWidePitch = (kKeyDim > kValueDim ? kKeyDim : kValueDim) + kPad;
-
-struct PrepareShared {
-  scalar_t k[kChunkTokens * kKeyPitch];
-  scalar_t q_or_v[kChunkTokens * kWidePitch];
-  float system[kChunkTokens * kSystemPitch];  // A, then T; upper right quarter: A21 T11
-  // Of each token: c, beta, 1 / |k|, scale / |q|; zeros beyond the chunk's end.
-  float log_decay[kChunkTokens], beta[kChunkTokens];
-  float k_factor[kChunkTokens], q_factor[kChunkTokens];
-};
+// Base-2 logarithm of a decay, at least -128, which is a decay of 0 already: differences of running
+// sums stay exact, and finite.
+__device__ __forceinline__ float log2_decay(scalar_t a, float a_log, float dt_bias) {
+  return fmaxf(kLog2E * log_decay(to_float(a), a_log, dt_bias), -128.0f);
+}
 
 class Preparation {
  public:
@@ -35,7 +29,7 @@ class Preparation {
         head_(head),
         token_(token),
         count_(count),
-        warp_idx_(threadIdx.x / kWarpSize) {}
+        warp_idx_(uniform_warp_idx()) {}
 
   __device__ __forceinline__ void run() {
     const int key_head = head_ / (p_.num_heads / p_.num_key_heads);
@@ -51,12 +45,16 @@ class Preparation {
     compute_factors();
     __syncthreads();
 
-    write_row_factors();
-    float sums[kChunkTokens / 8][4];
-    multiply_by_keys(sums, smem_.k);
-    store_system(sums);
-    multiply_by_keys(sums, smem_.q_or_v);
-    store_reads(sums);
+    if constexpr (kHasChannelGate) {
+      ChannelProducts(smem_, scratch_, warp_idx_).run();
+    } else {
+      write_row_factors();
+      float sums[kChunkTokens / 8][4];
+      multiply_by_keys(sums, smem_.k);
+      store_system(sums);
+      multiply_by_keys(sums, smem_.q_or_v);
+      store_reads(sums);
+    }
     __syncthreads();  // SAFETY: the system is complete, and no warp reads q any more.
     copy<kValueDim>(smem_.q_or_v, kWidePitch, v, p_.v_stride_t);
     cp_async_commit();
@@ -67,7 +65,8 @@ class Preparation {
     float* const beta = smem_.beta;
     const auto of_value = [&](int j) { return beta[j]; };
     const auto of_key = [&](int j) {
-      return beta[j] * smem_.k_factor[j] * expf(smem_.log_decay[j]);
+      const float decay = kHasChannelGate ? 1.0f : exp2_approx(smem_.log_decay[j]);
+      return beta[j] * smem_.k_factor[j] * decay;
     };
     multiply_inverse<kKeyDim>(scratch_.w, smem_.k, kKeyPitch, of_key);
     multiply_inverse<kValueDim>(scratch_.u, smem_.q_or_v, kWidePitch, of_value);
@@ -80,24 +79,46 @@ class Preparation {
     copy_rows<kChunkTokens, kColumns, kPrepareThreads>(smem, pitch, gmem, stride, count_);
   }
 
-  // beta, and the running sum c of the logarithms of the decays.
+  // beta, and the running sums c of the logarithms of the decays.
   __device__ __forceinline__ void compute_gates() {
     const int i = threadIdx.x;
     if (i < kChunkTokens) {
+      const int64_t t = token_ + i;
       float g = 0.0f, beta = 0.0f;
       if (i < count_) {
-        const int64_t t = token_ + i;
-        g = log_decay(to_float(p_.a[t * p_.a_stride_t + head_]), p_.a_log[head_],
-                      p_.dt_bias[head_]);
         beta = update_strength(to_float(p_.b[t * p_.b_stride_t + head_]), p_.beta_scale);
+        if constexpr (!kHasChannelGate)
+          g = log2_decay(p_.a[t * p_.a_stride_t + head_], p_.a_log[head_], p_.dt_bias[head_]);
       }
-#pragma unroll
-      for (int offset = 1; offset < kWarpSize; offset *= 2) {
-        const float before = __shfl_up_sync(kFullMask, g, offset);
-        if (lane_idx() >= offset) g += before;
-      }
-      smem_.log_decay[i] = g;  // of the token's half; completed by compute_factors
       smem_.beta[i] = beta;
+      if constexpr (!kHasChannelGate) smem_.log_decay[i] = running_sum(g);
+    }
+    if constexpr (kHasChannelGate) compute_channel_gates();
+  }
+
+  // Sum of g over the lanes up to this one; compute_factors adds the first warp's to the second.
+  __device__ __forceinline__ float running_sum(float g) const {
+#pragma unroll
+    for (int offset = 1; offset < kWarpSize; offset *= 2) {
+      const float before = __shfl_up_sync(kFullMask, g, offset);
+      if (lane_idx() >= offset) g += before;
+    }
+    return g;
+  }
+
+  // c of every token for the thread's channel.
+  __device__ __forceinline__ void compute_channel_gates() {
+    static_assert(kKeyDim <= kPrepareThreads, "one thread per channel");
+    const int d = threadIdx.x;
+    if (d >= kKeyDim) return;
+    const scalar_t* const a = p_.a + token_ * p_.a_stride_t + head_ * p_.a_stride_h + d;
+    const float a_log = p_.a_log[head_], bias = p_.dt_bias[head_ * kKeyDim + d];
+    float sum = 0.0f;
+#pragma unroll 8
+    for (int i = 0; i < kChunkTokens; ++i) {
+      const scalar_t gate = a[(i < count_ ? i : 0) * p_.a_stride_t];
+      if (i < count_) sum += log2_decay(gate, a_log, bias);
+      smem_.channel_decay[i * kChannelPitch + d] = sum;
     }
   }
 
@@ -106,12 +127,12 @@ class Preparation {
     const int row = threadIdx.x / 2;
     const float k_squares = half_row_squares(smem_.k, row);
     const float q_squares = half_row_squares(smem_.q_or_v, row);
-    const float first_half = smem_.log_decay[kHalf - 1];
+    const float first_half = kHasChannelGate ? 0.0f : smem_.log_decay[kHalf - 1];
     if (threadIdx.x % 2 != 0) return;
     const bool is_valid = row < count_;
     smem_.k_factor[row] = is_valid ? 1.0f / sqrtf(k_squares + p_.eps) : 0.0f;
     smem_.q_factor[row] = is_valid ? p_.scale / sqrtf(q_squares + p_.eps) : 0.0f;
-    if (row >= kHalf) smem_.log_decay[row] += first_half;
+    if (!kHasChannelGate && row >= kHalf) smem_.log_decay[row] += first_half;
   }
 
   // Sum of squares of a row, of which each of two neighbouring threads reads every other vector.
@@ -131,9 +152,9 @@ class Preparation {
     const int i = threadIdx.x;
     if (i >= kChunkTokens) return;
     const float c = smem_.log_decay[i], last = smem_.log_decay[kChunkTokens - 1];
-    scratch_.out_rows[i] = smem_.q_factor[i] * expf(c);
-    scratch_.x_rows[i] = smem_.k_factor[i] * expf(last - c);
-    if (i == 0) *scratch_.decay = expf(last);
+    scratch_.out_rows[i] = smem_.q_factor[i] * exp2_approx(c);
+    scratch_.x_rows[i] = smem_.k_factor[i] * exp2_approx(last - c);
+    if (i == 0) *scratch_.decay = exp2_approx(last);
   }
 
   // The warp's 16 rows of `rows` K^T; rows are those of k or q.
@@ -175,15 +196,15 @@ class Preparation {
   // The exponent is masked first: above the diagonal it may overflow.
   __device__ __forceinline__ float decay(int i, int j, bool is_below) const {
     if (!is_below) return 0.0f;
-    return smem_.k_factor[j] * expf(smem_.log_decay[i] - smem_.log_decay[j]);
+    return smem_.k_factor[j] * exp2_approx(smem_.log_decay[i] - smem_.log_decay[j]);
   }
 
   __device__ __forceinline__ void store_system(const float (&sums)[kChunkTokens / 8][4]) {
     for_each(sums, [&](int i, int j, float first, float second) {
       const float row = smem_.beta[i] * smem_.k_factor[i];
-      float* const at = smem_.system + i * kSystemPitch + j;
-      at[0] = row * first * decay(i, j, i > j);
-      at[1] = row * second * decay(i, j + 1, i > j + 1);
+      const Vec<float, 2> pair = {row * first * decay(i, j, i > j),
+                                  row * second * decay(i, j + 1, i > j + 1)};
+      store_vec(smem_.system + i * kSystemPitch + j, pair);
     });
   }
 

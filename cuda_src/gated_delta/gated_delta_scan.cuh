@@ -13,51 +13,61 @@
 #include "gated_delta/gated_delta_fragments.cuh"
 
 constexpr int kScanThreads = 256;
-constexpr int kSlice = 32;
-constexpr int kSlicePitch = kSlice + kPad;
 
+template <int kSlice>
 struct ScanStage {
+  static constexpr int kSlicePitch = kSlice + kPad;
+
   scalar_t w[kChunkTokens * kKeyPitch], q[kChunkTokens * kKeyPitch], k[kChunkTokens * kKeyPitch];
   scalar_t reads[kChunkTokens * kTokenPitch];
   scalar_t u[kChunkTokens * kSlicePitch];
 };
 
 // What the warps of a block pass to each other within a chunk.
+template <int kSlice>
 struct ScanChunk {
+  static constexpr int kSlicePitch = kSlice + kPad;
   scalar_t state[kSlice * kKeyPitch];             // S before the chunk, rounded
   scalar_t x[kChunkTokens * kSlicePitch];         // X
   scalar_t scaled_x[kChunkTokens * kSlicePitch];  // X times the rows' factors
 };
 
-template <int kStages>
-struct ScanShared : ScanChunk {
-  ScanStage stages[kStages];
+template <int kSlice, int kStages>
+struct ScanShared : ScanChunk<kSlice> {
+  ScanStage<kSlice> stages[kStages];
 };
 
 // A block's place in the problem.
+template <int kSlice>
 struct Scan {
+  static constexpr int kSlicePitch = kSlice + kPad;
+  using Stage = ScanStage<kSlice>;
+
   const GatedDeltaParams& p;
-  ScanChunk& smem;
+  ScanChunk<kSlice>& smem;
   const Sequence sequence;
   const ChunkRange range;
-  const int head, slice;  // slice: first feature of v
-  const int warp_idx;     // of the four warps with the same task
-
-  __device__ __forceinline__ int key_head() const { return head / (p.num_heads / p.num_key_heads); }
+  const int head, key_head, slice;  // slice: first feature of v
+  const int warp_idx;               // of the four warps with the same task
 
   // Starts the copies of chunk number `index`; always commits a group.
-  __device__ __forceinline__ void load(ScanStage& stage, int index) const {
+  __device__ __forceinline__ void load(Stage& stage, int index) const {
     if (index < range.end) {
       const Chunk tokens = range.chunk(index);
       const ChunkScratch scratch(p, range.first_id + index, head);
-      const int64_t t = sequence.begin + tokens.begin;
       copy<kKeyDim>(stage.w, kKeyPitch, scratch.w, kKeyDim, kChunkTokens);
       copy<kSlice>(stage.u, kSlicePitch, scratch.u + slice, kValueDim, kChunkTokens);
-      copy<kKeyDim>(stage.q, kKeyPitch, p.q + t * p.q_stride_t + key_head() * p.q_stride_h,
-                    p.q_stride_t, tokens.count());
-      copy<kKeyDim>(stage.k, kKeyPitch, p.k + t * p.k_stride_t + key_head() * p.k_stride_h,
-                    p.k_stride_t, tokens.count());
       copy<kChunkTokens>(stage.reads, kTokenPitch, scratch.reads, kChunkTokens, kChunkTokens);
+      if constexpr (kHasChannelGate) {
+        copy<kKeyDim>(stage.q, kKeyPitch, scratch.q, kKeyDim, kChunkTokens);
+        copy<kKeyDim>(stage.k, kKeyPitch, scratch.k, kKeyDim, kChunkTokens);
+      } else {
+        const int64_t t = sequence.begin + tokens.begin;
+        copy<kKeyDim>(stage.q, kKeyPitch, p.q + t * p.q_stride_t + key_head * p.q_stride_h,
+                      p.q_stride_t, tokens.count());
+        copy<kKeyDim>(stage.k, kKeyPitch, p.k + t * p.k_stride_t + key_head * p.k_stride_h,
+                      p.k_stride_t, tokens.count());
+      }
     }
     cp_async_commit();
   }
@@ -89,11 +99,26 @@ struct Scan {
   }
 };
 
+// Factors of the lane's rows i and i + 8; 1 with a gate per channel, where q and k hold them.
+struct RowFactors {
+  float row[2] = {1.0f, 1.0f};
+
+  __device__ __forceinline__ RowFactors(const float* rows, int i) {
+    if constexpr (!kHasChannelGate) {
+      row[0] = rows[i];
+      row[1] = rows[i + 8];
+    }
+  }
+};
+
 // The state's slice in the accumulators of the four warps that own it: rows are features of v,
 // columns those of k. Warp w holds the blocks of 16 columns w, w + 4, ...
+template <int kSlice>
 class ScannedState {
  public:
-  __device__ __forceinline__ explicit ScannedState(const Scan& scan) : scan_(scan) {
+  using Stage = ScanStage<kSlice>;
+
+  __device__ __forceinline__ explicit ScannedState(const Scan<kSlice>& scan) : scan_(scan) {
     for_each([](int, int, float& first, float& second) { first = second = 0.0f; });
   }
 
@@ -123,9 +148,10 @@ class ScannedState {
   }
 
   // X = U - W S^T for the warp's 16 tokens.
-  __device__ __forceinline__ void compute_x(const ScanStage& stage, const float* x_rows) const {
+  __device__ __forceinline__ void compute_x(const Stage& stage, const ChunkScratch& scratch) {
     const int row = scan_.warp_idx * 16 + lane_idx() / 4;
-    const float factors[2] = {x_rows[row], x_rows[row + 8]};
+    const RowFactors factors(scratch.x_rows, row);
+    load_decay(scratch);
     float sums[kSlice / 8][4];
     scan_.multiply_by_state(sums, stage.w);
 #pragma unroll
@@ -138,16 +164,19 @@ class ScannedState {
         const float second = to_float(u.v[1]) - sums[tile][2 * half + 1];
         *reinterpret_cast<uint32_t*>(scan_.smem.x + at) = pack2<scalar_t>(first, second);
         *reinterpret_cast<uint32_t*>(scan_.smem.scaled_x + at) =
-            pack2<scalar_t>(first * factors[half], second * factors[half]);
+            pack2<scalar_t>(first * factors.row[half], second * factors.row[half]);
       }
   }
 
   // S = decay S + X^T diag(x_rows) K.
-  __device__ __forceinline__ void update(const ScanStage& stage, float decay) {
-    for_each([&](int, int, float& first, float& second) {
-      first *= decay;
-      second *= decay;
-    });
+  __device__ __forceinline__ void update(const Stage& stage) {
+#pragma unroll
+    for (int m = 0; m < kSlice / 16; ++m)
+#pragma unroll
+      for (int i = 0; i < kBlocks; ++i)
+#pragma unroll
+        for (int j = 0; j < 8; ++j)
+          sums_[m][i][j / 4][j % 4] *= kHasChannelGate ? decay_[i][j / 4][j % 2] : decay_[0][0][0];
 #pragma unroll
     for (int t = 0; t < kChunkTokens; t += 16) {
       uint32_t a[kSlice / 16][4];
@@ -166,9 +195,29 @@ class ScannedState {
   }
 
  private:
+  static constexpr int kSlicePitch = kSlice + kPad;
   static constexpr int kBlocks = (kKeyDim / 16 + 3) / 4;
 
   __device__ __forceinline__ int block(int i) const { return scan_.warp_idx + 4 * i; }
+
+  // e^(c_last) of the lane's columns, or of the head.
+  __device__ __forceinline__ void load_decay(const ChunkScratch& scratch) {
+    if constexpr (kHasChannelGate) {
+#pragma unroll
+      for (int i = 0; i < kBlocks; ++i) {
+        if (block(i) >= kKeyDim / 16) break;
+#pragma unroll
+        for (int tile = 0; tile < 2; ++tile) {
+          const auto pair =
+              load_vec<float, 2>(scratch.decay + block(i) * 16 + tile * 8 + lane_idx() % 4 * 2);
+          decay_[i][tile][0] = pair.v[0];
+          decay_[i][tile][1] = pair.v[1];
+        }
+      }
+    } else {
+      decay_[0][0][0] = *scratch.decay;
+    }
+  }
 
   // Calls f(row, column, element (row, column), element (row, column + 1)).
   template <typename F>
@@ -187,28 +236,31 @@ class ScannedState {
       }
   }
 
-  const Scan& scan_;
+  const Scan<kSlice>& scan_;
   float sums_[kSlice / 16][kBlocks][2][4];
+  float decay_[kBlocks][2][2];
 };
 
 // The output of the warp's 16 tokens, in accumulators.
+template <int kSlice>
 class ScannedOutput {
  public:
-  __device__ __forceinline__ explicit ScannedOutput(const Scan& scan) : scan_(scan) {}
+  using Stage = ScanStage<kSlice>;
+
+  __device__ __forceinline__ explicit ScannedOutput(const Scan<kSlice>& scan) : scan_(scan) {}
 
   // diag(out_rows) Q S^T.
-  __device__ __forceinline__ void read_state(const ScanStage& stage, const float* out_rows) {
-    const int row = scan_.warp_idx * 16 + lane_idx() / 4;
-    const float factors[2] = {out_rows[row], out_rows[row + 8]};
+  __device__ __forceinline__ void read_state(const Stage& stage, const ChunkScratch& scratch) {
+    const RowFactors factors(scratch.out_rows, scan_.warp_idx * 16 + lane_idx() / 4);
     scan_.multiply_by_state(sums_, stage.q);
 #pragma unroll
     for (auto& tile : sums_)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) tile[i] *= factors[i / 2];
+      for (int i = 0; i < 4; ++i) tile[i] *= factors.row[i / 2];
   }
 
   // + reads X; `reads` is lower triangular.
-  __device__ __forceinline__ void read_updates(const ScanStage& stage) {
+  __device__ __forceinline__ void read_updates(const Stage& stage) {
 #pragma unroll
     for (int block = 0; block < kChunkTokens / 16; ++block) {
       if (block > scan_.warp_idx) break;
@@ -217,7 +269,7 @@ class ScannedOutput {
 #pragma unroll
       for (int n = 0; n < kSlice; n += 16) {
         uint32_t b[4];
-        load_b_trans(b, scan_.smem.x, kSlicePitch, n, block * 16);
+        load_b_trans(b, scan_.smem.x, Stage::kSlicePitch, n, block * 16);
         multiply(sums_[n / 8], sums_[n / 8 + 1], a, b);
       }
     }
@@ -239,24 +291,26 @@ class ScannedOutput {
   }
 
  private:
-  const Scan& scan_;
+  const Scan<kSlice>& scan_;
   float sums_[kSlice / 8][4];
 };
 
 // SAFETY: two barriers per chunk. Before the first, the chunk's copies have landed and the state is
 // published; the warps are done with the other stage. Before the second, X is complete and nobody
 // reads the state any more. With one stage a third barrier precedes the next copies.
-template <int kStages>
-__device__ __forceinline__ void scan_chunks(const GatedDeltaParams& p, ScanShared<kStages>& smem) {
+template <int kSlice, int kStages>
+__device__ __forceinline__ void scan_chunks(const GatedDeltaParams& p,
+                                            ScanShared<kSlice, kStages>& smem) {
   pdl_trigger();
   pdl_wait();
   const int b = blockIdx.x, head = blockIdx.y, slice = blockIdx.z * kSlice;
   const Sequence sequence = load_sequence(p, b);
   const ChunkRange range(p, sequence, b);
   if (range.begin >= range.end) return;
-  const Scan scan{
-      p, smem, sequence, range, head, slice, static_cast<int>(threadIdx.x) / kWarpSize % 4};
-  const bool owns_state = threadIdx.x < kScanThreads / 2;
+  const int warp_idx = uniform_warp_idx();
+  const Scan<kSlice> scan{
+      p, smem, sequence, range, head, head / (p.num_heads / p.num_key_heads), slice, warp_idx % 4};
+  const bool owns_state = warp_idx < 4;
   const int64_t offset = (static_cast<int64_t>(head) * kValueDim + slice) * kKeyDim;
   const auto slot = [&](int index) { return p.states + index * p.slot_stride + offset; };
   const int num_tokens = sequence.num_tokens();
@@ -264,8 +318,8 @@ __device__ __forceinline__ void scan_chunks(const GatedDeltaParams& p, ScanShare
   const int snapshot_end = p.snapshot_slots != nullptr ? p.snapshot_offsets[b] : -1;
   const int snapshot = snapshot_slot(p, b, snapshot_end);
 
-  ScannedState state(scan);
-  ScannedOutput output(scan);
+  ScannedState<kSlice> state(scan);
+  ScannedOutput<kSlice> output(scan);
   scan.load(smem.stages[range.begin % kStages], range.begin);
   if (owns_state) {
     if (range.begin > 0) {
@@ -277,21 +331,20 @@ __device__ __forceinline__ void scan_chunks(const GatedDeltaParams& p, ScanShare
   }
 #pragma unroll 1
   for (int index = range.begin; index < range.end; ++index) {
-    const ScanStage& stage = smem.stages[index % kStages];
+    const ScanStage<kSlice>& stage = smem.stages[index % kStages];
     const ChunkScratch scratch(p, range.first_id + index, head);
     const Chunk tokens = range.chunk(index);
     cp_async_wait<0>();
     __syncthreads();
     if (kStages > 1) scan.load(smem.stages[(index + 1) % kStages], index + 1);
-    const float decay = *scratch.decay;
     if (owns_state) {
-      state.compute_x(stage, scratch.x_rows);
+      state.compute_x(stage, scratch);
     } else {
-      output.read_state(stage, scratch.out_rows);
+      output.read_state(stage, scratch);
     }
     __syncthreads();
     if (owns_state) {
-      state.update(stage, decay);
+      state.update(stage);
       state.publish();
       if (tokens.end == num_tokens && target >= 0) state.store(slot(target));
       if (tokens.end == snapshot_end && snapshot >= 0) state.store(slot(snapshot));

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from typing import Any
 
 from engine.dtypes import dtype_name
-from engine.kernels._chip import limits
+from engine.kernels._chip import limits, sm_count
 from engine.kernels._elementwise import is_aligned
-from engine.kernels._launch import Kernel
+from engine.kernels._launch import Kernel, ceil_div
 from engine.kernels._module import ModuleSpec
 from engine.kernels._workspace import workspace
 from engine.kernels.gated_delta.problem import PARAMS, STATE_BITS
@@ -20,7 +21,10 @@ HEAD_DIMS = ((128, 128), (64, 64), (96, 192))
 """(dk, dv) of published models; other multiples of 16 and 32 are compiled on demand."""
 
 _MAX_KEY_DIM = 128
-_SLICE = 32  # kSlice in CUDA
+_VALUE_GRAIN = 32
+# Features of v per block of the scan -> its time per chunk, relative to 32 features: an estimate
+# from a chunk's products, and from its copies, of which only u is narrower.
+_WIDTHS = {16: 0.7, 32: 1.0, 64: 1.6}
 _PAD = 8  # kPad in CUDA
 _PREPARE_THREADS = 128  # kPrepareThreads in CUDA
 _SCAN_THREADS = 256  # kScanThreads in CUDA
@@ -28,8 +32,8 @@ _SCAN_THREADS = 256  # kScanThreads in CUDA
 _SCRATCH_BYTES = 64 << 20
 _PREPARE = Kernel("gated_delta_prepare", PARAMS, struct="GatedDeltaParams")
 _SCANS = {
-    stages: Kernel(f"gated_delta_scan_{stages}", PARAMS, struct="GatedDeltaParams")
-    for stages in (1, 2)
+    kind: Kernel("gated_delta_scan_{}_{}".format(*kind), PARAMS, struct="GatedDeltaParams")
+    for kind in itertools.product(_WIDTHS, (1, 2))
 }
 
 
@@ -37,67 +41,96 @@ def is_supported(args: dict[str, Any]) -> bool:
     """Tell whether the chunk kernels can run: 16-bit operands, a gate per head, aligned rows."""
     return bool(
         _are_dims_supported(dtype_name(args["q"].dtype), args["key_dim"], args["value_dim"])
-        and args["a"].ndim == 2
         and is_aligned(args["q"], args["k"], args["v"], args["states"])
     )
 
 
 def _are_dims_supported(dtype: str, key_dim: int, value_dim: int) -> bool:
-    is_tiled = key_dim % 16 == 0 and value_dim % _SLICE == 0
+    is_tiled = key_dim % 16 == 0 and value_dim % _VALUE_GRAIN == 0
     return dtype != "float32" and is_tiled and key_dim <= _MAX_KEY_DIM
 
 
-def spec(dtype: str, state_dtype: str, key_dim: int, value_dim: int) -> ModuleSpec:
+def spec(
+    dtype: str, state_dtype: str, key_dim: int, value_dim: int, *, has_channel_gate: bool
+) -> ModuleSpec:
     """Return the module for one shape of heads."""
     macros = {
         "STATE_BITS": STATE_BITS[state_dtype],
-        "HAS_CHANNEL_GATE": 0,
+        "HAS_CHANNEL_GATE": int(has_channel_gate),
         "KEY_DIM": key_dim,
         "VALUE_DIM": value_dim,
-        "PREPARE_BYTES": prepare_bytes(key_dim, value_dim),
-        **{f"SCAN_BYTES_{stages}": scan_bytes(key_dim, stages) for stages in (1, 2)},
+        "PREPARE_BYTES": prepare_bytes(key_dim, value_dim, has_channel_gate=has_channel_gate),
+        **{
+            f"SCAN_BYTES_{width}_{stages}": scan_bytes(key_dim, width, stages)
+            for width, stages in _SCANS
+        },
     }
     return ModuleSpec("gated_delta/gated_delta_chunks.cu", dtype, tuple(macros.items()))
 
 
 def specs(
-    dtype: str, state_dtypes: Iterable[str], head_dims: Iterable[tuple[int, int]]
+    dtype: str,
+    state_dtypes: Iterable[str],
+    head_dims: Iterable[tuple[int, int]],
+    channel_gates: Iterable[bool],
 ) -> list[ModuleSpec]:
-    """Return the modules for these states and (dk, dv)."""
+    """Return the modules for these states, (dk, dv) and kinds of gates."""
+    kinds = itertools.product(state_dtypes, head_dims, channel_gates)
     return [
-        spec(dtype, state, key_dim, value_dim)
-        for state in state_dtypes
-        for key_dim, value_dim in head_dims
+        spec(dtype, state, key_dim, value_dim, has_channel_gate=gate)
+        for state, (key_dim, value_dim), gate in kinds
         if _are_dims_supported(dtype, key_dim, value_dim)
     ]
 
 
-def prepare_bytes(key_dim: int, value_dim: int) -> int:
-    """Return the shared memory of the prepare kernel: k, q or v, the system, rows' factors."""
+def prepare_bytes(key_dim: int, value_dim: int, *, has_channel_gate: bool) -> int:
+    """Return the shared memory of the prepare kernel: PrepareShared in CUDA."""
     columns = key_dim + max(key_dim, value_dim) + 2 * _PAD
-    return CHUNK * (2 * columns + 4 * (CHUNK + 4) + 4 * 4)
+    decays = CHUNK * (key_dim + 2) if has_channel_gate else 1
+    size = CHUNK * (2 * columns + 4 * (CHUNK + 4) + 4 * 4) + 4 * decays
+    return ceil_div(size, 4) * 4
 
 
-def scan_bytes(key_dim: int, stages: int) -> int:
+def scan_bytes(key_dim: int, width: int, stages: int) -> int:
     """Return the shared memory of the scan kernel: stages of w, q, k, reads, u; the state; X."""
-    rows = 3 * (key_dim + _PAD) + (CHUNK + _PAD) + (_SLICE + _PAD)
-    return 2 * (stages * CHUNK * rows + _SLICE * (key_dim + _PAD) + 2 * CHUNK * (_SLICE + _PAD))
+    rows = 3 * (key_dim + _PAD) + (CHUNK + _PAD) + (width + _PAD)
+    return 2 * (stages * CHUNK * rows + width * (key_dim + _PAD) + 2 * CHUNK * (width + _PAD))
 
 
-def choose_stages(key_dim: int, shared_bytes: int) -> int:
-    """Return the stages of the scan: two, if shared memory has room for them.
+def choose_scan(
+    num_heads: int, key_dim: int, value_dim: int, *, num_sms: int, shared_bytes: int
+) -> tuple[int, int]:
+    """Return the features of v per block of the scan, and its stages.
+
+    `num_heads` counts the heads of all sequences. A multiprocessor holds one block: few heads need
+    narrow slices to fill all of them, with many, wide slices load a head's chunks less often. Two
+    stages are used if shared memory has room for them. The choice does not change a result's bits.
 
     Examples
     --------
-    >>> choose_stages(128, 227 * 1024), choose_stages(128, 99 * 1024)
-    (2, 1)
+    >>> hopper = {"num_sms": 132, "shared_bytes": 227 * 1024}
+    >>> [choose_scan(num_heads, 128, 128, **hopper) for num_heads in (16, 32, 256)]
+    [(16, 2), (32, 2), (64, 2)]
+    >>> choose_scan(32, 128, 128, num_sms=108, shared_bytes=99 * 1024)
+    (32, 1)
     """
-    return 2 if scan_bytes(key_dim, 2) <= shared_bytes else 1
+
+    def time(width: int) -> float:
+        return ceil_div(num_heads * value_dim // width, num_sms) * _WIDTHS[width]
+
+    def fits(width: int, stages: int) -> bool:
+        return value_dim % width == 0 and scan_bytes(key_dim, width, stages) <= shared_bytes
+
+    width = min((width for width in _WIDTHS if fits(width, 1)), key=time)
+    return width, 2 if fits(width, 2) else 1
 
 
-def scratch_floats(num_heads: int, key_dim: int, value_dim: int) -> int:
+def scratch_floats(num_heads: int, key_dim: int, value_dim: int, *, has_channel_gate: bool) -> int:
     """Return the floats of scratch per chunk: ChunkScratch in CUDA."""
-    return num_heads * (CHUNK * (key_dim + value_dim + CHUNK) // 2 + 2 * CHUNK + 4)
+    halves = CHUNK * (key_dim + value_dim + CHUNK)
+    if has_channel_gate:
+        return num_heads * (halves // 2 + CHUNK * key_dim + key_dim)
+    return num_heads * (halves // 2 + 2 * CHUNK + 4)
 
 
 def launch_ranges(num_tokens: int, batch: int, chunk_floats: int) -> list[tuple[int, int]]:
@@ -119,9 +152,17 @@ def launch(args: dict[str, Any], *, max_steps: int) -> None:
     value_dim = args["value_dim"]
     num_heads = args["num_heads"]
     batch = args["num_sequences"]
-    stages = choose_stages(key_dim, limits().shared_bytes)
-    module = spec(dtype_name(args["q"].dtype), dtype_name(args["states"].dtype), key_dim, value_dim)
-    chunk_floats = scratch_floats(num_heads, key_dim, value_dim)
+    width, stages = choose_scan(
+        batch * num_heads,
+        key_dim,
+        value_dim,
+        num_sms=sm_count(),
+        shared_bytes=limits().shared_bytes,
+    )
+    gate = {"has_channel_gate": args["a"].ndim == 3}
+    dtypes = dtype_name(args["q"].dtype), dtype_name(args["states"].dtype)
+    module = spec(*dtypes, key_dim, value_dim, **gate)
+    chunk_floats = scratch_floats(num_heads, key_dim, value_dim, **gate)
     ranges = launch_ranges(args["num_tokens"], batch, chunk_floats)
     max_chunks = ranges[0][1]
     carried = 2 * num_heads * key_dim * value_dim
@@ -139,15 +180,15 @@ def launch(args: dict[str, Any], *, max_steps: int) -> None:
             module,
             (count, num_heads),
             (_PREPARE_THREADS,),
-            prepare_bytes(key_dim, value_dim),
+            prepare_bytes(key_dim, value_dim, **gate),
             pdl=True,
             **given,
         )
-        _SCANS[stages].launch(
+        _SCANS[width, stages].launch(
             module,
-            (batch, num_heads, value_dim // _SLICE),
+            (batch, num_heads, value_dim // width),
             (_SCAN_THREADS,),
-            scan_bytes(key_dim, stages),
+            scan_bytes(key_dim, width, stages),
             pdl=True,
             **given,
         )

@@ -46,9 +46,7 @@ def specs(
     dims: Iterable[tuple[int, int]] = chunks.HEAD_DIMS
     if key_dim is not None and value_dim is not None:
         dims = [(key_dim, value_dim)]
-    if False in gates:
-        found += chunks.specs(dtype, states, dims)
-    return tuple(found)
+    return tuple(found + chunks.specs(dtype, states, dims, gates))
 
 
 def gated_delta(

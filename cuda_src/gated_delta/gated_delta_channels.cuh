@@ -1,0 +1,144 @@
+// Products of a chunk with a gate per channel: sums over channels d of
+//
+//   k_id k_jd e^(c_id - c_jd)   and   q_id k_jd e^(c_id - c_jd),   i >= j.
+//
+// e^(c_i) and e^(-c_j) apart would overflow. Between two blocks of 16 tokens, c at the end of the
+// block before the rows' block lies between c_i and c_j, so e^(c_i - c) and e^(c - c_j) are both at
+// most 1: they scale the operands of a product on tensor cores. Within a block the sums are
+// computed directly, a pair (i, j) per lane.
+#pragma once
+
+#include "common/exp2.cuh"
+#include "gated_delta/gated_delta_fragments.cuh"
+#include "gated_delta/gated_delta_prepare_shared.cuh"
+
+class ChannelProducts {
+ public:
+  __device__ __forceinline__ ChannelProducts(PrepareShared& smem, const ChunkScratch& scratch,
+                                             int warp_idx)
+      : smem_(smem), scratch_(scratch), first_row_(16 * warp_idx), warp_idx_(warp_idx) {}
+
+  // Fills the system and the scratch's reads, q, k and decay; then scales k by e^c in place.
+  __device__ __forceinline__ void run() {
+    multiply_blocks();
+    multiply_within_block();
+    __syncthreads();  // SAFETY: k is read no more before it is scaled.
+    scale_keys();
+  }
+
+ private:
+  using Pair = Vec<float, 2>;
+
+  __device__ __forceinline__ Pair decay(int token, int channel) const {
+    return load_vec<float, 2>(smem_.channel_decay + token * kChannelPitch + channel);
+  }
+
+  static __device__ __forceinline__ Pair values(const scalar_t* smem, int token, int channel) {
+    const auto pair = load_vec<scalar_t, 2>(smem + token * kKeyPitch + channel);
+    return {to_float(pair.v[0]), to_float(pair.v[1])};
+  }
+
+  // The pair x 2^(from - to), rounded and packed.
+  static __device__ __forceinline__ uint32_t scaled(const Pair& x, const Pair& from,
+                                                    const Pair& to) {
+    return pack2<scalar_t>(x.v[0] * exp2_approx(from.v[0] - to.v[0]),
+                           x.v[1] * exp2_approx(from.v[1] - to.v[1]));
+  }
+
+  // The warp's 16 rows against all earlier blocks.
+  __device__ __forceinline__ void multiply_blocks() {
+    float k_sums[kChunkTokens / 8][4] = {}, q_sums[kChunkTokens / 8][4] = {};
+    if (warp_idx_ == 0) return;
+#pragma unroll 1
+    for (int d = 0; d < kKeyDim; d += 16) {
+      const int channel = d + lane_idx() % 4 * 2;
+      const Pair middle[2] = {decay(first_row_ - 1, channel), decay(first_row_ - 1, channel + 8)};
+      uint32_t k[4], q[4];
+#pragma unroll
+      for (int part = 0; part < 4; ++part) {
+        const int i = first_row_ + lane_idx() / 4 + part % 2 * 8, at = channel + part / 2 * 8;
+        const Pair c = decay(i, at);
+        k[part] = scaled(values(smem_.k, i, at), c, middle[part / 2]);
+        q[part] = scaled(values(smem_.q_or_v, i, at), c, middle[part / 2]);
+      }
+#pragma unroll
+      for (int block = 0; block < kChunkTokens / 16 - 1; ++block) {
+        if (block >= warp_idx_) break;
+        uint32_t b[4];
+#pragma unroll
+        for (int part = 0; part < 4; ++part) {
+          const int j = block * 16 + part / 2 * 8 + lane_idx() / 4, at = channel + part % 2 * 8;
+          b[part] = scaled(values(smem_.k, j, at), middle[part % 2], decay(j, at));
+        }
+        multiply(k_sums[2 * block], k_sums[2 * block + 1], k, b);
+        multiply(q_sums[2 * block], q_sums[2 * block + 1], q, b);
+      }
+    }
+#pragma unroll
+    for (int tile = 0; tile < kChunkTokens / 8 - 2; ++tile) {
+      if (tile / 2 >= warp_idx_) break;
+#pragma unroll
+      for (int n = 0; n < 4; ++n)
+        store(first_row_ + n / 2 * 8 + lane_idx() / 4, tile * 8 + lane_idx() % 4 * 2 + n % 2,
+              k_sums[tile][n], q_sums[tile][n]);
+    }
+  }
+
+  // The 136 pairs i >= j of the warp's own block.
+  __device__ __forceinline__ void multiply_within_block() {
+    constexpr int kPairs = 16 * 17 / 2;
+#pragma unroll 1
+    for (int pair = lane_idx(); pair < kPairs; pair += kWarpSize) {
+      const int row = static_cast<int>((sqrtf(8.0f * pair + 1.0f) - 1.0f) * 0.5f);
+      const int i = first_row_ + row, j = first_row_ + pair - row * (row + 1) / 2;
+      float k_sum = 0.0f, q_sum = 0.0f;
+#pragma unroll 4
+      for (int d = 0; d < kKeyDim; d += 2) {
+        const Pair ci = decay(i, d), cj = decay(j, d), kj = values(smem_.k, j, d);
+        const Pair ki = values(smem_.k, i, d), qi = values(smem_.q_or_v, i, d);
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+          const float key = kj.v[n] * exp2_approx(ci.v[n] - cj.v[n]);
+          k_sum = fmaf(ki.v[n], key, k_sum);
+          q_sum = fmaf(qi.v[n], key, q_sum);
+        }
+      }
+      store(i, j, k_sum, q_sum);
+      if (i != j) scratch_.reads[j * kChunkTokens + i] = from_float<scalar_t>(0.0f);
+    }
+  }
+
+  // Stores one element of A and of the reads.
+  __device__ __forceinline__ void store(int i, int j, float k_sum, float q_sum) {
+    const float column = smem_.k_factor[j];
+    smem_.system[i * kSystemPitch + j] = smem_.beta[i] * smem_.k_factor[i] * column * k_sum;
+    scratch_.reads[i * kChunkTokens + j] = from_float<scalar_t>(smem_.q_factor[i] * column * q_sum);
+  }
+
+  // Writes diag(e^c) Q, diag(e^(c_last - c)) K and e^(c_last); k becomes diag(e^c) K for W.
+  __device__ __forceinline__ void scale_keys() {
+    constexpr int kPairs = kKeyDim / 2;
+#pragma unroll 2
+    for (int n = threadIdx.x; n < kChunkTokens * kPairs; n += kPrepareThreads) {
+      const int i = n / kPairs, d = n % kPairs * 2;
+      const Pair zero = {0.0f, 0.0f}, c = decay(i, d), last = decay(kChunkTokens - 1, d);
+      Pair k = values(smem_.k, i, d), q = values(smem_.q_or_v, i, d);
+      *reinterpret_cast<uint32_t*>(smem_.k + i * kKeyPitch + d) = scaled(k, c, zero);
+#pragma unroll
+      for (int m = 0; m < 2; ++m) {
+        k.v[m] *= smem_.k_factor[i];
+        q.v[m] *= smem_.q_factor[i];
+      }
+      *reinterpret_cast<uint32_t*>(scratch_.q + i * kKeyDim + d) = scaled(q, c, zero);
+      *reinterpret_cast<uint32_t*>(scratch_.k + i * kKeyDim + d) = scaled(k, last, c);
+      if (i == 0) {
+        scratch_.decay[d] = exp2_approx(last.v[0]);
+        scratch_.decay[d + 1] = exp2_approx(last.v[1]);
+      }
+    }
+  }
+
+  PrepareShared& smem_;
+  const ChunkScratch& scratch_;
+  const int first_row_, warp_idx_;
+};
