@@ -517,6 +517,11 @@ class ModelConfig:
         return replace(self, **vars(self.layer_sizes[layer])) if self.layer_sizes else self
 
     @property
+    def completes_stream(self) -> bool:
+        """Tell whether the end of a layer needs the whole residual stream."""
+        return self.layer_scale or self.per_layer_input is not None or self.altup is not None
+
+    @property
     def head_dims(self) -> tuple[int, ...]:
         """The head dims of all layers, each once."""
         dims = (self.at(layer).head_dim for layer in range(self.num_layers))

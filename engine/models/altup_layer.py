@@ -10,6 +10,7 @@ import numpy as np
 
 from engine import kernels
 from engine.device import array_module
+from engine.errors import ConfigError
 from engine.layers.altup import AltUp, Laurel
 from engine.layers.arrays import arrays_of
 from engine.layers.attention import Attention
@@ -51,7 +52,7 @@ class AltUpLayer:
         post_attn_norm: Norm,
         mlp_norm: Norm,
         post_mlp_norm: Norm,
-        per_layer: PerLayerGate,
+        per_layer: PerLayerGate | None,
     ) -> None:
         self.altup = altup
         self.attn = attn
@@ -61,6 +62,8 @@ class AltUpLayer:
         self.post_attn_norm = post_attn_norm
         self.mlp_norm = mlp_norm
         self.post_mlp_norm = post_mlp_norm
+        if per_layer is None:
+            raise ConfigError("per_layer_input must be given with altup; got None")
         self.per_layer = per_layer
         weight = attn_norm.weight
         self.root_half = array_module(weight).asarray(np.array([math.sqrt(0.5)], weight.dtype))

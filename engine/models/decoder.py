@@ -17,7 +17,6 @@ from engine.config import ModelConfig, RopeConfig
 from engine.device import array_module, to_numpy
 from engine.errors import ConfigError, OutOfMemoryError, WeightsError
 from engine.kernels._override.scope import ModelKernels
-from engine.layers.altup import AltUp, AltUpStreams, Laurel
 from engine.layers.arrays import arrays_of
 from engine.layers.attention import Attention, AttentionParams, SharedAttention
 from engine.layers.batch import ForwardBatch
@@ -27,7 +26,6 @@ from engine.layers.mixer import FeedForward, Mixer
 from engine.layers.mlp import MLP
 from engine.layers.moe import DenseAndExperts, MoE
 from engine.layers.norm import NoNorm, Norm
-from engine.layers.per_layer_input import PerLayerGate, PerLayerInput
 from engine.layers.rotary import long_rope_offset
 from engine.models.altup_layer import AltUpLayer
 from engine.models.chunks import active_chunk, chunk_patterns
@@ -38,6 +36,7 @@ from engine.models.moe_layer import build_dense_and_experts, build_moe
 from engine.models.rope_tables import RopeTable, rope_index, ropes
 from engine.models.sandwich_layer import SandwichLayer
 from engine.models.sharding import WholeParts
+from engine.models.stream_layers import Parts, build_input, build_stream_layer, build_streams
 from engine.weights import ALL_LAYERS, Stage, Weight
 
 __all__ = ["Decoder", "DecoderLayer"]
@@ -256,8 +255,8 @@ class Decoder:
         if stage.is_first:
             self.embed = parts.embedding(self._embedding())
             self._embed_norm = self._norm("embed_norm") if config.embed_norm else None
-        self.per_layer_input = self._per_layer_input()
-        self.streams = self._streams()
+        self.per_layer_input = build_input(config, self._stream_parts)
+        self.streams = build_streams(config, self._stream_parts)
         self.kv_scales = KVScales(self.xp, config.num_layers, config.num_kv_heads)
         self.layers = tuple(self._layer(index) for index in range(config.num_layers))
         self._run_layers = LayerPlans(
@@ -481,6 +480,10 @@ class Decoder:
         bias = self._weight(f"{name}_bias") if has_bias else None
         return make(self._weight(name), bias, deterministic=self.deterministic)
 
+    @property
+    def _stream_parts(self) -> Parts:
+        return Parts(self._weight, partial(self._linear, has_bias=False), self._norm)
+
     def _embedding(self) -> Embedding:
         c = self.config
         return Embedding(self._weight("embed"), c.embed_scale, rounds_scale=c.rounds_embed_scale)
@@ -554,10 +557,9 @@ class Decoder:
         config = self.config
         name = f"layers.{index}"
         mlp = None if config.single_branch else self._mlp(index)
-        if config.altup is not None:
-            return self._altup_layer(name, index, mlp)
-        if config.layer_scale or isinstance(mlp, DenseAndExperts):
-            return self._sandwich_layer(name, index, mlp)
+        if config.completes_stream or isinstance(mlp, DenseAndExperts):
+            attn = self._attention(index)
+            return build_stream_layer(config, name, self._stream_parts, attn, mlp)
         return DecoderLayer(
             self._mixer(index),
             mlp,
@@ -567,72 +569,6 @@ class Decoder:
             self._norm(f"{name}.post_mlp_norm") if config.post_norms else None,
             is_parallel=config.parallel,
             can_fuse=not self.deterministic and self.parts.can_fuse,
-        )
-
-    def _sandwich_layer(self, name: str, index: int, mlp: Any) -> SandwichLayer:
-        return SandwichLayer(
-            self._attention(index),
-            mlp,
-            self._norm(f"{name}.attn_norm"),
-            self._norm(f"{name}.post_attn_norm"),
-            self._norm(f"{name}.mlp_norm"),
-            self._norm(f"{name}.post_mlp_norm"),
-            self._per_layer_gate(name),
-            self._weight(f"{name}.layer_scale").data if self.config.layer_scale else None,
-        )
-
-    def _altup_layer(self, name: str, index: int, mlp: Any) -> AltUpLayer:
-        config = self.config.altup
-        assert config is not None
-        altup, router, prediction, correction = (
-            self._weight(f"{name}.altup_{kind}").data
-            for kind in ("scale", "router", "prediction", "correction")
-        )
-        scale = altup if config.scales_output else None
-        norm = self._norm(f"{name}.altup_router_norm")
-        per_layer = self._per_layer_gate(name)
-        assert per_layer is not None
-        return AltUpLayer(
-            AltUp(norm, router, prediction, correction, scale),
-            self._attention(index),
-            Laurel(
-                self._linear(f"{name}.laurel_left", False),
-                self._linear(f"{name}.laurel_right", False),
-                self._norm(f"{name}.laurel_norm"),
-            ),
-            mlp,
-            self._norm(f"{name}.attn_norm"),
-            self._norm(f"{name}.post_attn_norm"),
-            self._norm(f"{name}.mlp_norm"),
-            self._norm(f"{name}.post_mlp_norm"),
-            per_layer,
-        )
-
-    def _streams(self) -> AltUpStreams | None:
-        if (config := self.config.altup) is None:
-            return None
-        entries, exits = (
-            [self._linear(f"altup_{end}_{i}", False) for i in range(1, config.num_streams)]
-            for end in ("entry", "exit")
-        )
-        return AltUpStreams(entries, exits)
-
-    def _per_layer_input(self) -> PerLayerInput | None:
-        if (config := self.config.per_layer_input) is None:
-            return None
-        return PerLayerInput(
-            Embedding(self._weight("embed_per_layer"), config.size**0.5, rounds_scale=True),
-            self._linear("per_layer_projection", False),
-            self._norm("per_layer_norm"),
-        )
-
-    def _per_layer_gate(self, name: str) -> PerLayerGate | None:
-        if self.config.per_layer_input is None:
-            return None
-        return PerLayerGate(
-            self._linear(f"{name}.per_layer_gate", False),
-            self._linear(f"{name}.per_layer_output", False),
-            self._norm(f"{name}.per_layer_output_norm"),
         )
 
     def _mlp(self, index: int) -> MLP | MoE | DenseAndExperts:
