@@ -531,6 +531,11 @@ class ModelConfig:
         """Return the layer whose keys and values layer `layer` reads."""
         return self.kv_sources[layer] if self.kv_sources else layer
 
+    @property
+    def num_storing_layers(self) -> int:
+        """Number of layers up to the last one that stores keys and values."""
+        return max(self.kv_sources) + 1 if self.kv_sources else self.num_layers
+
     def qkv_parts(self, layer: int) -> tuple[str, ...]:
         """Return the parts of layer `layer`'s fused qkv matrix; the gate may have no rows."""
         if self.kv_source(layer) != layer:

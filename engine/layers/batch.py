@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from engine.device import Device
+from engine.device import Device, array_module
 from engine.errors import ContractError
 
 __all__ = ["ForwardBatch"]
@@ -118,6 +118,40 @@ class ForwardBatch:
     def num_sequences(self) -> int:
         """B, the number of sequences."""
         return int(self.context_lens.shape[0])
+
+    def of_rows(self, rows: Any) -> ForwardBatch:
+        """Return the batch of the tokens `rows` (R,) alone, each a sequence that is decoded.
+
+        Their keys must be in the pages; a `tree_mask` would be lost. Made on the batch's device.
+
+        Examples
+        --------
+        >>> batch = ForwardBatch.build([[7], [5, 6]], [16, 0], [[2, 0], [1]], block_size=16)
+        >>> last = batch.of_rows(np.array([0, 2], np.int32))
+        >>> last.positions.tolist(), last.block_tables.tolist(), last.num_decodes
+        ([16, 1], [[2, 0], [1, 0]], 2)
+        """
+        xp = array_module(rows)
+        sequences = xp.searchsorted(self.cu_seqlens_q[1:], rows, side="right")
+        positions = self.positions[rows]
+        count = int(rows.shape[0])
+        return replace(
+            self,
+            token_ids=self.token_ids[rows],
+            positions=positions,
+            rope_positions=self.rope_positions[rows],
+            slot_mapping=self.slot_mapping[rows],
+            cu_seqlens_q=xp.arange(count + 1, dtype=np.int32),
+            context_lens=positions + np.int32(1),
+            block_tables=self.block_tables[sequences],
+            logits_indices=None,
+            num_decodes=count,
+            max_seqlen_q=1,
+            prefill_cu_seqlens_q=None,
+            query_len=1,
+            features=None,
+            on_host=None,
+        )
 
     @classmethod
     def build(

@@ -259,9 +259,12 @@ class Decoder:
         self.streams = build_streams(config, self._stream_parts)
         self.kv_scales = KVScales(self.xp, config.num_layers, config.num_kv_heads)
         self.layers = tuple(self._layer(index) for index in range(config.num_layers))
-        self._run_layers = LayerPlans(
-            self.layers, [self._numbers(index) for index in range(len(self.layers))]
-        )
+        numbers = [self._numbers(index) for index in range(len(self.layers))]
+        self._run_layers = LayerPlans(self.layers, numbers)
+        # Layers from here on read keys and values of earlier layers, and store none.
+        first = self._num_storing = config.num_storing_layers
+        self._storing_layers = LayerPlans(self.layers[:first], numbers[:first])
+        self._reading_layers = LayerPlans(self.layers[first:], numbers[first:])
         if stage.is_last:
             self.final_norm = parts.norm(self._norm("final_norm"))
             self.lm_head = self._linear("lm_head", config.lm_head_bias, parts.lm_head)
@@ -324,7 +327,9 @@ class Decoder:
         last = len(self.layers)
         keep = partial(self._keep, features) if features else None
         can_drop = rows is not None and last not in features
-        if can_drop and self._drops_early(batch.num_tokens - rows.shape[0]):
+        if can_drop and self._can_run_apart(batch, features):
+            delta, residual = self._run_apart(x, batch, kv_pages, rows, keep)
+        elif can_drop and self._drops_early(batch.num_tokens - rows.shape[0]):
             delta, residual = self._run_layers(x, batch, kv_pages, rows, keep, delta)
         else:
             delta, residual = self._run_layers(x, batch, kv_pages, None, keep, delta)
@@ -402,6 +407,36 @@ class Decoder:
         multiplied = 0 if last.mlp is None else last.mlp.num_multiplied
         saved = num_dropped * (last.attn.o.weight.num_elements + multiplied)
         return saved >= (1 if self.xp is np else _MIN_SAVED)
+
+    def _can_run_apart(self, batch: ForwardBatch, features: Mapping[int, Any]) -> bool:
+        """Tell whether to run the last layers, which store nothing, for tokens with logits only.
+
+        These tokens are then decoded, each with its own read of the keys: that pays off for one
+        token of a prompt, but not for many.
+        """
+        first = self._num_storing
+        if first == len(self.layers) or batch.tree_mask is not None:
+            return False
+        count = batch.logits_indices.shape[0]
+        most = batch.num_sequences - batch.num_decodes + batch.num_decode_tokens
+        is_read = any(layer > first for layer in features)
+        return count < batch.num_tokens and count <= most and not is_read
+
+    def _run_apart(self, x: Any, batch: ForwardBatch, caches: Any, rows: Any, keep: Any) -> Any:
+        """Return (delta, residual) of the tokens `rows` (R,), after all layers."""
+        first = self._num_storing
+        delta, residual = self._storing_layers(x, batch, caches[:first], None, keep)
+        if keep is not None:
+            keep(first, delta, residual)
+        delta = None if delta is None else kernels.embedding(rows, delta)
+        residual = kernels.embedding(rows, residual)
+        if not rows.shape[0]:
+            return delta, residual
+        own = [
+            (k, v, *(kernels.embedding(rows, one) for one in inputs))
+            for k, v, *inputs in caches[first:]
+        ]
+        return self._reading_layers(residual, batch.of_rows(rows), own, delta=delta)
 
     def logits(self, hidden: Any) -> Any:
         """Return the logits (R, V) float32 of normalised hidden states (R, N)."""

@@ -22,6 +22,7 @@ from engine.config import AltUpConfig, RopeConfig
 from engine.device import CPU, to_numpy
 from engine.errors import ConfigError
 from engine.layers.batch import ForwardBatch
+from engine.layers.mlp import MLP
 from engine.loading.hf_config import config_from_dict
 from engine.loading.model_config import load_config
 from engine.models.decoder import Decoder
@@ -158,6 +159,35 @@ def test_in_a_batch_with_others(golden, case, where):
     assert step([(0, 9, 10), (2, 16, 17), (3, 0, 5), (4, 0, 1), (1, 20, 28)]).num_decodes == 2
     assert step([(2, 17, 18), (0, 10, 11), (3, 5, 6), (4, 1, 2)]).num_decodes == 4
     assert step([(3, 6, 28), (4, 2, 11), (0, 11, 12)]).num_decodes == 0
+
+
+@pytest.mark.parametrize("wanted", [[8, 27], [30, 8, 8], [3], []], ids=str)
+@pytest.mark.parametrize("case", ["gemma4", "gemma3n"])
+def test_layers_that_store_nothing_run_for_tokens_with_logits(
+    golden, case, wanted, where, monkeypatch
+):
+    """Tokens 0 to 8 begin a sequence; 9 to 36 are all of another. Some rows are unordered."""
+    want = golden(case)
+    model = want.load(where)
+    rows = {}
+    call = MLP.__call__
+
+    def spy(mlp, x, **others):
+        rows[id(mlp)] = x.shape[0]
+        return call(mlp, x, **others)
+
+    monkeypatch.setattr(MLP, "__call__", spy)
+    c = model.config
+    pages = KVCache(KVGeometry.of_model(c, "float32"), 4, MemoryPool(model.device)).layers
+    batch = ForwardBatch.build([want.prompt[:9], want.prompt], [0, 0], [[3, 2], [1, 0]], 16)
+    batch = replace(batch, logits_indices=np.array(wanted, np.int32))
+    got = to_numpy(model.forward(batch.to(model.device), pages))
+    positions = [row if row < 9 else row - 9 for row in wanted]
+    assert got.shape == (len(wanted), c.vocab_size)
+    if len(wanted) <= 2:
+        last = [rows.get(id(layer.mlp), 0) for layer in model.decoder.layers]
+        assert last == [37] * c.num_storing_layers + [len(wanted)] * 2
+    assert not wanted or _error(got, want.logits[positions]) < LIMIT * 2
 
 
 # Of the models with experts the one whose routers are farthest from ties: rounding to 16 bits moves
