@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 from engine import SamplingParams
-from tests.e2e.tiny import alone, check_drained, make_engine, swap_gb, tiny_model
+from engine.config import GatedDeltaConfig, ShortConvConfig
+from tests.e2e.tiny import CONFIG, alone, check_drained, make_engine, swap_gb, tiny_model
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -50,10 +52,11 @@ def _random_params(rng):
     )
 
 
-def _random_requests(rng, count):
-    stems = [[rng.randrange(97) for _ in range(rng.randint(16, 60))] for _ in range(3)]
+def _random_requests(rng, count, num_stems=3, shortest=1, longest=60):
+    """Requests, most of which begin with part of one of a few prompts."""
+    stems = [[rng.randrange(97) for _ in range(rng.randint(16, longest))] for _ in range(num_stems)]
     for index in range(count):
-        stem = rng.choice(stems)[: rng.randint(1, 60)] if rng.random() < 0.6 else []
+        stem = rng.choice(stems)[: rng.randint(shortest, longest)] if rng.random() < 0.6 else []
         tail = [rng.randrange(97) for _ in range(rng.randint(0 if stem else 1, 30))]
         yield SimpleNamespace(
             name=f"r{index}",
@@ -66,13 +69,13 @@ def _random_requests(rng, count):
         )
 
 
-def _random_options(rng):
+def _random_options(rng, max_model_len=176):
     block_size = rng.choice([16, 16, 32, 64, 128])
-    longest = -(-176 // block_size)
+    longest = -(-max_model_len // block_size)
     mode = rng.choice(["auto", "recompute", "swap", "swap"])
     host = rng.choice([2, longest, 3 * longest]) if mode != "recompute" else 0
     return {
-        "max_model_len": 176,
+        "max_model_len": max_model_len,
         "block_size": block_size,
         "num_blocks": longest + rng.choice([0, 0, 1, 3, 20]),
         "max_num_seqs": rng.choice([1, 3, 9, 9]),
@@ -117,6 +120,11 @@ def test_tokens_do_not_depend_on_random_other_requests(model, seed):
     rng = random.Random(seed)
     requests = list(_random_requests(rng, 12))
     engine = make_engine(model, **_random_options(rng))
+    _check(model, engine, requests)
+
+
+def _check(model, engine, requests):
+    """Serve the requests; each must get the tokens it gets alone, up to its abort."""
     outputs = _serve(engine, requests)
     for r in requests:
         want = alone(model, r.prompt, r.params)
@@ -127,6 +135,39 @@ def test_tokens_do_not_depend_on_random_other_requests(model, seed):
             assert [w[: len(g)] for w, g in zip(want, got, strict=True)] == got, r
         else:
             assert got == want, (r, engine.config)
+
+
+RECURRENT = {
+    "gated_delta": {"gated_delta": GatedDeltaConfig(2, 4, 8, 16)},
+    "short_conv": {"short_conv": ShortConvConfig(48)},
+}
+
+
+@pytest.mark.parametrize(
+    ("where", "kind", "seed"),
+    [("cpu", kind, seed) for kind in RECURRENT for seed in (0, 2, 3, 5, 7)]
+    + [
+        pytest.param("cuda", "gated_delta", seed, marks=pytest.mark.gpu)
+        for seed in (0, 2, 3, 5, 6, 7)
+    ],
+)
+def test_hybrids_under_random_load(where, kind, seed):
+    """As above, with prompts long enough for snapshots of recurrent states.
+
+    Seed 0 runs without prefix caching; with the others some snapshots are used.
+    """
+    fields = {"num_layers": 3, "layer_kinds": (kind, "attention", kind), **RECURRENT[kind]}
+    model = tiny_model(where, replace(CONFIG, **fields), deterministic=where == "cuda")
+    rng = random.Random(seed)
+    requests = list(_random_requests(rng, 12, num_stems=1, shortest=70, longest=130))
+    options = _random_options(rng, 256) | {
+        "enable_prefix_caching": seed > 0,
+        "num_state_snapshots": rng.choice([None, 1, 4]),
+        "state_snapshot_interval": rng.choice([0, 64, 4096]),
+    }
+    engine = make_engine(model, **options)
+    _check(model, engine, requests)
+    assert seed == 0 or engine.scheduler.stats().prefix_cache_hits > 0
 
 
 def test_the_options_force_preemptions_swaps_and_cache_hits():

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from engine import LLM, LLMEngine, SamplingParams, device, load
-from engine.config import ModelConfig, RopeConfig
+from engine.config import GatedDeltaConfig, ModelConfig, RopeConfig
 from engine.core.input_processor import InputProcessor
 from engine.sampling_params import RequestOutputKind
 from engine.shared_engine import SharedEngine
@@ -28,6 +28,12 @@ CONFIG = ModelConfig(
     max_position_embeddings=256,
     rope=RopeConfig(rotary_dim=8),
     eos_token_ids=(EOS,),
+)
+HYBRID = dataclasses.replace(
+    CONFIG,
+    num_layers=3,
+    layer_kinds=("gated_delta", "attention", "gated_delta"),
+    gated_delta=GatedDeltaConfig(2, 4, 8, 16),
 )
 BYTES_PER_BLOCK = 2 * 2 * 2 * 8 * 4 * 16  # blocks of 16 tokens
 

@@ -7,7 +7,7 @@ import pytest
 
 from engine import BeamSearchParams, SamplingParams
 from engine.errors import RequestError, UnknownOptionError
-from tests.e2e.tiny import CONFIG, EOS, check_drained, make_llm, swap_gb, tiny_model
+from tests.e2e.tiny import CONFIG, EOS, HYBRID, check_drained, make_llm, swap_gb, tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -58,12 +58,34 @@ PROMPTS = [[5, 6, 7], list(range(10, 45)), [50] * 16]
     ],
 )
 def test_equals_a_plain_search(model, width, max_tokens, penalty, ignore_eos, options, late):
-    llm = make_llm(model, async_scheduling=late, **options)
     params = BeamSearchParams(
         beam_width=width, max_tokens=max_tokens, length_penalty=penalty, ignore_eos=ignore_eos
     )
-    outputs = llm.beam_search(PROMPTS, params)
-    for prompt, output in zip(PROMPTS, outputs, strict=True):
+    _check(make_llm(model, async_scheduling=late, **options), model, PROMPTS, params)
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_num_seqs": 9},
+        {"num_blocks": 9, "max_model_len": 112, "max_num_seqs": 6, "swap_space_gb": swap_gb(99)},
+    ],
+)
+def test_beams_of_a_hybrid_copy_their_states(options, late):
+    """A beam continues from a copy of its parent's state, or computes it anew."""
+    model = tiny_model(config=HYBRID)
+    llm = make_llm(model, async_scheduling=late, **options)
+    params = BeamSearchParams(beam_width=3, max_tokens=6, ignore_eos=True)
+    _check(llm, model, [[5, 6, 7], list(range(10, 75))], params)
+
+
+def _check(llm, model, prompts, params):
+    """Compare the beams, their scores, and what is held at the end."""
+    width, max_tokens = params.beam_width, params.max_tokens
+    penalty, ignore_eos = params.length_penalty, params.ignore_eos
+    outputs = llm.beam_search(prompts, params)
+    for prompt, output in zip(prompts, outputs, strict=True):
         want = _plain_beam_search(model, prompt, width, max_tokens, penalty, ignore_eos)
         assert [s.token_ids for s in output.sequences] == [ids for _, ids in want]
         np.testing.assert_allclose([s.score for s in output.sequences], [s for s, _ in want], 1e-4)

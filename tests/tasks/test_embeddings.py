@@ -12,7 +12,7 @@ from engine.errors import RequestError
 from engine.sampling_params import RequestOutputKind, SamplingParams
 from engine.tasks import embeddings
 from engine.tasks.embeddings import embed, embed_in_parts
-from tests.e2e.tiny import VOCAB, make_engine, tiny_model
+from tests.e2e.tiny import HYBRID, VOCAB, make_engine, tiny_model
 
 # Lengths around a page, single tokens between longer ones, and one that must be chunked.
 LENGTHS = (5, 1, 16, 17, 1, 70, 33)
@@ -41,6 +41,17 @@ def test_a_batch_gives_what_each_sequence_gives_alone(sequences, pooling, limit,
     for ids, vector in zip(sequences, found, strict=True):
         assert vector.dtype == np.float32
         np.testing.assert_allclose(vector, _expected(model, ids, pooling), atol=2e-5)
+
+
+@pytest.mark.parametrize("limit", [512, 32])
+def test_states_of_a_batch_are_apart(sequences, limit, monkeypatch):
+    """A hybrid gives each sequence what `Model.step` leaves of it, in chunks or not."""
+    monkeypatch.setitem(embeddings._MAX_TOKENS, "cpu", limit)
+    model = tiny_model(config=HYBRID)
+    found = embed(model, sequences, "last", normalize=False)
+    for ids, vector in zip(sequences, found, strict=True):
+        want = model.step([ids], model.new_cache(1, len(ids)))[0]
+        np.testing.assert_allclose(model.logits(vector[None])[0], want, atol=2e-5)
 
 
 @pytest.mark.gpu
