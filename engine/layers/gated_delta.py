@@ -115,12 +115,13 @@ class GatedDelta:
             a_log=self.decay,
             dt_bias=self.dt,
             states=states,
+            z=projected[:, c.conv_dim : b].reshape(num_tokens, -1, c.value_head_dim),
+            norm_weight=self.norm.weight,
+            norm_eps=self.norm.eps,
             max_seqlen_q=batch.max_seqlen_q,
             pdl=True,
             **places,
         )
-        z = projected[:, c.conv_dim : b].reshape(heads.shape)
-        heads = kernels.gated_norm(heads, z, self.norm.weight, eps=self.norm.eps, out=heads)
         heads = heads.reshape(num_tokens, -1)
         if rows is not None:
             heads = kernels.embedding(rows, heads)
