@@ -35,12 +35,12 @@ constexpr int kHeads = 3;
 constexpr int kMinBlocks = kArch == 900 && !kHasCodes && !kNormAfterRope ? 6 : 4;
 
 struct QkNormRopeStoreParams {
-  scalar_t* q;                          // (T, H, D) updated in place: norm, then rotation
-  const scalar_t *k, *v;                // (T, K, D); last axis contiguous, like q's
-  const int* positions;                 // (T,) row of cos_sin
-  const float* cos_sin;                 // (P, R) contiguous; each row R/2 cosines, then R/2 sines
-  page_t *k_pages, *v_pages;            // (pages, K, block_size, D), equal strides
-  const int64_t* slot_mapping;          // (T,)
+  scalar_t* q;                  // (T, H, D) updated in place: norm, then rotation
+  const scalar_t *k, *v;        // (T, K, D); last axis contiguous, like q's
+  const int* positions;         // (T,) row of cos_sin
+  const float* cos_sin;         // (P, R) contiguous; each row R/2 cosines, then R/2 sines
+  page_t *k_pages, *v_pages;    // (pages, K, block_size, D), equal strides
+  const int64_t* slot_mapping;  // (T,)
   const scalar_t *q_weight, *k_weight, *v_weight;  // (D,) norm weights; null: no norm
   int64_t q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h;  // elements
   int64_t page_stride, head_stride, token_stride;                                  // elements
