@@ -373,6 +373,8 @@ class ModelConfig:
     single_branch : bool
         Whether a layer is one norm and one branch: attention, what replaces it, or an MLP (Nemotron
         H). Otherwise an MLP or experts follow in the same layer.
+    qk_norm_eps : float
+        Epsilon of the norms of q and k; 0 means `rms_norm_eps`.
     parallel : bool
         Whether attention and MLP read the same normalised input and their outputs are summed
         (parallel block).
@@ -470,6 +472,7 @@ class ModelConfig:
     qk_norm: bool = False
     whole_qk_norm: bool = False
     qk_norm_after_rope: bool = False
+    qk_norm_eps: float = 0.0
     bare_qk_norm: bool = False
     pre_norms: bool = True
     post_norms: bool = False

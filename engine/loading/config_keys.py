@@ -171,7 +171,7 @@ def _wrong(fields: Fields, key: str, neutral: tuple[Any, ...], kind: Family) -> 
 def _overruled(given: Mapping[str, Any], kind: Family, config: ModelConfig) -> list[str]:
     """Return the keys that do not matter, since a list of layers in the file takes precedence."""
     keys = []
-    if kind.windows == "pattern" or not any(config.layer_windows):
+    if "pattern" in kind.windows or not any(config.layer_windows):
         keys.append("sliding_window_pattern")  # or no layer has a window
     if kind.moe is not None and kind.moe.lists_layers and "mlp_layer_types" in given:
         keys.append("first_k_dense_replace")

@@ -20,6 +20,7 @@ from engine.checks import warn_once
 from engine.config import ModelConfig, MoeConfig, RopeConfig
 from engine.dtypes import FLOAT_NAMES
 from engine.errors import ConfigError, WeightsError
+from engine.layers.rotary import attention_factor
 from engine.loading._fields import Fields
 from engine.loading.config_keys import refuse_unread
 from engine.loading.gguf import GgufFile
@@ -225,6 +226,11 @@ def build_config(
     wide = full_head_dim(fields, kind, sizes["head_dim"])
     rope, rope_local = rope_configs(fields, kind, wide, positions, sizes["head_dim"])
     positions = scaled_max_position(rope, positions, kind)
+    eps = fields.real(_eps_key(fields, kind), 1e-12, 1.0)
+    qk_norm_eps = 0.0
+    if kind.qk_norm_after_rope:  # of a factor on q and k, the norms leave a smaller epsilon
+        qk_norm_eps = eps / attention_factor(rope) ** 2
+        rope = replace(rope, attention_factor=1.0)
     rope_layers = _rope_layers(fields, kind, sizes["num_layers"])
     layer_windows = _layer_windows(fields, kind, rope_layers, positions)
     moe = moe_config(fields, kind.moe, sizes["num_layers"])
@@ -235,7 +241,8 @@ def build_config(
         model_type=kind.model_type,
         **{**sizes, **layer_fields(fields, kind, sizes, layer_windows)},
         max_position_embeddings=positions,
-        rms_norm_eps=fields.real(_eps_key(fields, kind), 1e-12, 1.0),
+        rms_norm_eps=eps,
+        qk_norm_eps=qk_norm_eps,
         rope=rope,
         rope_local=rope_local,
         layer_windows=layer_windows,
@@ -323,7 +330,8 @@ def _switches(fields: Fields, kind: Family) -> dict[str, Any]:
         "lm_head_bias": declared(kind.lm_head_bias),
         "qk_norm": declared(kind.qk_norm),
         "whole_qk_norm": kind.whole_qk_norm,
-        "qk_norm_after_rope": kind.qk_norm_after_rope,
+        # A norm without a weight commutes with the rotation.
+        "qk_norm_after_rope": kind.qk_norm_after_rope and kind.norm_weight,
         "bare_qk_norm": kind.bare_qk_norm,
         "pre_norms": kind.pre_norms,
         "post_norms": declared(kind.post_norms),

@@ -140,8 +140,6 @@ class _RopeReader:
         config = RopeConfig(**{**common, **extra, **self._q_scale()})
         beyond = self.rope.real("attn_factor", 0.0, 1e3, 1.0)
         refuse_unread_rope(self.rope, self.family)
-        if self.family.qk_norm_after_rope:  # the norm undoes every factor
-            return replace(config, attention_factor=1.0)
         if beyond == 1.0:
             return config
         return replace(config, attention_factor=beyond * attention_factor(config))

@@ -35,7 +35,7 @@ _IGNORED = re.compile(
 )
 _LAYER = re.compile(r"(?:model\.layers|blk)\.(\d{1,6})\.")
 _MTP_LAYER = re.compile(r"model\.mtp_layers\.(\d{1,6})\.")
-_MTP = re.compile(r"mtp\.|model\.mtp_(block|emb_norm|hidden_norm|linear_proj)\.")
+_MTP = re.compile(r"(model\.)?mtp\.|model\.mtp_(block|emb_norm|hidden_norm|linear_proj)\.")
 _OUTPUT_NAMES = ("lm_head.weight", "output.weight", "embed_out.weight")
 # Tensors of a layer that reads another layer's keys and values: checkpoints may hold them.
 _KEY_VALUE = re.compile(r"model\.layers\.(\d{1,6})\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.")

@@ -530,7 +530,7 @@ class Decoder:
             return None
         if c.bare_qk_norm:
             return Norm(self._unit_weight, c.rms_norm_eps)
-        norm = self._norm(f"layers.{layer}.{part}_norm")
+        norm = self._norm(f"layers.{layer}.{part}_norm", c.qk_norm_eps)
         if not self.config.whole_qk_norm:
             return norm
         return self.parts.row_norm(norm, norm.weight.shape[0] // self.config.head_dim)
@@ -538,11 +538,11 @@ class Decoder:
     def _v_norm(self, head_dim: int) -> Norm:
         return Norm(self._unit_weight[:head_dim], self.config.rms_norm_eps)
 
-    def _norm(self, name: str) -> Norm:
+    def _norm(self, name: str, eps: float = 0.0) -> Norm:
         c = self.config
         return Norm(
             self._weight(name).data,
-            c.rms_norm_eps,
+            eps or c.rms_norm_eps,
             c.norm_weight_offset,
             c.branch_scale,
             subtract_mean=c.layer_norm,

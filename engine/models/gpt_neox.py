@@ -13,7 +13,8 @@ GPT_NEOX = Family(
     names=(
         TensorName("gpt_neox.embed_in.weight", "embed"),
         *linear_names("gpt_neox.final_layer_norm", "final_norm"),
-        TensorName("embed_out.weight", "lm_head"),
+        TensorName("embed_out.weight", "lm_head", form="published"),
+        TensorName("lm_head.weight", "lm_head", form="new"),
         *linear_names(f"{_LAYER}.input_layernorm", "attn_norm"),
         *linear_names(f"{_LAYER}.attention.query_key_value", "qkv", "q|k|v"),
         *linear_names(f"{_LAYER}.attention.dense", "o"),

@@ -15,7 +15,8 @@ MIMO_V2_FLASH = Family(
     model_type="mimo_v2_flash",
     names=(
         *(name for name in LLAMA_NAMES if name.kind not in ("q_norm", "k_norm")),
-        TensorName(f"{_LAYER}.self_attn.attention_sink_bias", "sinks"),
+        TensorName(f"{_LAYER}.self_attn.attention_sink_bias", "sinks", form="published"),
+        TensorName(f"{_LAYER}.self_attn.sinks", "sinks", form="new"),
         *router_names("mlp.gate"),
         TensorName(f"{_LAYER}.mlp.gate.e_score_correction_bias", "router_correction"),
         *separate_expert_names("mlp"),

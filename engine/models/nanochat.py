@@ -28,8 +28,8 @@ NANOCHAT = Family(
     },
     qkv_bias="attention_bias",
     o_bias="attention_bias",
-    # After the rotation, which a norm without a weight commutes with.
     qk_norm=True,
+    qk_norm_after_rope=True,
     norm_weight=False,
     embed_norm=True,
     reversed_rope=True,

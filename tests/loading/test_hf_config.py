@@ -240,7 +240,9 @@ def test_hunyuan_raises_the_base_of_rope_by_alpha():
     plain = known("hunyuan_v1_dense", rope_scaling={"type": "dynamic", "factor": 2.0})
     assert (plain.rope.scaling, plain.rope.factor) == ("dynamic", 2.0)
     yarn = {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 1024}
-    assert known("hunyuan_v1_dense", rope_scaling=yarn).rope.attention_factor == 1.0
+    config = known("hunyuan_v1_dense", rope_scaling=yarn, rms_norm_eps=1e-3)
+    assert config.rope.attention_factor == 1.0
+    assert config.qk_norm_eps == pytest.approx(1e-3 / (0.1 * math.log(2) + 1) ** 2)
 
 
 def test_hunyuan_lists_what_is_the_same_in_all_layers():

@@ -298,6 +298,9 @@ FUSED = {
     },
     "ernie4_5_moe_biases_new_keys": {"mlp.moe_statics": "mlp.gate.moe_statics"},
     "exaone_moe": {"mlp.e_score": "mlp.gate.e_score"},
+    "mimo_v2_flash_new_keys": {"attention_sink_bias": "sinks"},
+    "gpt_neox": {"embed_out": "lm_head"},
+    **{case: {} for case in ("afmoe", "cohere2_moe", "hunyuan_v1_moe")},
 }
 EXPERT = re.compile(r"(.*\.mlp\.experts)\.\d+\.(gate_proj|w1|up_proj|w3|down_proj|w2)\.weight")
 
@@ -339,6 +342,7 @@ def test_a_checkpoint_in_transformers_own_form(golden, tmp_path, case):
         ("ernie4_5_moe", "model.mtp_block.0.", {}),
         ("exaone_moe", "mtp.layers.0.", {}),
         ("mellum", "mtp.layers.0.", {}),
+        ("mimo_v2_flash", "model.mtp.layers.0.", {}),
         ("hy_v3", "model.layers.3.", {}),
         ("hy_v3", "model.layers.3.", {"num_nextn_predict_layers": 1}),
     ],
