@@ -153,9 +153,7 @@ class Convolution {
   // Writes the states of a sequence whose old state is in the window.
   __device__ __forceinline__ void write_states(const Sequence& sequence, int b) const {
     const int n = sequence.num_tokens();
-    const int first = p_.num_targets == 0 ? n : 1;
-    const int last = p_.num_targets == 0 ? n : min(n, p_.num_targets);
-    for (int count = first; count <= last; ++count)
+    for (int count = n <= p_.num_targets ? 1 : n; count <= n; ++count)
       write_state(target_slot(p_, b, count, n), sequence.begin, count);
     if (p_.snapshot_slots == nullptr) return;
     const int count = p_.snapshot_offsets[b];

@@ -30,12 +30,14 @@ __device__ __forceinline__ Sequence load_sequence(const P& p, int b) {
 }
 
 // Slot for the state after the first `count` of a sequence's `num_tokens` tokens, or -1.
-// state_targets is (B,), or (B, num_targets) if num_targets > 0.
+// state_targets is (B,), or (B, num_targets) if num_targets > 0: then a sequence of more tokens, a
+// prefill beside drafts, keeps its last state only, in the last slot.
 template <typename P>
 __device__ __forceinline__ int target_slot(const P& p, int b, int count, int num_tokens) {
   if (p.num_targets == 0) return count == num_tokens ? checked_slot(p, p.state_targets[b]) : -1;
-  if (count > p.num_targets) return -1;
-  return checked_slot(p, p.state_targets[static_cast<int64_t>(b) * p.num_targets + count - 1]);
+  if (num_tokens > p.num_targets && count < num_tokens) return -1;
+  const int column = min(count, p.num_targets) - 1;
+  return checked_slot(p, p.state_targets[static_cast<int64_t>(b) * p.num_targets + column]);
 }
 
 // Slot for a snapshot of the state after the first `count` tokens, or -1.

@@ -83,10 +83,6 @@ class StateSlots:
         is_read = self.context_lens > lens
         _check_slots(call, "state_slots", self.state_slots[is_read], 0, num_slots)
         _check_slots(call, "state_targets", self.state_targets, -1, num_slots)
-        if self.state_targets.ndim == 2:
-            width = self.state_targets.shape[1]
-            ok = bool(np.all(lens <= width))
-            call.check("state_targets", ok, f"as wide as {lens.max(initial=0)} tokens", width)
         if self.snapshot_slots is not None:
             _check_slots(call, "snapshot_slots", self.snapshot_slots, -1, num_slots)
 

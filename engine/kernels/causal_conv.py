@@ -70,7 +70,8 @@ def causal_conv(
         the first one are 0.
     state_targets : (B,) or (B, Q) array of int32, optional
         (B,): the slot for the state after the last token; by default `state_slots`. (B, Q): the
-        slots for the states after each of at most Q tokens (drafts to verify). -1 writes nothing.
+        slots for the states after each of at most Q tokens (drafts to verify); a sequence of more
+        tokens writes its last state only, to the last of them. -1 writes nothing.
     snapshot_slots, snapshot_offsets : (B,) arrays of int32, optional
         Also write the state after the first snapshot_offsets[b] of these tokens to
         snapshot_slots[b]; -1 writes nothing.

@@ -28,9 +28,12 @@ def state_writes(
 ) -> list[tuple[int, int]]:
     """Return the pairs (tokens processed, slot) in which a sequence's state is kept.
 
-    `targets` (B,) holds the slot after the last token, (B, Q) those after each of the first Q.
+    `targets` (B,) holds the slot after the last token, (B, Q) those after each of at most Q tokens;
+    of a sequence with more tokens, the last entry is the slot after its last token.
     """
-    if targets.ndim == 2:
+    if targets.ndim == 2 and num_tokens > targets.shape[1]:
+        writes = [(num_tokens, int(targets[sequence, -1]))]
+    elif targets.ndim == 2:
         writes = list(enumerate(targets[sequence, :num_tokens].tolist(), start=1))
     else:
         writes = [(num_tokens, int(targets[sequence]))]

@@ -15,6 +15,8 @@ __all__ = ["STATE_BATCHES", "StateBatch"]
 
 Array = np.ndarray[Any, Any]
 
+_NUM_DRAFTS = 4  # columns of targets with "drafts"
+
 
 @dataclass(frozen=True)
 class StateBatch:
@@ -25,7 +27,8 @@ class StateBatch:
     lens, cached : tuple of int
         New and earlier tokens of each sequence.
     targets : str
-        "own": the slot that is read; "new": another one; "each": one per token; "none".
+        "own": the slot that is read; "new": another one; "each": one per token; "drafts": the same
+        for up to 4 tokens, the last state of longer sequences; "none".
     snapshots : tuple of int
         Tokens before each sequence's snapshot; 0 means none. Empty means no sequence has one.
     """
@@ -43,7 +46,8 @@ class StateBatch:
     @property
     def num_slots(self) -> int:
         """Slots for all states, and a few that no sequence uses."""
-        width = max(self.lens) if self.targets == "each" else self.targets == "new"
+        widths = {"new": 1, "each": max(self.lens), "drafts": _NUM_DRAFTS}
+        width = widths.get(self.targets, 0)
         return len(self.lens) * (1 + width + bool(self.snapshots)) + 3
 
     def slots(self, seed: int = 0) -> dict[str, Array]:
@@ -62,6 +66,13 @@ class StateBatch:
             width = max(self.lens)
             slots["state_targets"] = order[: batch * width].reshape(batch, width)
             order = order[batch * width :]
+        elif self.targets == "drafts":
+            counts = np.array(self.lens)[:, None]
+            columns = np.arange(_NUM_DRAFTS)
+            is_used = np.where(counts > len(columns), columns == columns[-1], columns < counts)
+            targets = order[: batch * _NUM_DRAFTS].reshape(batch, _NUM_DRAFTS)
+            slots["state_targets"] = np.where(is_used, targets, np.int32(-1))
+            order = order[batch * _NUM_DRAFTS :]
         elif self.targets == "none":
             slots["state_targets"] = np.full(batch, -1, np.int32)
         if self.snapshots:
@@ -100,5 +111,6 @@ STATE_BATCHES = (
     StateBatch((70, 1, 130, 5), (0, 33, 64, 59), "own", (64, 0, 128, 5)),
     StateBatch((200, 9), (128, 55), "new", (192, 9)),
     StateBatch((17, 64, 65), (1, 63, 130), "none", (0, 1, 62)),
+    StateBatch((4, 20, 1, 70, 6), (30, 0, 9, 64, 1), "drafts", (0, 20, 0, 64, 0)),
 )
 """One token each; drafts to verify; prefill from the start, in chunks, and beside decodes."""

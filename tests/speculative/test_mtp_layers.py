@@ -18,6 +18,7 @@ from engine.errors import ConfigError
 from engine.layers.batch import ForwardBatch
 from engine.loading.mtp import load_mtp_config, load_mtp_head
 from tests.distributed.golden import write_checkpoint
+from tests.e2e.tiny import alone, make_engine, mixed_params, run
 
 NEXT = {
     "layer": "mtp.layers.0.",
@@ -140,6 +141,30 @@ def test_states_are_those_of_the_formula(checkpoint):
     head.store(batch.token_ids, states.copy(), batch, stored)
     for one, other in zip(stored, pages, strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5)
+
+
+def test_tokens_are_those_without_a_head(checkpoint):
+    """Rejected drafts are rolled back, in states too; some requests share prompts."""
+    folder, _ = checkpoint
+    values = json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": 256}
+    (folder / "config.json").write_text(json.dumps(values))
+    options = {"device": "cpu", "dtype": "float32", "deterministic": True, "progress": False}
+    model = engine.load(folder, **options)
+    rng = np.random.default_rng(7)
+    head = rng.integers(4, 128, 66).tolist()
+    prompts = [[5, 6, 7], [*head, 8, 9], head + rng.integers(4, 128, 9).tolist()]
+    config = {"method": "mtp", "num_speculative_tokens": 3, "adaptive": False}
+    serving = make_engine(model, num_blocks=16, speculative_config=config)
+    params = [mixed_params(index, max_tokens=16, n=1 + index % 2) for index in range(3)]
+    for index, (ids, each) in enumerate(zip(prompts, params, strict=True)):
+        serving.add_request(f"{index}", ids, each)
+    outputs = run(serving)
+    for index, (ids, each) in enumerate(zip(prompts, params, strict=True)):
+        got = [list(one.token_ids) for one in outputs[f"{index}"].outputs]
+        assert got == alone(model, ids, each), index
+    stats = serving.stats().speculation
+    assert stats.num_drafts > 0 and stats.num_proposer_failures == 0
+    serving.close()
 
 
 def test_drafts_need_a_head_that_the_config_announces(checkpoint):
