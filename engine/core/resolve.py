@@ -13,6 +13,7 @@ from engine.cache.memory_pool import device_memory, format_bytes
 from engine.cache.state_plan import CacheSizes, fitting_num_seqs, plan_num_slots
 from engine.config import ModelConfig
 from engine.device import Device
+from engine.drafts import MAX_STATE_QUERY_LEN
 from engine.engine_config import EngineConfig
 from engine.errors import ConfigError
 from engine.kernels._override.scope import ModelKernels
@@ -285,6 +286,12 @@ def _check_ranks(config: EngineConfig, model: ServedModel) -> None:
 
 
 def _check_states(config: EngineConfig, model: ServedModel, geometry: KVGeometry) -> None:
+    """Reject options that contradict recurrent layers."""
+    if geometry.has_states and config.max_draft_tokens >= MAX_STATE_QUERY_LEN:
+        raise ConfigError(
+            f"max_draft_tokens must be at most {MAX_STATE_QUERY_LEN - 1} for a model with "
+            f"recurrent layers; got {config.max_draft_tokens}"
+        )
     if geometry.has_states and model.deterministic and config.state_dtype == "bfloat16":
         raise ConfigError(
             "state_dtype must be 'auto' or 'float32' with deterministic=True: a state is rounded "

@@ -7,22 +7,16 @@ earlier token: so a wrong slot, a wrong page and a wrong order of moves all show
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 
 import numpy as np
 
 from engine.cache import layer_cache
 from engine.cache.layer_cache import LayerCache, StateShape
-from engine.config import ModelConfig
 from engine.models.mock_model import MockModel
 
 _MODULUS = 65521  # a prime whose products with small factors float32 holds exactly
 BYTES_PER_SLOT = 4 * (3 + 5)
-
-
-@dataclass(frozen=True)
-class RecurrentConfig(ModelConfig):
-    layer_kinds: tuple[str, ...] = ("attention", "recurrent mock")
 
 
 def _cache(config, layer, dtype, states):
@@ -39,16 +33,14 @@ class RecurrentMock(MockModel):
 
     def __init__(self, vocab_size=64, max_model_len=512, eos_token_ids=()):
         super().__init__(vocab_size, max_model_len, eos_token_ids)
-        fields = vars(self.config) | {"num_layers": 2}
-        self.config = RecurrentConfig(**fields)
-        self.num_steps_with_states = 0
+        kinds = ("attention", "recurrent mock")
+        self.config = replace(self.config, num_layers=2, layer_kinds=kinds)
 
     def hidden_states(self, batch, kv_pages):
         (keys, _), (convs, states) = kv_pages
         found = np.zeros((batch.num_tokens, 2), np.float64)
         taken = batch.snapshot_slots
         size = keys.shape[2]
-        self.num_steps_with_states += 1
         for b in range(batch.num_sequences):
             first, stop = (int(at) for at in batch.cu_seqlens_q[b : b + 2])
             start = int(batch.context_lens[b]) - (stop - first)

@@ -190,6 +190,8 @@ def test_the_plan_counts_the_states(model):
         assert reason == "17 slots of 32 B (544 B): 4 for requests, 8 for drafts, 5 for snapshots"
     with pytest.raises(ConfigError, match="state_dtype must be 'auto' or 'float32' with determin"):
         make_engine(model, state_dtype="bfloat16")
+    with pytest.raises(ConfigError, match="max_draft_tokens must be at most 7 for a model with"):
+        make_engine(model, max_draft_tokens=8)
     model.deterministic = False
     with make_engine(model, state_dtype="bfloat16") as engine:
         assert engine.kv_cache.geometry.bytes_per_slot == 4 * 3 + 2 * 5
