@@ -106,6 +106,9 @@ def gguf_config(file: GgufFile) -> ModelConfig:
     values.update(_windows(keys, family, values))
     if family.moe is not None:
         values.update(_experts(keys, family.moe))
+    if family.mrope:
+        for key in ("rope.dimension_sections", "n_deepstack_layers"):  # of images alone
+            keys.get(key)
     config = build_config(values, family, where, names)
     keys.refuse_unread(_implied(config, family))
     return config

@@ -313,6 +313,9 @@ class Family:
         Whether `max_position_embeddings` already includes a linear rope factor.
     rope_aliases, activation_aliases : mapping
         Rope types and activations of old checkpoints -> their meaning in this family.
+    mrope : bool
+        Positions have three axes, which are equal for text: the sections of the frequencies among
+        them do not matter.
     rotary_dim : str
         Key of the number of rotated features of a head; "" for none.
     reversed_rope : bool
@@ -393,6 +396,7 @@ class Family:
     reversed_rope: bool = False
     rope_alpha: bool = False
     activation_aliases: Mapping[str, str] = field(default_factory=dict)
+    mrope: bool = False
     rotary_dim: str = ""
     q_scale: bool = False
     scales_unrotated_q: bool = False

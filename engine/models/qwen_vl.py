@@ -17,18 +17,16 @@ from engine.models.tensor_layout import Layout
 
 __all__ = ["QWEN2_5_VL_TEXT", "QWEN2_VL_TEXT", "QWEN3_VL_MOE_TEXT", "QWEN3_VL_TEXT"]
 
-_MROPE = {"mrope": "default"}
 
-
-def _text(family: Family, model_type: str, **defaults: object) -> Family:
-    """Return the text model of a type, without .gguf files of its own."""
+def _text(family: Family, model_type: str, gguf_arch: str, **defaults: object) -> Family:
+    """Return the text model of a type."""
     return replace(
         family,
         model_type=model_type,
-        gguf_arch="",
-        gguf_names=(),
+        gguf_arch=gguf_arch,
         defaults={**family.defaults, **defaults},
-        rope_aliases=_MROPE,
+        rope_aliases={"mrope": "default"},
+        mrope=True,
     )
 
 
@@ -44,13 +42,22 @@ _QWEN2_DEFAULTS = {
 _QWEN3_DEFAULTS = {"vocab_size": 151936, "max_position_embeddings": 128000, "rope_theta": 5e5}
 _EXPERTS = {"moe_intermediate_size": 1408, "num_experts_per_tok": 4, "tie_word_embeddings": True}
 
-QWEN2_VL_TEXT = _text(QWEN2, "qwen2_vl_text", **_QWEN2_DEFAULTS)
-QWEN2_5_VL_TEXT = _text(QWEN2, "qwen2_5_vl_text", **_QWEN2_DEFAULTS)
+# NOTE: .gguf files of both have one architecture.
+QWEN2_VL_TEXT = _text(QWEN2, "qwen2_vl_text", "", **_QWEN2_DEFAULTS)
+QWEN2_5_VL_TEXT = _text(QWEN2, "qwen2_5_vl_text", "qwen2vl", **_QWEN2_DEFAULTS)
 QWEN3_VL_TEXT = replace(
-    _text(QWEN3, "qwen3_vl_text", num_key_value_heads=32, **_QWEN3_DEFAULTS), windows="never"
+    _text(QWEN3, "qwen3_vl_text", "qwen3vl", num_key_value_heads=32, **_QWEN3_DEFAULTS),
+    windows="never",
 )
 
-_moe = _text(QWEN3_MOE, "qwen3_vl_moe_text", num_key_value_heads=16, **_QWEN3_DEFAULTS, **_EXPERTS)
+_moe = _text(
+    QWEN3_MOE,
+    "qwen3_vl_moe_text",
+    "qwen3vlmoe",
+    num_key_value_heads=16,
+    **_QWEN3_DEFAULTS,
+    **_EXPERTS,
+)
 assert _moe.moe is not None
 QWEN3_VL_MOE_TEXT = replace(
     _moe,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from dataclasses import replace
@@ -186,6 +187,39 @@ def test_a_gguf_is_read_as_the_checkpoint_it_was_made_from(tmp_path, case):
     save_file(tensors, tmp_path / "model.safetensors")
     wanted, config = load_config(tmp_path), load_config(file)
     assert rounded(config) == rounded(replace(wanted, **CASES[case].lost))
+    weights, checkpoint = load_weights(file, config), load_weights(tmp_path, wanted)
+    assert weights.keys() == checkpoint.keys()
+    for name, weight in checkpoint.items():
+        np.testing.assert_array_equal(weights[name].data, weight.data, err_msg=name)
+
+
+def test_qwen3_vl_with_experts(tmp_path):
+    """The golden model has a layer without experts, which no .gguf can say."""
+    record = record_of("qwen3_vl_moe_new_keys")
+    values = {**record["config"], "mlp_only_layers": []}
+    shapes = {}
+    for name, shape in record["tensors"].items():
+        if ".0.mlp." in name:  # the layer without
+            continue
+        names = [name] if ".1.mlp." not in name else [name, name.replace(".1.mlp.", ".0.mlp.")]
+        for one in names:
+            block, _, kind = one.rpartition(".")
+            if not block.endswith("experts"):
+                shapes[one] = shape
+                continue
+            count, rows, columns = shape
+            parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
+            for expert, part in itertools.product(range(count), parts):
+                shapes[f"{block}.{expert}.{part}.weight"] = (rows // len(parts), columns)
+    tensors = random_tensors(shapes)
+    keys = {**KEYS, "expert_feed_forward_length": "moe_intermediate_size"}
+    keys |= {"rope.freq_base": 500.0, "rope.dimension_sections": [4, 4, 4, 0]}
+    rule = Converted(keys, {**NAMES, **HEAD_NORMS}, arch="qwen3vlmoe")
+    file = write(tmp_path, values, _stacked(tensors), rule)
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    save_file(tensors, tmp_path / "model.safetensors")
+    wanted, config = load_config(tmp_path), load_config(file)
+    assert rounded(config) == rounded(wanted) and config.moe.num_experts == 6
     weights, checkpoint = load_weights(file, config), load_weights(tmp_path, wanted)
     assert weights.keys() == checkpoint.keys()
     for name, weight in checkpoint.items():

@@ -14,8 +14,10 @@ from engine.config import ModelConfig
 from engine.errors import ConfigError
 from engine.layers.rotary import inverse_frequencies, rope_table
 from engine.loading.model_config import load_config
+from engine.loading.text_model import text_values
 from engine.loading.weights import load_weights
 from engine.models.decoder import Decoder
+from engine.models.registry import wrapper
 from tests.loading.tiny import random_tensors, save_file
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "models"
@@ -122,6 +124,16 @@ CASES = {
         pairs=True,
         lost={"layer_windows": (0, 0)},  # no model that was converted has a window
     ),
+    "qwen2_vl": Converted(
+        {"rope.dimension_sections": [2, 3, 3, 0]},
+        arch="qwen2vl",
+        lost={"model_type": "qwen2_5_vl_text"},
+    ),
+    "qwen3_vl": Converted(
+        {"rope.dimension_sections": [4, 4, 4, 0], "n_deepstack_layers": 1},
+        {"self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm"},
+        arch="qwen3vl",
+    ),
     "gemma": Converted(norm_offset=1.0),
     "seed_oss": Converted(names={"post_attention_layernorm": "post_attention_norm"}),
     "ernie4_5": Converted(),
@@ -135,7 +147,14 @@ CASES = {
 
 
 def record_of(case: str) -> dict:
-    return json.loads((GOLDEN / f"{case}.json").read_text())
+    """Return a golden model's record; of a multimodal one that of its text model."""
+    record = json.loads((GOLDEN / f"{case}.json").read_text())
+    kind = wrapper(record["config"]["model_type"])
+    if kind is not None:
+        record["config"] = text_values(record["config"])
+        tensors = {kind.text_name(name): shape for name, shape in record["tensors"].items()}
+        record["tensors"] = {name: shape for name, shape in tensors.items() if name}
+    return record
 
 
 def write(path: Path, values: dict, tensors: dict, rule: Converted, **changes) -> Path:
@@ -143,7 +162,9 @@ def write(path: Path, values: dict, tensors: dict, rule: Converted, **changes) -
     arch = rule.arch or values["model_type"]
     writer = gguf.GGUFWriter(path / "m.gguf", arch)
     keys = {name: values.get(key) for name, key in SIZES.items()}
-    keys |= {name: values.get(key, key) for name, key in rule.keys.items()} | changes
+    given = {name: key for name, key in rule.keys.items() if not isinstance(key, str)}
+    given |= {name: values.get(key, key) for name, key in rule.keys.items() if name not in given}
+    keys |= given | changes
     tokens = {f"tokenizer.ggml.{name}_token_id": i for i, name in enumerate(("padding", "bos"))}
     adders = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
     adders |= {bool: writer.add_bool, list: writer.add_array}
