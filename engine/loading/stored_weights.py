@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -57,11 +58,12 @@ class StoredWeights:
         another format than q and k, the weight is stacked.
         """
         parts: list[Weight] = []
-        for places, rows in self._joined(placements):
-            if rows is None:
-                parts += [Weight.dense(self._dense(place)) for place in places]
+        for is_dense, group in itertools.groupby(self._joined(placements), _is_dense):
+            if is_dense:
+                rows = [self._dense(place) for places, _ in group for place in places]
+                parts.append(Weight.dense(self.device.xp.concatenate(rows)))
             else:
-                parts.append(self._on_device(rows))
+                parts += [self._on_device(rows) for _, rows in group if rows is not None]
         return parts[0] if len(parts) == 1 else Weight.stacked(parts)
 
     def _experts(self, placements: Iterable[Placement], shape: tuple[int, ...]) -> Weight | None:
@@ -120,6 +122,11 @@ class StoredWeights:
             ).to_weight()
         weight = rows.to_weight()
         return replace(weight, data=xp.asarray(weight.data), scales=xp.asarray(weight.scales))
+
+
+def _is_dense(joined: tuple[list[Placement], QuantizedRows | None]) -> bool:
+    """Tell whether parts, as `_joined` yields them, are not quantized."""
+    return joined[1] is None
 
 
 def stored_formats(
