@@ -21,6 +21,7 @@ from engine.loading.gguf_keys import FILE_KEYS, INERT_KEYS, MODEL_KEYS, is_neutr
 from engine.loading.hf_config import build_config
 from engine.model_files import excerpt
 from engine.models.family import Family
+from engine.models.granitemoe import GRANITEMOESHARED
 from engine.models.mistral import MISTRAL
 from engine.models.mixtral import MIXTRAL
 from engine.models.moe_family import MoeFamily
@@ -58,9 +59,11 @@ _TOKEN_KEYS = {
     "pad_token_id": "tokenizer.ggml.padding_token_id",
 }
 _EOS_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
-# Architecture names shared by several families -> the family with windows, or with experts.
+# Architecture names shared by several families -> the family with windows, with experts, or with a
+# shared expert beside these.
 _WITH_WINDOW = {"llama": MISTRAL, "olmo2": OLMO3}
 _WITH_EXPERTS = {"llama": MIXTRAL}
+_WITH_SHARED_EXPERT = {"granitemoe": GRANITEMOESHARED}
 # Rule of the layers with experts -> key of the first one.
 _FIRST_SPARSE = {"after_first": "first_k_dense_replace", "interval": "moe_layer_start_index"}
 _LAST_TOKEN = (0, 3)  # llama.cpp's numbers of no pooling and of the last token's
@@ -97,6 +100,8 @@ def gguf_config(file: GgufFile) -> ModelConfig:
         family = _WITH_EXPERTS.get(arch, family)
     elif file.metadata.get(f"{arch}.attention.sliding_window"):
         family = _WITH_WINDOW.get(arch, family)
+    if file.metadata.get(f"{arch}.expert_shared_feed_forward_length"):
+        family = _WITH_SHARED_EXPERT.get(arch, family)
     keys = _Keys(file, arch)
     values, names = _renamed(keys, family)
     values.update(_from_tensors(file, family))
@@ -331,6 +336,7 @@ def _routing_keys(moe: MoeFamily) -> dict[str, str]:
     named = {
         moe.scale: "expert_weights_scale",
         moe.shared_count: "expert_shared_count",
+        moe.shared_width: "expert_shared_feed_forward_length",
         _FIRST_SPARSE.get(moe.sparse_layers, ""): "leading_dense_block_count",
     }
     if moe.sparse_layers == "interval":

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from engine.models.expert_names import GGUF_EXPERT_NAMES, fused_expert_names, router_names
+from engine.models.expert_names import (
+    GGUF_EXPERT_NAMES,
+    GGUF_SHARED_EXPERT_NAMES,
+    fused_expert_names,
+    router_names,
+)
 from engine.models.family import GGUF_SPLIT_NAMES, Family, TensorName
 from engine.models.granite import GRANITE
 from engine.models.llama import LLAMA_NAMES
@@ -44,10 +49,9 @@ GRANITEMOESHARED = replace(
         TensorName(f"{_SHARED}.input_linear.weight", "shared_gate_up"),
         TensorName(f"{_SHARED}.output_linear.weight", "shared_down"),
     ),
-    gguf_names=(),
-    gguf_arch="",
-    gguf_interleaved_rope=False,
+    gguf_names=(*GRANITEMOE.gguf_names, *GGUF_SHARED_EXPERT_NAMES),
+    gguf_arch="",  # its .gguf files declare "granitemoe"
     defaults={**GRANITEMOE.defaults, "shared_intermediate_size": 0},
     moe=MoeFamily(num_experts=8, shared_width="shared_intermediate_size"),
 )
-"""The same with a shared expert. No .gguf."""
+"""The same with a shared expert."""

@@ -60,6 +60,12 @@ CASES = {
     "mixtral": Converted(KEYS, NAMES, arch="llama", pairs=True),
     "olmoe": Converted({**KEYS, "expert_count": "num_experts"}, {**NAMES, **HEAD_NORMS}),
     "granitemoe": Converted({**KEYS, **GRANITE}, NAMES, pairs=True),
+    "granitemoeshared": Converted(
+        {**KEYS, **GRANITE, "expert_shared_feed_forward_length": "shared_intermediate_size"},
+        {**SHARED, **NAMES},
+        arch="granitemoe",
+        pairs=True,
+    ),
     "gpt_oss": Converted(
         {**KEYS, **YARN, "expert_feed_forward_length": "intermediate_size"},
         {
@@ -149,6 +155,12 @@ def _stacked(tensors: dict) -> dict:
         if experts != name:
             before = [out[experts]] if experts in out else []
             out[experts] = np.concatenate([*before, value[None]])
+        elif "shared_mlp.input_linear" in name:
+            shared = name.replace("shared_mlp.input_linear", "mlp.shared_experts.{}_proj")
+            for part, half in zip(("gate", "up"), np.split(value, 2), strict=True):
+                out[shared.format(part)] = half
+        elif "shared_mlp.output_linear" in name:
+            out[name.replace("shared_mlp.output_linear", "mlp.shared_experts.down_proj")] = value
         elif "input_linear" in name:
             for part, half in zip(("gate", "up"), np.split(value, 2, axis=1), strict=True):
                 out[f"{prefix}{part}_proj.weight"] = half
@@ -284,7 +296,7 @@ def test_mxfp4_is_that_of_the_gguf_package():
         ("olmoe", {"expert_used_count": 8}, r"olmoe\.expert_used_count .* from 1 to 7; got 8"),
         ("mixtral", {"expert_count": 1000}, r"llama\.expert_count must be .*1 to 512; got 1000"),
         (
-            "granitemoe",
+            "olmoe",
             {"expert_shared_feed_forward_length": 8},
             r"expert_shared_feed_forward_length must be 0 .*got 8",
         ),

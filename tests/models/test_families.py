@@ -104,6 +104,7 @@ def test_only_files_of_llama_keep_interleaved_rows():
     """
     permuted = {"llama", "mistral", "granite", "smollm3", "glm4", "cohere2", "mixtral"}
     permuted |= {"granitemoe", "ernie4_5", "ernie4_5_moe", "ministral3", "glm"}
+    permuted |= {"granitemoeshared"}
     assert {n for n, kind in FAMILIES.items() if kind.gguf_interleaved_rope} == permuted
 
 
