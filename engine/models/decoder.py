@@ -53,6 +53,8 @@ _WHOLE = WholeParts()
 # pays off above this number of saved multiply-adds (0.4 ms on an H200).
 _MIN_SAVED = 1 << 37
 
+_VECTOR = 16  # features of which every dtype has whole 16-byte vectors
+
 # Up to this many rows, a norm is fused with the product after it, and a residual addition with the
 # product before it. For one row the saved launches outweigh the slower kernels; for two, separate
 # kernels are as fast, and for more they are faster (docs/benchmarks/decode_loop.md).
@@ -502,7 +504,10 @@ class Decoder:
         c = self.config
         moe = c.moe_of(layer)
         top_k = 0 if moe is None else moe.top_k
-        numbers = c.kind(layer), c.window(layer), rope_index(c, layer), pattern, top_k
+        own_features = 0 if c.per_layer_input is None else c.per_layer_input.size
+        place = layer * own_features % _VECTOR  # alignment of the layer's part of wider rows
+        rule = c.kind(layer), c.window(layer), rope_index(c, layer), pattern
+        numbers = (*rule, top_k, c.sparsity(layer), place)
         return numbers if self.parts.can_plan else (*numbers, layer)  # each layer is its own kind
 
     def _weight(self, name: str) -> Weight:

@@ -29,7 +29,7 @@ from engine.layers.parallel import (
 from engine.reference.embedding import PADDING_ID
 from engine.weights import Shard, Weight
 
-__all__ = ["ParallelParts", "WholeParts", "local_config"]
+__all__ = ["ParallelParts", "WholeParts", "check_support", "local_config"]
 
 
 def local_config(config: ModelConfig, shard: Shard) -> ModelConfig:
@@ -53,7 +53,8 @@ def local_config(config: ModelConfig, shard: Shard) -> ModelConfig:
     def part(bounds: tuple[int, int]) -> int:
         return bounds[1] - bounds[0]
 
-    _check_support(config, shard)
+    check_support(config, shard)
+    layers = shard.stage.layers
     heads, kv_heads = shard.cut_heads(config.num_heads, config.num_kv_heads)
     sizes: dict[str, Any] = {"num_heads": part(heads), "num_kv_heads": part(kv_heads)}
     sizes["layer_sizes"] = tuple(
@@ -62,7 +63,7 @@ def local_config(config: ModelConfig, shard: Shard) -> ModelConfig:
             num_kv_heads=part(shard.cut_shared("num_key_value_heads", one.num_kv_heads)),
             intermediate_size=part(shard.cut("intermediate_size", one.intermediate_size)),
         )
-        for one in config.layer_sizes
+        for one in config.layer_sizes[layers]
     )
     if config.has_mlp:
         sizes["intermediate_size"] = part(shard.cut("intermediate_size", config.intermediate_size))
@@ -73,7 +74,6 @@ def local_config(config: ModelConfig, shard: Shard) -> ModelConfig:
         groups = part(shard.cut("mamba_n_groups", mamba.num_groups))
         heads_of_groups = mamba.num_heads // shard.count
         sizes["mamba2"] = replace(mamba, num_groups=groups, num_heads=heads_of_groups)
-    layers = shard.stage.layers
     moe = config.moe
     if shard.stage.num_layers:
         sizes["num_layers"] = shard.stage.last - shard.stage.first
@@ -101,8 +101,14 @@ def local_config(config: ModelConfig, shard: Shard) -> ModelConfig:
     return replace(config, moe=moe, **sizes)
 
 
-def _check_support(config: ModelConfig, shard: Shard) -> None:
-    """Raise if a model with layers of several kinds cannot be divided this way."""
+def check_support(config: ModelConfig, shard: Shard) -> None:
+    """Check that a model with layers of several kinds can be divided this way.
+
+    Raises
+    ------
+    ConfigError
+        If it cannot; the message names the way.
+    """
     reads_others = config.per_layer_input or config.altup or config.kv_sources
     if shard.stage.num_layers and reads_others:
         raise ConfigError(f"pipeline stages are not supported for {config.model_type}")

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from engine.config import ModelConfig
 from engine.errors import ConfigError
 from engine.loading.weight_table import weight_shapes
-from engine.weights import Format, Shard
+from engine.models.sharding import check_support
+from engine.weights import Format, Shard, Stage
 
 __all__ = ["Division", "divisions", "stages"]
 
@@ -73,7 +74,11 @@ class Division:
             )
         if self.expert and config.moe is None:
             raise ConfigError("expert parallel ranks need a model with experts")
-        weight_shapes(config, Shard(0, self.tensor, expert_parallel=self.expert))
+        shard = Shard(0, self.tensor, expert_parallel=self.expert)
+        weight_shapes(config, shard)
+        if self.pipeline > 1:
+            shard = replace(shard, stage=Stage.of(0, self.pipeline, config.num_layers))
+        check_support(config, shard)
         if form is not None and form.block is not None and self.tensor > 1:
             _check_blocks(config, self, form.block[0], form.super_block or form.block[1])
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import engine
-from engine.config import ModelConfig, MoeConfig, RopeConfig
+from engine.config import AltUpConfig, ModelConfig, MoeConfig, PerLayerInputConfig, RopeConfig
 from engine.device import to_numpy
 from engine.errors import LaunchPlanError
 from engine.kernels import _prepared_launch
@@ -95,6 +95,28 @@ FAMILIES = {
             expert_bias=True,
             activation="swiglu_clamped",
         ),
+    ),
+    "per-layer inputs": dataclasses.replace(
+        CONFIG,
+        qk_norm=True,
+        v_norm=True,
+        post_norms=True,
+        layer_scale=True,
+        per_layer_input=PerLayerInputConfig(16, 150),
+        activation="gelu_tanh",
+        moe=MoeConfig(
+            5, 3, 96, (True, False, True, True, False, True), activation="geglu", beside_mlp=True
+        ),
+    ),
+    "several streams": dataclasses.replace(
+        CONFIG,
+        qk_norm=True,
+        v_norm=True,
+        post_norms=True,
+        per_layer_input=PerLayerInputConfig(16, 199),
+        altup=AltUpConfig(4, True, 24),
+        activation="gelu_tanh",
+        activation_sparsity=(0.5, 0.5, 0.0, 0.0, 0.5, 0.0),
     ),
     "chunks and one expert": dataclasses.replace(
         CONFIG,
