@@ -359,7 +359,8 @@ def _num_host(
     num_slots = 0
     if geometry.has_states:
         num_slots = min(seqs, int(room * _HOST_STATE_SHARE) // geometry.bytes_per_slot)
-    count = (room - num_slots * geometry.bytes_per_slot) // max(1, geometry.bytes_per_block)
+    room -= num_slots * geometry.bytes_per_slot
+    count = room // geometry.bytes_per_block if geometry.bytes_per_block else 0
     if config.swap_space_gb:
         reasons["num_host_blocks"] = f"{count}: as many as fit into {config.swap_space_gb:g} GiB"
     return count, num_slots

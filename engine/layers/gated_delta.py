@@ -119,6 +119,7 @@ class GatedDelta:
             norm_weight=self.norm.weight,
             norm_eps=self.norm.eps,
             max_seqlen_q=batch.max_seqlen_q,
+            deterministic=self.in_proj.deterministic,
             pdl=True,
             **places,
         )

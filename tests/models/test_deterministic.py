@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 
 import engine
-from engine.config import ModelConfig, MoeConfig, RopeConfig
+from engine.config import (
+    GatedDeltaConfig,
+    Mamba2Config,
+    ModelConfig,
+    MoeConfig,
+    RopeConfig,
+    ShortConvConfig,
+)
 from engine.device import to_numpy
 from engine.layers.batch import ForwardBatch
 
@@ -45,6 +52,19 @@ CONFIGS = {
         qk_norm=True,
         bare_qk_norm=True,
         moe=MoeConfig(9, 1, 96, (False, True), scales_input=True, shared_size=64),
+    ),
+    "gated delta": replace(
+        CONFIG,
+        layer_windows=(),
+        layer_kinds=("gated_delta", "attention"),
+        gated_delta=GatedDeltaConfig(2, 4, 32, 32),
+    ),
+    "state space": replace(
+        CONFIG,
+        layer_windows=(),
+        layer_kinds=("mamba2", "short_conv"),
+        mamba2=Mamba2Config(4, 32, 2, 16),
+        short_conv=ShortConvConfig(CONFIG.hidden_size),
     ),
     "parallel": replace(
         CONFIG,
@@ -92,7 +112,12 @@ def test_other_sequences_change_no_bit(model, company):
     sequences = [*others[: len(others) // 2], mine, *others[len(others) // 2 :]]
     cache = model.new_cache(len(sequences), max(map(len, sequences)))
     batch = ForwardBatch.build(
-        sequences, [0] * len(sequences), cache.block_tables, 16, logits="all"
+        sequences,
+        [0] * len(sequences),
+        cache.block_tables,
+        16,
+        logits="all",
+        state_slots=cache.state_slots,
     )
     logits = to_numpy(model.forward(batch.to(model.device), cache.pages))
     start = sum(map(len, others[: len(others) // 2]))

@@ -73,6 +73,7 @@ def gated_delta(
     norm_eps: float = 1e-6,
     norm_activation: str = "silu",
     max_seqlen_q: int | None = None,
+    deterministic: bool = False,
     pdl: bool = False,
     out: Any = None,
 ) -> Any:
@@ -112,6 +113,9 @@ def gated_delta(
         See `gated_norm`.
     max_seqlen_q : int, optional
         Upper bound of the sequences' numbers of tokens, by default T. It only saves launches.
+    deterministic : bool
+        Run the recurrence for sequences of any length: a token's result then does not depend on
+        how its sequence is divided into calls, with float32 states.
     pdl : bool
         Programmatic dependent launch: the kernel reads the slots and the states early, so that no
         kernel that is still running may write these. This holds after `causal_conv`.
@@ -203,11 +207,11 @@ def gated_delta(
         return call.finish(out, result)
     out = call.output("out", out, v.shape, v.dtype)
     args = kernel_args(arrays, slots, norm, out, numbers)
-    is_chunked = longest > _MAX_STEPS and chunks.is_supported(args)
+    is_chunked = not deterministic and longest > _MAX_STEPS and chunks.is_supported(args)
     max_steps = _MAX_STEPS if is_chunked else longest
     is_normed = False
     if not (is_chunked and args["num_sequences"] == 1):
-        has_norm = z is not None
+        has_norm = z is not None and not deterministic
         is_normed = steps.launch(
             args, max_seqlen_q=longest, max_steps=max_steps, has_norm=has_norm, pdl=pdl
         )
