@@ -33,6 +33,8 @@ def moe_config(fields: Fields, kind: MoeFamily | None, num_layers: int) -> MoeCo
     num_experts = _num_experts(fields, kind.num_experts, num_layers)
     sparse = _sparse_layers(fields, kind, num_layers)
     if not any(sparse):
+        for key in ("n_group", "topk_group", "scoring_func", "topk_method", kind.scale):
+            fields.raw(key)  # without experts it does not matter
         return None
 
     def declared(value: bool | str) -> bool:

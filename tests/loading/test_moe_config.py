@@ -66,7 +66,8 @@ def test_glm4_moe():
     biased = known("glm4_moe", attention_bias=True)
     assert biased.qkv_bias and not biased.o_bias and config.rope.rotary_dim == 4
     assert known("glm4_moe", num_nextn_predict_layers=1).num_extra_layers == 1
-    assert known("glm4_moe", first_k_dense_replace=1).moe is None
+    idle = {"routed_scaling_factor": 2.5, "n_group": 4, "scoring_func": "sigmoid"}
+    assert known("glm4_moe", first_k_dense_replace=1, **idle).moe is None
 
 
 def test_a_list_of_layers_with_experts_takes_precedence():
