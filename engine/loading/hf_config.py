@@ -226,11 +226,7 @@ def build_config(
     wide = full_head_dim(fields, kind, sizes["head_dim"])
     rope, rope_local = rope_configs(fields, kind, wide, positions, sizes["head_dim"])
     positions = scaled_max_position(rope, positions, kind)
-    eps = fields.real(_eps_key(fields, kind), 1e-12, 1.0)
-    qk_norm_eps = 0.0
-    if kind.qk_norm_after_rope:  # of a factor on q and k, the norms leave a smaller epsilon
-        qk_norm_eps = eps / attention_factor(rope) ** 2
-        rope = replace(rope, attention_factor=1.0)
+    rope, epsilons = _epsilons(fields, kind, rope)
     rope_layers = _rope_layers(fields, kind, sizes["num_layers"])
     layer_windows = _layer_windows(fields, kind, rope_layers, positions)
     moe = moe_config(fields, kind.moe, sizes["num_layers"])
@@ -241,8 +237,7 @@ def build_config(
         model_type=kind.model_type,
         **{**sizes, **layer_fields(fields, kind, sizes, layer_windows)},
         max_position_embeddings=positions,
-        rms_norm_eps=eps,
-        qk_norm_eps=qk_norm_eps,
+        **epsilons,
         rope=rope,
         rope_local=rope_local,
         layer_windows=layer_windows,
@@ -269,6 +264,18 @@ def _with_shared_names(
     renamed = {key: value for key, value in values.items() if key not in own}
     renamed |= {shared: values[key] for key, shared in own.items()}  # these take precedence
     return renamed, {shared: key for key, shared in own.items()} | dict(names or {})
+
+
+def _epsilons(fields: Fields, kind: Family, rope: RopeConfig) -> tuple[RopeConfig, dict[str, Any]]:
+    """Return the norms' epsilons, and the rope without a factor that norms after it undo."""
+    eps: float = fields.real(_eps_key(fields, kind), 1e-12, 1.0)
+    if not kind.qk_norm_after_rope:
+        return rope, {"rms_norm_eps": eps}
+    factor = attention_factor(rope)  # norm(f x) of an epsilon is norm(x) of epsilon / f^2
+    return replace(rope, attention_factor=1.0), {
+        "rms_norm_eps": eps,
+        "qk_norm_eps": eps / factor**2,
+    }
 
 
 def _eps_key(fields: Fields, kind: Family) -> str:
