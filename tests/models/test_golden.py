@@ -452,6 +452,14 @@ def _changed(config, change):
         ("gemma3n", {"altup": AltUpConfig(4, False, 10)}),
         ("gemma3n", {"attn_scale": 0.0}),
         ("gemma3n", {"v_norm": False}),
+        ("qwen3_next", {"norm_weight_offset": 0.0}),
+        ("qwen3_next", {"rope_layers": (False,) * 4}),
+        ("qwen3_5_text", {"qk_norm": False}),
+        ("lfm2", {"qk_norm": False}),
+        ("granitemoehybrid", {"branch_scale": 1.0}),
+        ("granitemoehybrid", {"rope_layers": ()}),
+        ("nemotron_h", {"activation": "silu"}),
+        ("nemotron_h", {"rope_layers": ()}),
     ],
     ids=str,
 )
@@ -462,8 +470,10 @@ def test_what_tells_a_family_apart_matters(golden, case, change):
     config = _changed(decoder.config, change)
     other = Decoder(config, decoder.weights, decoder.max_model_len)
     geometry = KVGeometry.of_model(config, "float32")
-    pages = KVCache(geometry, 2, MemoryPool(CPU))
-    batch = ForwardBatch.build([want.prompt], [0], [[0, 1]], 16, logits="all")
+    pages = KVCache(geometry, 2, MemoryPool(CPU), num_slots=1 * geometry.has_states)
+    slots = np.zeros(1, np.int32) if geometry.has_states else None
+    tables = [[0, 1]]
+    batch = ForwardBatch.build([want.prompt], [0], tables, 16, logits="all", state_slots=slots)
     assert _error(decoder.forward(batch, pages.layers), want.logits) < LIMIT
     assert _error(other.forward(batch, pages.layers), want.logits) > 0.02
 

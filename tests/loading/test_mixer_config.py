@@ -1,0 +1,109 @@
+"""Keys of config.json that declare layers without attention, in old files and new ones."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from engine.config import GatedDeltaConfig, Mamba2Config, ShortConvConfig
+from engine.errors import ConfigError
+from engine.loading.hf_config import config_from_dict
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+A, D, C, M = "attention", "gated_delta", "short_conv", "mamba2"
+
+
+def config_of(family, **keys):
+    return config_from_dict({"model_type": family, **SIZES, **keys})
+
+
+@pytest.mark.parametrize(
+    ("family", "keys", "kinds"),
+    [
+        ("qwen3_next", {}, (D, D, D, A)),
+        ("qwen3_5_text", {"full_attention_interval": 2}, (D, A, D, A)),
+        ("qwen3_5_text", {"layer_types": ["full_attention", *["linear_attention"] * 3]},
+         (A, D, D, D)),
+        ("lfm2", {}, (A, A, A, A)),
+        ("lfm2", {"full_attn_idxs": [1, 3]}, (C, A, C, A)),
+        ("lfm2", {"layer_types": ["conv", "full_attention", "conv", "conv"]}, (C, A, C, C)),
+        ("granitemoehybrid", {"mamba_n_heads": 4}, (M, M, M, M)),
+        ("granitemoehybrid",
+         {"mamba_n_heads": 4, "layers_block_type": ["mamba", "attention", "mamba", "mamba"]},
+         (M, A, M, M)),
+        ("nemotron_h", {"hybrid_override_pattern": "M-*-M"}, (M, "mlp", A, "mlp", M)),
+        ("nemotron_h", {"layers_block_type": ["mlp", "linear_attention"]}, ("mlp", M)),
+    ],
+)  # fmt: skip
+def test_kinds_of_layers(family, keys, kinds):
+    config = config_of(family, **keys)
+    assert config.layer_kinds == kinds and config.num_layers == len(kinds)
+    assert [config.num_layers_of(kind) for kind in (A, D, M)] == [
+        kinds.count(kind) for kind in (A, D, M)
+    ]
+
+
+def test_sizes_of_kinds():
+    linear = {f"linear_{key}": n for key, n in (("num_key_heads", 2), ("num_value_heads", 6))}
+    linear |= {"linear_key_head_dim": 8, "linear_value_head_dim": 12, "linear_conv_kernel_dim": 3}
+    delta = config_of("qwen3_next", **linear).gated_delta
+    assert delta == GatedDeltaConfig(2, 6, 8, 12, 3)
+    assert (delta.conv_dim, delta.in_dim) == (2 * 16 + 72, 2 * 16 + 2 * 72 + 2 * 6)
+    conv = config_of("lfm2", full_attn_idxs=[0], conv_L_cache=4, conv_bias=True).short_conv
+    assert conv == ShortConvConfig(32, 4, True)
+    keys = {"mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 10, "mamba_d_conv": 3}
+    keys |= {"mamba_conv_bias": False, "mamba_proj_bias": True}
+    mamba = config_of("granitemoehybrid", **keys).mamba2
+    assert mamba == Mamba2Config(8, 8, 2, 10, 3, False, True, 0.0, math.inf)
+    limited = config_of("granitemoehybrid", **keys, time_step_limit=[0.25, 3]).mamba2
+    assert (limited.dt_min, limited.dt_max) == (0.25, 3.0)
+    own = {"mamba_num_heads": 6, "mamba_head_dim": 12, "n_groups": 3, "ssm_state_size": 10}
+    nemotron = config_of("nemotron_h", hybrid_override_pattern="M", **own).mamba2
+    assert nemotron == Mamba2Config(6, 12, 3, 10)
+
+
+@pytest.mark.parametrize(
+    ("keys", "width"),
+    [
+        ({"intermediate_size": 100, "block_multiple_of": 16}, 80),  # 66, rounded up
+        ({"block_ff_dim": 99, "block_multiple_of": 7}, 70),  # not 48; 66, rounded up
+        ({"intermediate_size": 99, "block_ffn_dim_multiplier": 1.3, "block_multiple_of": 4}, 88),
+        ({"intermediate_size": 99, "block_auto_adjust_ff_dim": False}, 99),
+    ],
+)
+def test_the_width_of_lfm2_is_adjusted(keys, width):
+    assert config_of("lfm2", **keys).intermediate_size == width
+
+
+@pytest.mark.parametrize(
+    ("family", "keys", "words"),
+    [
+        ("qwen3_next", {"layer_types": ["full_attention"] * 3}, "layer_types must be 4 of"),
+        ("qwen3_next", {"layer_types": ["full_attention"] * 3 + [[]]}, "layer_types must be 4 of"),
+        ("qwen3_next", {"layer_types": ["conv"] * 4}, "full_attention or linear_attention; got"),
+        ("qwen3_next", {"full_attention_interval": 0}, "full_attention_interval must be a whole"),
+        ("qwen3_next", {"linear_num_value_heads": 24},
+         "linear_num_value_heads must be a multiple of the 16 key heads; got 24"),
+        ("qwen3_next", {"linear_conv_kernel_dim": 5}, "from 2 to 4; got 5"),
+        ("lfm2", {"full_attn_idxs": "0"}, "full_attn_idxs must be a list of layers"),
+        ("granitemoehybrid", {"mamba_n_heads": 3}, "mamba_n_heads must be a divisor of the 64"),
+        ("granitemoehybrid", {"mamba_n_heads": 4, "mamba_n_groups": 3}, "a divisor of the 4 heads"),
+        ("granitemoehybrid", {"mamba_n_heads": 4, "time_step_limit": [2, 1]}, "in order"),
+        ("granitemoehybrid", {"mamba_n_heads": 4, "time_step_limit": [0]}, "must be two numbers"),
+        ("nemotron_h", {"hybrid_override_pattern": "MEM*E"},
+         r"hybrid_override_pattern must be a string of 'M', '\*', '-'; got 'MEM\*E'"),
+        ("nemotron_h", {}, "hybrid_override_pattern must be a string"),
+        ("nemotron_h", {"layers_block_type": ["moe"]}, "layers_block_type must be 1 of"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused(family, keys, words):
+    with pytest.raises(ConfigError, match=words):
+        config_of(family, **keys)
