@@ -329,7 +329,11 @@ MODELS: dict[str, dict[str, Any]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
         },
     },
-    "gemma4": _GEMMA4,
+    "gemma4": {
+        **_GEMMA4,
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
     "gemma4_layer_config_biases": {
         **{key: value for key, value in _GEMMA4.items() if key != "global_head_dim"},
         "per_layer_config": {

@@ -445,7 +445,7 @@ def _changed(config, change):
         ("gemma4", {"attn_scale": 0.0}),
         ("gemma4", {"final_softcap": 0.0}),
         ("gemma4", {"rope": RopeConfig(theta=1000.0, rotary_dim=40)}),
-        ("gemma4", {"layer_windows": (6, 6, 0, 6, 0)}),
+        ("gemma4", {"layer_windows": (6, 0, 6, 0)}),
         ("gemma4", {"per_layer_input": None}),
         ("gemma4", {"embed_scale": 1.0}),
         ("gemma3n", {"activation_sparsity": ()}),
