@@ -126,7 +126,7 @@ def test_the_norm_after_the_rotation_is_that_of_the_rotated_heads(xp, case, norm
     )
     q, k, v = _split(want, case)
     kernels.rope(q, k, *arrays, out=(q, k), **options)
-    for x, name in ((q, "q_weight"), (k, "k_weight")):
+    for x, name in ((q, "q_weight"), (k, "k_weight"), (v, "v_weight")):
         if name in weights:
             kernels.rmsnorm(x, weights[name], out=x)
     kernels.kv_store(k, v, *want_pages, gslots)
