@@ -26,8 +26,9 @@ APERTUS = Family(
         "rms_norm_eps": 1e-5,
         "hidden_act": "xielu",
         "rope_theta": 12e6,
-        "rope_parameters": {
+        "rope_parameters": {  # also beside a rope_theta, which it then overrules
             "rope_type": "llama3",
+            "rope_theta": 12e6,
             "factor": 8.0,
             "original_max_position_embeddings": 8192,
             "low_freq_factor": 1.0,

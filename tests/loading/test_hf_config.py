@@ -289,6 +289,16 @@ def test_cohere2_moe():
             known("cohere2_moe", num_shared_experts=2, **{key: "max"})
 
 
+def test_apertus_without_a_scaling_has_its_own():
+    for keys in ({}, {"rope_theta": 500.0}, {"rope_theta": 500.0, "rope_scaling": None}):
+        rope = known("apertus", **keys).rope
+        assert (rope.theta, rope.scaling, rope.factor) == (12e6, "llama3", 8.0)
+    old = {"rope_theta": 500.0, "rope_scaling": {"type": "linear", "factor": 2.0}}
+    rope = known("apertus", **old).rope
+    assert (rope.theta, rope.scaling, rope.factor) == (500.0, "linear", 2.0)
+    assert known("apertus", rope_parameters={"rope_type": "default"}).rope.theta == 12e6
+
+
 def test_relu_squared_needs_an_mlp_without_a_gate():
     assert known("arcee").activation == known("nemotron").activation == "relu2"
     with pytest.raises(ConfigError, match=r"hidden_act must be one of silu, .*; got 'relu2'"):
