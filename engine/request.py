@@ -118,7 +118,7 @@ class RequestState:
     host_slot : int
         Slot on the host, if the request is swapped out.
     is_new : bool
-        Whether `slot` has changed since the last step, or there was none.
+        Whether the next step does not just continue in the slot of the last one.
     """
 
     slot: int

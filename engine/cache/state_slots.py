@@ -201,13 +201,6 @@ class StateSlots:
             stop = stop // self.grid * self.grid
         return stop - start
 
-    def is_steady(self, request: Request) -> bool:
-        """Tell whether the next token of `request` is computed in place, as the last one was."""
-        state = request.state
-        assert state is not None
-        start = request.num_computed_tokens
-        return state.source == NO_SLOT and not state.is_new and start % self.grid > 0
-
     def reserve_drafts(self, request: Request, num_drafts: int) -> bool:
         """Allocate the slots in which the next step leaves a state for each draft of `request`."""
         state = request.state
@@ -215,14 +208,20 @@ class StateSlots:
         if state.source == NO_SLOT:
             before = state.slot
             self._leave_behind(request, request.num_computed_tokens)
-            state.source = before if state.slot != before else NO_SLOT
+            if state.slot != before:
+                state.source = before
+                state.is_new = True
         slots = self._take_extra(num_drafts)
         if slots:
             state.drafted = (state.slot, *slots)
         return bool(slots)
 
     def access(self, request: Request, start: int, num_tokens: int) -> StateAccess:
-        """Return what a step that computes tokens [start, start + num_tokens) reads and writes."""
+        """Return what a step that computes tokens [start, start + num_tokens) reads and writes.
+
+        A decode need not ask unless it starts on the grid or `RequestState.is_new`: it continues in
+        the slot of its last step.
+        """
         state = request.state
         assert state is not None
         source = state.current

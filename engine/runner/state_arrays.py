@@ -32,7 +32,8 @@ def state_arrays(output: ScheduleOutput, rows: IntArray, table: RequestRows) -> 
         return {}
     accesses = output.state_access
     width = max((len(access.targets) for access in accesses), default=1)
-    index_of = {row: index for index, row in enumerate(rows.tolist())} if accesses else {}
+    index_of = np.zeros(len(table.state_slots), np.int64)
+    index_of[rows] = np.arange(len(rows))
     for access in accesses:
         table.state_slots[access.request.row] = access.targets[0]
     slots = table.state_slots[rows]
@@ -58,7 +59,7 @@ def _targets_of_tokens(output: ScheduleOutput, slots: IntArray, width: int) -> I
     return targets
 
 
-def _snapshots(output: ScheduleOutput, index_of: dict[int, int]) -> dict[str, Any]:
+def _snapshots(output: ScheduleOutput, index_of: IntArray) -> dict[str, Any]:
     """Return the slots and token offsets of the snapshots that a step takes; {} without any."""
     taken = [access for access in output.state_access if access.snapshot != NO_SLOT]
     if not taken:

@@ -386,7 +386,11 @@ class Scheduler:
                 or (not start % block_size and start >= len(request.block_table) * block_size)
             ) and not self._make_room(request, output):
                 continue
-            if states is not None and not states.is_steady(request):
+            if (
+                states is not None
+                and (state := request.state) is not None
+                and (state.is_new or not start % states.grid)
+            ):
                 output.state_access.append(states.access(request, start, 1))
             num_pending = request.num_pending_tokens
             # Skip the constructor: it would take a third of this loop's time.
