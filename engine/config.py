@@ -220,6 +220,10 @@ class GatedDeltaConfig:
         dk and dv.
     conv_size : int
         Taps of the causal convolution over q, k and v.
+    beta_scale : float
+        Largest update strength: 1, or 2 to allow negative eigenvalues of the transition.
+    norm_eps : float
+        Epsilon of the output norm; 0 means `rms_norm_eps`.
 
     References
     ----------
@@ -231,6 +235,8 @@ class GatedDeltaConfig:
     key_head_dim: int
     value_head_dim: int
     conv_size: int = 4
+    beta_scale: float = 1.0
+    norm_eps: float = 0.0
 
     @property
     def key_dim(self) -> int:
@@ -364,6 +370,9 @@ class ModelConfig:
     tie_word_embeddings, qkv_bias, o_bias, mlp_bias, lm_head_bias, qk_norm, pre_norms, post_norms
         Whether each of these exists (bool): output embedding tied to the input embedding, biases,
         q and k norms, norms before and after attention and MLP.
+    norms_by_kind : bool
+        Whether only layers with attention have the norms after, and only the others those before
+        (OLMo hybrid).
     whole_qk_norm : bool
         Whether q and k are normalised over all heads together instead of per head (OLMo).
     qk_norm_after_rope : bool
@@ -476,6 +485,7 @@ class ModelConfig:
     bare_qk_norm: bool = False
     pre_norms: bool = True
     post_norms: bool = False
+    norms_by_kind: bool = False
     single_branch: bool = False
     parallel: bool = False
     parallel_norms: bool = False
@@ -573,6 +583,14 @@ class ModelConfig:
     def has_qk_norm(self, layer: int) -> bool:
         """Tell whether layer `layer` normalises q and k."""
         return self.qk_norm and (not self.bare_qk_norm or self.has_rope(layer))
+
+    def has_pre_norms(self, layer: int) -> bool:
+        """Tell whether layer `layer` normalises the inputs of attention and MLP."""
+        return self.pre_norms and not (self.norms_by_kind and self.kind(layer) == "attention")
+
+    def has_post_norms(self, layer: int) -> bool:
+        """Tell whether layer `layer` normalises the outputs of attention and MLP."""
+        return self.post_norms and not (self.norms_by_kind and self.kind(layer) != "attention")
 
     def moe_of(self, layer: int) -> MoeConfig | None:
         """Return the mixture of experts of layer `layer`; None if it has an MLP."""

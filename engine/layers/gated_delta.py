@@ -115,6 +115,7 @@ class GatedDelta:
             a_log=self.decay,
             dt_bias=self.dt,
             states=states,
+            beta_scale=c.beta_scale,
             z=projected[:, c.conv_dim : b].reshape(num_tokens, -1, c.value_head_dim),
             norm_weight=self.norm.weight,
             norm_eps=self.norm.eps,

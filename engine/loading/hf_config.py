@@ -342,6 +342,7 @@ def _switches(fields: Fields, kind: Family) -> dict[str, Any]:
         "bare_qk_norm": kind.bare_qk_norm,
         "pre_norms": kind.pre_norms,
         "post_norms": declared(kind.post_norms),
+        "norms_by_kind": kind.norms_by_kind,
         "layer_norm": kind.layer_norm and _eps_key(fields, kind) == kind.eps_key,
         "norm_weight": kind.norm_weight,
         "embed_norm": kind.embed_norm,
@@ -448,6 +449,10 @@ def _rope_layers(fields: Fields, kind: Family, num_layers: int) -> tuple[bool, .
         return (False,) * num_layers
     if kind.rope_layers == "position_embedding_type":
         return (fields.raw("position_embedding_type") == "rope",) * num_layers
+    if kind.rope_layers == "rope_theta":
+        given = fields.raw("rope_scaling") or fields.raw("rope_parameters")
+        theta = {"rope_theta": fields.raw("rope_theta"), **(given or {})}["rope_theta"]
+        return (theta is not None,) * num_layers
     if kind.rope_layers != "no_rope_layers":
         return (True,) * num_layers
     if fields.raw("no_rope_layers") in (None, []):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from engine.checks import shown
@@ -34,7 +35,7 @@ def mixer_config(fields: Fields, kind: MixerFamily | None, num_layers: int) -> d
         return {}
     kinds = _layer_kinds(fields, kind, num_layers)
     readers: dict[str, Callable[[Fields], Any]] = {
-        "gated_delta": _gated_delta,
+        "gated_delta": partial(_gated_delta, norm_eps=kind.norm_eps),
         "short_conv": _short_conv,
         "mamba2": _mamba2,
     }
@@ -89,7 +90,9 @@ def _full_layers(fields: Fields, kind: MixerFamily, num_layers: int) -> list[boo
     """Return one flag per layer: whether it has full attention, by the keys of old files."""
     if kind.interval:
         interval = fields.integer(kind.interval, 1, 1 << 31)
-        return [(layer + 1) % interval == 0 for layer in range(num_layers)]
+        is_full = [(layer + 1) % interval == 0 for layer in range(num_layers)]
+        is_full[-1] |= kind.attends_last and not any(is_full)
+        return is_full
     if not kind.full_layers:
         return [False] * num_layers
     given = fields.raw(kind.full_layers)
@@ -147,15 +150,24 @@ def _step_limit(fields: Fields) -> tuple[float, float]:
     return low, high
 
 
-def _gated_delta(fields: Fields) -> GatedDeltaConfig:
-    key_heads = fields.integer("linear_num_key_heads", 1, _MAX_HEADS)
-    value_heads = fields.integer("linear_num_value_heads", 1, _MAX_HEADS)
+def _gated_delta(fields: Fields, norm_eps: float) -> GatedDeltaConfig:
+    if fields.text("hidden_act", "silu") not in ("silu", "swish"):  # of the convolution too
+        raise fields.error("hidden_act", "silu in a model with gated delta nets")
+    heads = fields.integer("num_attention_heads", 1, _MAX_HEADS)
+    key_heads = fields.integer("linear_num_key_heads", 1, _MAX_HEADS, heads)
+    value_heads = fields.integer("linear_num_value_heads", 1, _MAX_HEADS, heads)
     if value_heads % key_heads:
         raise fields.error("linear_num_value_heads", f"a multiple of the {key_heads} key heads")
+    hidden = fields.integer("hidden_size", 1, 1 << 20)
+    key_dim = fields.integer(
+        "linear_key_head_dim", 1, _MAX_HEAD_DIM, max(1, 3 * hidden // (4 * key_heads))
+    )
     return GatedDeltaConfig(
         key_heads,
         value_heads,
-        fields.integer("linear_key_head_dim", 1, _MAX_HEAD_DIM),
-        fields.integer("linear_value_head_dim", 1, _MAX_HEAD_DIM),
+        key_dim,
+        fields.integer("linear_value_head_dim", 1, _MAX_HEAD_DIM, 2 * key_dim),
         fields.integer("linear_conv_kernel_dim", 2, _MAX_CONV),
+        2.0 if fields.flag("linear_allow_neg_eigval", False) else 1.0,
+        norm_eps,
     )

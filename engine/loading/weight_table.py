@@ -378,7 +378,9 @@ def _layer_shapes(config: ModelConfig, shard: Shard, layer: int) -> dict[str, tu
     parts = _Parts(config, shard, layer)
     n = config.hidden_size
     moe = config.moe_of(layer)
-    shapes: dict[str, tuple[int, ...]] = {"attn_norm": (n,)} if config.pre_norms else {}
+    has_pre_norms = config.has_pre_norms(layer)
+    has_post_norms = config.has_post_norms(layer)
+    shapes: dict[str, tuple[int, ...]] = {"attn_norm": (n,)} if has_pre_norms else {}
     kind = config.kind(layer)
     if kind == "attention":
         shapes |= _attention_shapes(config, parts, has_keys=config.kv_source(layer) == layer)
@@ -386,15 +388,15 @@ def _layer_shapes(config: ModelConfig, shard: Shard, layer: int) -> dict[str, tu
         shapes |= _MIXER_SHAPES[kind](config, parts)
     if config.single_branch:
         return shapes
-    if config.post_norms:
+    if has_post_norms:
         shapes["post_attn_norm"] = (n,)
-    if config.pre_norms and config.has_mlp_norms:
+    if has_pre_norms and config.has_mlp_norms:
         shapes["mlp_norm"] = (n,)
     if moe is None or moe.beside_mlp:
         shapes |= _mlp_shapes(config, parts)
     if moe is not None:
         shapes |= _moe_shapes(moe, n, parts)
-    if config.post_norms:
+    if has_post_norms:
         shapes["post_mlp_norm"] = (n,)
     if config.norm_bias:
         norms = ("attn_norm", "post_attn_norm", "mlp_norm", "post_mlp_norm")
@@ -729,6 +731,10 @@ def _all_tensors(
                 shape = (parts.whole_rows(part, whole[0]), *whole[1:])
                 extra = {}
                 places = partial(_places, name, target, part, shape, parts, shard)
+                if template.third >= 0:
+                    first, last = _third(shape[0], template.third)
+                    shape = (last - first, *shape[1:])
+                    places = partial(_in_range, places, first, last, shape)
                 if layout.transposed:
                     shape = (1, *shape)
                     places = partial(_row_place, name, target, shape, layout)
@@ -786,6 +792,29 @@ def _places(
     num_rotated = parts.size("q") + parts.size("k") if is_qkv else 0
     for first, last, start in parts.pieces(target.kind, part, shape[0]):
         yield Placement(name, target, shape, first, last, start, columns, start < num_rotated)
+
+
+def _third(num_rows: int, index: int) -> tuple[int, int]:
+    """Return the range of rows in a third; the last one has fewer if 3 does not divide them."""
+    size = -(-num_rows // 3)
+    return min(index * size, num_rows), min((index + 1) * size, num_rows)
+
+
+def _in_range(
+    places: Callable[[], Iterator[Placement]], first: int, last: int, shape: tuple[int, ...]
+) -> Iterator[Placement]:
+    """Yield the placements of a tensor that holds rows [first, last) of what `places` reads."""
+    for place in places():
+        begin = max(place.first, first)
+        end = min(place.last, last)
+        if begin < end:
+            yield replace(
+                place,
+                shape=shape,
+                first=begin - first,
+                last=end - first,
+                start=place.start + begin - place.first,
+            )
 
 
 def _row_place(

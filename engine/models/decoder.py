@@ -567,9 +567,15 @@ class Decoder:
         dtype = self._weight("layers.0.attn_norm").data.dtype
         return self.xp.ones(self.config.head_dim, dtype)
 
-    def _pre_norm(self, name: str) -> Norm:
+    def _pre_norm(self, layer: int, name: str) -> Norm:
         c = self.config
-        return self.parts.norm(self._norm(name)) if c.pre_norms else NoNorm(c.branch_scale)
+        if not c.has_pre_norms(layer):
+            return NoNorm(c.branch_scale)
+        return self.parts.norm(self._norm(f"layers.{layer}.{name}"))
+
+    def _post_norm(self, layer: int, name: str) -> Norm | None:
+        has_norm = self.config.has_post_norms(layer)
+        return self._norm(f"layers.{layer}.{name}") if has_norm else None
 
     def _rope_table(self, rope: RopeConfig) -> RopeTable:
         try:
@@ -603,10 +609,10 @@ class Decoder:
         return DecoderLayer(
             self._mixer(index),
             mlp,
-            self._pre_norm(f"{name}.attn_norm"),
-            self._pre_norm(f"{name}.mlp_norm") if config.has_mlp_norms else None,
-            self._norm(f"{name}.post_attn_norm") if config.post_norms else None,
-            self._norm(f"{name}.post_mlp_norm") if config.post_norms else None,
+            self._pre_norm(index, "attn_norm"),
+            self._pre_norm(index, "mlp_norm") if config.has_mlp_norms else None,
+            self._post_norm(index, "post_attn_norm"),
+            self._post_norm(index, "post_mlp_norm"),
             is_parallel=config.parallel,
             can_fuse=not self.deterministic and self.parts.can_fuse,
         )

@@ -55,6 +55,7 @@ RopeRule = Literal[
     "windows_if_set",
     "windows_and_dense",
     "position_embedding_type",
+    "rope_theta",
 ]
 
 
@@ -100,6 +101,9 @@ class TensorName(NamedTuple):
         Name of this form, if the family's checkpoints store a weight in several forms. A weight is
         read in the first form for which the checkpoint holds a tensor; among forms with the same
         names, in the first one whose shapes fit.
+    third : int
+        0, 1 or 2: the tensor has this third of the rows of `part`, whatever they belong to. -1: all
+        of them.
     """
 
     checkpoint: str
@@ -107,6 +111,7 @@ class TensorName(NamedTuple):
     part: str = ""
     layout: Layout = ROWS
     form: str = ""
+    third: int = -1
 
     def expand(
         self, num_layers: int, num_experts: int = 0
@@ -256,6 +261,8 @@ class Family:
         Attention and MLP read the same input, and both are added to it; or the key of that flag.
     parallel_norms : bool
         Each branch of a parallel block has a norm of its own.
+    norms_by_kind : bool
+        See `ModelConfig.norms_by_kind`.
     whole_qk_norm : bool
         QK-norm over all heads of q or k together instead of per head.
     qk_norm_after_rope : bool
@@ -285,8 +292,8 @@ class Family:
         Layers that rotate q and k: "all", "none", "windows" (those with a sliding window),
         "windows_if_set" (the same, but all layers if `sliding_window` is null), "windows_and_dense"
         (the same, and the dense ones, if their pattern is 1), "position_embedding_type" (all if
-        that key is "rope", else none), or "no_rope_layers" (that key lists 1 or 0 per layer;
-        without it, all layers but every
+        that key is "rope", else none), "rope_theta" (none if that key is null), or
+        "no_rope_layers" (that key lists 1 or 0 per layer; without it, all layers but every
         `no_rope_layer_interval`-th).
     norm_weight_offset : float
         Added to every norm's weight.
@@ -375,6 +382,7 @@ class Family:
     bare_qk_norm: bool = False
     pre_norms: bool = True
     post_norms: bool | str = False
+    norms_by_kind: bool = False
     sinks: bool | Literal["windows"] = False
     windows: WindowRule = "never"
     past_window: str = ""

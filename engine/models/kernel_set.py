@@ -77,7 +77,8 @@ def kernel_specs(
     True
     """
     chosen = [_GATED[config.activation] if config.gated_mlp else _PLAIN[config.activation]]
-    if config.parallel or not config.pre_norms or config.layer_scale or config.altup:
+    is_bare = not config.pre_norms or config.norms_by_kind
+    if config.parallel or is_bare or config.layer_scale or config.altup:
         chosen.append("residual_add")
     if config.kv_sources:
         chosen.append("rope")

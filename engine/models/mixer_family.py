@@ -21,6 +21,8 @@ class MixerFamily:
         Value of `layer_types` -> kind of the layer (`ModelConfig.layer_kinds`).
     interval : str
         Key of n: without `layer_types`, every n-th layer is full attention; "" for no such key.
+    attends_last : bool
+        Without `layer_types`, the last layer has full attention if no other one has.
     full_layers : str
         Key of the list of layers with full attention, read without `layer_types`; all layers if
         the list is missing. "" for no such key.
@@ -31,11 +33,15 @@ class MixerFamily:
         Letter -> value of `layer_types`.
     single_branch : bool
         See `ModelConfig.single_branch`.
+    norm_eps : float
+        Epsilon of the norms in gated delta nets; 0 means the model's.
     """
 
     kinds: Mapping[str, str]
     interval: str = ""
+    attends_last: bool = False
     full_layers: str = ""
     pattern: str = ""
     letters: Mapping[str, str] = field(default_factory=dict)
     single_branch: bool = False
+    norm_eps: float = 0.0

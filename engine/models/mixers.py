@@ -38,7 +38,7 @@ def _gated_delta(
         _taps(weight(f"{layer}delta_conv")),
         weight(f"{layer}delta_decay").data,
         weight(f"{layer}delta_dt").data,
-        Norm(weight(f"{layer}delta_norm").data, config.rms_norm_eps),
+        Norm(weight(f"{layer}delta_norm").data, delta.norm_eps or config.rms_norm_eps),
         linear(f"{layer}delta_out", False, parts.down),
     )
 

@@ -44,6 +44,7 @@ from engine.models.nemotron import NEMOTRON
 from engine.models.nemotron_h import NEMOTRON_H
 from engine.models.olmo import OLMO
 from engine.models.olmo2 import OLMO2, OLMO3
+from engine.models.olmo_hybrid import OLMO_HYBRID
 from engine.models.olmoe import OLMOE
 from engine.models.phi import PHI
 from engine.models.phi3 import PHI3
@@ -109,6 +110,7 @@ _DENSE = (
     QWEN3_5_TEXT,
     LFM2,
     NEMOTRON_H,
+    OLMO_HYBRID,
 )
 _SPARSE = (
     QWEN2_MOE,

@@ -78,6 +78,10 @@ _NEMOTRON_H = {
 for key in ("rms_norm_eps", "hidden_act", "num_hidden_layers"):
     del _NEMOTRON_H[key]
 
+_OLMO = {key: value for key, value in _TINY.items() if not key.startswith("linear_")}
+_OLMO |= {"model_type": "olmo_hybrid", "rms_norm_eps": 1e-3}
+del _OLMO["head_dim"]
+
 _TOWER = {"depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 2, "patch_size": 4}
 _TOWER |= {"out_hidden_size": 64, "num_position_embeddings": 4}
 
@@ -191,6 +195,25 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "use_bias": True,
         "mlp_bias": True,
         "conv_kernel": 4,
+    },
+    "olmo_hybrid": {
+        **_OLMO,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "rope_theta": None,
+    },
+    "olmo_hybrid_new_keys_rope_biases": {
+        **_OLMO,
+        "layer_types": _TYPES,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 6,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 12,
+        "linear_conv_kernel_dim": 3,
+        "linear_allow_neg_eigval": False,
+        "attention_bias": True,
+        "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
     },
     "qwen3_5": {
         "model_type": "qwen3_5",

@@ -40,7 +40,7 @@ from wrapped import WRAPPED
 HERE = Path(__file__).parent
 MODELS = OLDER | SWITCHES | WRAPPED | HYBRIDS
 # Dense families whose tensors have other names in memory than on disk
-RENAMED = ("gpt_neox", "nemotron_h")
+RENAMED = ("gpt_neox", "nemotron_h", "olmo_hybrid")
 # Ends of their classes' names, in small letters.
 ROUTERS = ("topkrouter", "tokenchoicerouter", "v1gate", "gemma4textrouter")
 # Families whose norms multiply by 1 + w

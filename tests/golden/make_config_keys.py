@@ -47,7 +47,7 @@ FAMILIES = (
     *("arcee", "nemotron", "jais2", "gpt_neox", "hunyuan_v1_dense"),
     *("apertus", "olmo", "nanochat"),
     *("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text"),
-    *("qwen3_5_text", "lfm2", "nemotron_h"),
+    *("qwen3_5_text", "lfm2", "nemotron_h", "olmo_hybrid"),
 )
 PLAIN = {
     "vocab_size": 40, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4,
