@@ -6,9 +6,11 @@ import json
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 import engine
 from engine.device import to_numpy
+from tests.distributed.golden import write_checkpoint
 from tests.golden.quantized import CASES, make_linear, write_safetensors
 
 N, HEADS, KEY_HEADS, DIM = 128, 4, 2, 128
@@ -127,3 +129,25 @@ def test_logits_are_those_of_the_twin(tmp_path, case, family):
     assert names == [{"fp8_block": "fp8_block", "ct_int8": "int8"}[case], "float32"]
     norms = np.linalg.norm(got, axis=-1) * np.linalg.norm(wanted, axis=-1)
     assert 1e-7 < 1 - ((got * wanted).sum(-1) / norms).mean() < 0.02
+
+
+def test_experts_in_one_tensor(tmp_path):
+    """Published Qwen3.5 models have them so, below the prefix of a multimodal model."""
+    folder = write_checkpoint("qwen3_5_moe", tmp_path)
+    separate, _ = logits(folder)
+    tensors = load_file(folder / "model.safetensors")
+    experts = {name: tensors.pop(name) for name in list(tensors) if ".mlp.experts." in name}
+    for layer in range(4):
+        prefix = f"model.language_model.layers.{layer}.mlp.experts"
+        parts = {
+            kind: [experts[f"{prefix}.{e}.{kind}_proj.weight"] for e in range(7)]
+            for kind in ("gate", "up", "down")
+        }
+        gate_up = np.concatenate([np.stack(parts["gate"]), np.stack(parts["up"])], axis=1)
+        tensors |= {
+            f"{prefix}.gate_up_proj": gate_up,
+            f"{prefix}.down_proj": np.stack(parts["down"]),
+        }
+    save_file(tensors, folder / "model.safetensors")
+    fused, _ = logits(folder)
+    np.testing.assert_array_equal(fused, separate)

@@ -41,6 +41,7 @@ CASES = {
     "qwen3_next": (NEXT, {}, 1, 1, 1, ALONE | {"decoder_sparse_step": 1}),
     "qwen3_5_text": (NEXT, {"mtp_num_hidden_layers": 1}, 3, 0, 1, ALONE),
     "qwen3_5_text_new_keys_tied": (NEXT, {"mtp_num_hidden_layers": 1}, 3, 0, 1, ALONE),
+    "qwen3_5_moe": (NEXT, {"mtp_num_hidden_layers": 1}, 3, 1, 1, ALONE),
     "qwen3_5_moe_text": (NEXT, {"mtp_num_hidden_layers": 1}, 2, 0, 1, ALONE),
     "glm4_moe": (
         LAST,
@@ -66,11 +67,13 @@ def checkpoint(request, tmp_path):
     """The folder of a model with a head, and the case's record."""
     names, keys, attention, mlp, *_ = record = CASES[request.param]
     write_checkpoint(request.param, tmp_path)
-    values = json.loads((tmp_path / "config.json").read_text()) | keys
+    values = json.loads((tmp_path / "config.json").read_text())
+    text = values.get("text_config", values)
+    text.update(keys)
     tensors = load_file(tmp_path / "model.safetensors")
-    rng, n = np.random.default_rng(5), values["hidden_size"]
+    rng, n = np.random.default_rng(5), text["hidden_size"]
     for name, array in list(tensors.items()):
-        found = re.match(r"model\.layers\.(\d+)\.(.*)", name)
+        found = re.match(r"model\.(?:language_model\.)?layers\.(\d+)\.(.*)", name)
         source = mlp if found and found[2].startswith("mlp.") else attention
         if found and int(found[1]) == source:
             tensors[names["layer"] + found[2]] = noise(rng, array.shape)
@@ -84,9 +87,22 @@ def checkpoint(request, tmp_path):
     return tmp_path, record
 
 
+def text_of(folder):
+    """The config.json of the text model."""
+    values = json.loads((folder / "config.json").read_text())
+    return values.get("text_config", values)
+
+
+def write_keys(folder, **keys):
+    """Change keys of the text model."""
+    values = json.loads((folder / "config.json").read_text())
+    values.get("text_config", values).update(keys)
+    (folder / "config.json").write_text(json.dumps(values))
+
+
 def layer_alone(folder, names, changes, x, offset):
     """States (T, N) of the rows x (T, N): the head's layer as a model whose embeddings they are."""
-    values = json.loads((folder / "config.json").read_text()) | changes
+    values = text_of(folder) | changes
     tensors = load_file(folder / "model.safetensors")
     made = {
         name.replace(names["layer"], "model.layers.0."): array
@@ -119,7 +135,8 @@ def test_states_are_those_of_the_formula(checkpoint):
     states = rng.standard_normal((NUM_TOKENS, n)).astype(np.float32)
 
     tensors, eps = load_file(folder / "model.safetensors"), config.rms_norm_eps
-    embedding = tensors["model.embed_tokens.weight"][ids]
+    table = next(name for name in tensors if name.endswith("embed_tokens.weight"))
+    embedding = tensors[table][ids]
     both = [
         rms(embedding, tensors[f"{names['embed_norm']}.weight"], offset, eps),
         rms(states, tensors[f"{names['hidden_norm']}.weight"], offset, eps),
@@ -146,8 +163,7 @@ def test_states_are_those_of_the_formula(checkpoint):
 def test_tokens_are_those_without_a_head(checkpoint):
     """Rejected drafts are rolled back, in states too; some requests share prompts."""
     folder, _ = checkpoint
-    values = json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": 256}
-    (folder / "config.json").write_text(json.dumps(values))
+    write_keys(folder, max_position_embeddings=256)
     options = {"device": "cpu", "dtype": "float32", "deterministic": True, "progress": False}
     model = engine.load(folder, **options)
     rng = np.random.default_rng(7)
@@ -174,7 +190,6 @@ def test_drafts_need_a_head_that_the_config_announces(checkpoint):
         assert names is NEXT  # Qwen3-Next's config says nothing about it
         return
     [key] = keys
-    values = json.loads((folder / "config.json").read_text()) | {key: 0}
-    (folder / "config.json").write_text(json.dumps(values))
+    write_keys(folder, **{key: 0})
     with pytest.raises(ConfigError, match=f"{key} must be at least 1; got 0"):
         load_mtp_config(folder, model.config)
