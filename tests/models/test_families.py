@@ -91,6 +91,7 @@ def test_every_row_of_every_weight_has_exactly_one_name(kind, biases):
             splits = ("qkv", {"q", "k", "v"}), ("shared_gate_up", {"shared_gate", "shared_up"})
             splits += ("experts_gate_up", {"expert_gate", "expert_up"}), ("gate_up", {"gate", "up"})
             splits += (("delta_in", {f"delta_{one}" for one in "qkvzba"}),)
+            splits += (("delta_conv", {f"delta_{one}" for one in "qkv"}),)
             split = next((parts for kind, parts in splits if kind in target), set())
             assert parts - {"attn_gate"} in ({""}, split), target
         names = [(name.checkpoint, name.form) for name in table]
