@@ -9,6 +9,7 @@ from engine import LLMEngine, SamplingParams
 from engine.cache.kv_cache import KVCache, KVGeometry
 from engine.errors import ConfigError, OutOfMemoryError, RequestError
 from tests.e2e.recurrent_mock import BYTES_PER_SLOT, RecurrentMock, register
+from tests.e2e.tiny import HYBRID, tiny_model
 
 
 @pytest.fixture
@@ -206,6 +207,31 @@ def test_models_without_states_have_no_slots():
         assert engine.kv_cache.num_slots == 0 and engine.scheduler.blocks.states is None
         assert engine.runner._table.state_slots is None
         assert "num_state_slots" not in engine.config.reasons
+
+
+def test_states_of_two_dtypes():
+    """Rounding every token's state to bfloat16 changes logits by about its precision."""
+    model = tiny_model(config=HYBRID)
+    ids = np.array([prompt(1, 50, 97), prompt(2, 50, 97)])
+    logits = {}
+    for state_dtype in ("float32", "bfloat16"):
+        cache = model.new_cache(2, 60, state_dtype=state_dtype)
+        dtypes = [str(slab.dtype) for slab in cache.kv.state_slabs]
+        assert dtypes == ["float32", state_dtype]  # the convolutions' inputs, and the states
+        for token in ids.T:
+            logits[state_dtype] = model.step(token[:, None], cache).copy()
+    error = np.abs(logits["bfloat16"] - logits["float32"]).max() / logits["float32"].std()
+    assert 1e-5 < error < 0.05
+
+
+def test_a_row_that_begins_anew_starts_from_zeros():
+    model = tiny_model(config=HYBRID)
+    ids = np.array([prompt(1, 20, 97), prompt(2, 20, 97)])
+    cache = model.new_cache(2, 30)
+    want = model.step(ids, cache).copy()
+    model.step(ids[:, :5], cache)
+    cache.reset()
+    np.testing.assert_array_equal(model.step(ids, cache), want)
 
 
 def test_the_array_door_rejects_a_rollback(model):
