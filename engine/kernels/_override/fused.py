@@ -303,5 +303,8 @@ KEPT: Mapping[str, tuple[str, ...]] = {
     "gemm": ("gemm_wna16",),
     "merge_states": ("attention_decode", "attention_prefill"),
     "rmsnorm_quantize": ("gemm_fp8", "gemm_int8"),
+    "gated_norm": ("gated_delta",),
+    "rmsnorm": ("mla_store",),
+    "rope": ("mla_store",),
 }
 """Op -> ops that contain it and keep it: within their kernels it is not an op of its own."""
