@@ -134,7 +134,7 @@ __device__ __forceinline__ void store_row(state_t* row, const float (&x)[kColumn
   }
 }
 
-// One token's operands of a head: the lane's columns of q and k, normalised, and the gates.
+// One token's operands of a head: the lane's columns of q and k, as they are, and the gates.
 template <bool kIsVector>
 struct Token {
   float q[kColumns], k[kColumns], a[kHasChannelGate ? kColumns : 1];
@@ -155,22 +155,6 @@ struct Token {
     b = to_float(p.b[t * p.b_stride_t + head]);
     v = 0.0f;
     if (value_row >= 0) v = to_float(p.v[t * p.v_stride_t + head * p.v_stride_h + value_row]);
-  }
-
-  __device__ __forceinline__ void normalise(const GatedDeltaParams& p) {
-    float q_squares = 0.0f, k_squares = 0.0f;
-#pragma unroll
-    for (int i = 0; i < kColumns; ++i) {
-      q_squares = fmaf(q[i], q[i], q_squares);
-      k_squares = fmaf(k[i], k[i], k_squares);
-    }
-    const float q_factor = p.scale / sqrtf(lanes_sum(q_squares) + p.eps);
-    const float k_factor = 1.0f / sqrtf(lanes_sum(k_squares) + p.eps);
-#pragma unroll
-    for (int i = 0; i < kColumns; ++i) {
-      q[i] *= q_factor;
-      k[i] *= k_factor;
-    }
   }
 };
 
@@ -254,15 +238,20 @@ class Recurrence {
     gate_params_.load(p_, head_);
   }
 
-  // Advances the state by one token and returns the output of the lane's own row.
+  // Advances the state by one token and returns the output of the lane's own row. The reciprocals
+  // of the norms of q and k are factors of the sums, so that these do not wait for them.
   __device__ __forceinline__ float step(const Token<kIsVector>& token) {
-    float kq = 0.0f;
+    float q_squares = 0.0f, k_squares = 0.0f, kq = 0.0f;
 #pragma unroll
     for (int i = 0; i < kColumns; ++i) {
-      k_[i] = token.k[i];
+      q_squares = fmaf(token.q[i], token.q[i], q_squares);
+      k_squares = fmaf(token.k[i], token.k[i], k_squares);
       kq = fmaf(token.k[i], token.q[i], kq);
+      k_[i] = token.k[i];
     }
-    kq = lanes_sum(kq);
+    const float q_factor = p_.scale / sqrtf(lanes_sum(q_squares) + p_.eps);
+    const float k_factor = 1.0f / sqrtf(lanes_sum(k_squares) + p_.eps);
+    kq = q_factor * k_factor * lanes_sum(kq);
 #pragma unroll
     for (int i = 0; i < kGates; ++i)
       decay_[i] = expf(log_decay(token.a[i], gate_params_.a_log, gate_params_.dt_bias[i]));
@@ -280,15 +269,17 @@ class Recurrence {
     state_.forget();
     const float head_decay = kHasChannelGate ? 1.0f : decay_[0];
     const float beta = update_strength(token.b, p_.beta_scale);
-    u_ = beta * fmaf(-head_decay, transposed_sum<kRows>(sk), token.v);
-    return fmaf(kq, u_, __fmul_rn(head_decay, transposed_sum<kRows>(sq)));
+    const float read = __fmul_rn(head_decay * k_factor, transposed_sum<kRows>(sk));
+    const float u = beta * (token.v - read);
+    scaled_u_ = u * k_factor;
+    return fmaf(kq, u, __fmul_rn(head_decay * q_factor, transposed_sum<kRows>(sq)));
   }
 
   // Completes the step: computes the new rows and writes them to two slots; -1 skips one.
   __device__ __forceinline__ void update(int target, int snapshot) {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      const float u = __shfl_sync(kFullMask, u_, r * kRowLanes, kLanes);
+      const float u = __shfl_sync(kFullMask, scaled_u_, r * kRowLanes, kLanes);
       float row[kColumns];
 #pragma unroll
       for (int i = 0; i < kColumns; ++i)
@@ -320,7 +311,7 @@ class Recurrence {
   GateParams<kIsVector> gate_params_;
   StateRows<kRows, kIsSingle> state_;
   float k_[kColumns], decay_[kGates];
-  float u_;  // of the lane's own row
+  float scaled_u_;  // u / |k| of the lane's own row
 };
 
 // The gated norm of a head, whose rows a whole block computes.
@@ -355,7 +346,11 @@ __device__ __forceinline__ void gated_delta_steps(const GatedDeltaParams& p) {
   const Sequence sequence = load_sequence(p, b);
   const int num_tokens = sequence.num_tokens();
   pdl_trigger();
-  if (num_tokens == 0 || num_tokens > p.max_steps) return;
+  if (num_tokens == 0 || num_tokens > p.max_steps) {
+    // SAFETY: a grid whose blocks all return at once must not end before the kernels before it.
+    pdl_wait();
+    return;
+  }
 
   Recurrence<kRows, kIsSingle, kIsVector> recurrence(p, head, group * kRows);
   recurrence.load(sequence.first_slot);
@@ -367,11 +362,10 @@ __device__ __forceinline__ void gated_delta_steps(const GatedDeltaParams& p) {
 #pragma unroll 1
   for (int count = 1; count <= num_tokens; ++count) {
     const int64_t t = sequence.begin + count - 1;
-    Token<kIsVector> token = next;
+    const Token<kIsVector> token = next;
     HeadNorm norm;
     if (!kIsSingle && count < num_tokens) next.load(p, t + 1, head, row);
     if (kHasNorm) norm.load(p, t, head, row);
-    token.normalise(p);
     float out = recurrence.step(token);
     recurrence.update(target_slot(p, b, count, num_tokens), snapshot_slot(p, b, count));
     if (kHasNorm) out = norm.apply(p, out, recurrence.stores_row());
@@ -380,8 +374,11 @@ __device__ __forceinline__ void gated_delta_steps(const GatedDeltaParams& p) {
   }
 }
 
+// Rows per lane with many heads: those of float states take twice the registers.
+constexpr bool kIsHalf = sizeof(state_t) == 2;
+constexpr int kManyRows = kIsHalf ? 8 : 4;
 // Blocks per multiprocessor: enough loads in flight, without spills.
-constexpr int kMinBlocks = kHasChannelGate ? 2 : sizeof(state_t) == 2 ? 4 : 3;
+constexpr int kMinBlocks = kHasChannelGate ? 2 : kIsHalf ? 4 : 3;
 
 #define ENGINE_GATED_DELTA(name, threads, min_blocks, rows, is_single, is_vector, has_norm) \
   extern "C" __global__ void __launch_bounds__(threads, min_blocks)                         \
@@ -389,9 +386,10 @@ constexpr int kMinBlocks = kHasChannelGate ? 2 : sizeof(state_t) == 2 ? 4 : 3;
     gated_delta_steps<rows, is_single, is_vector, has_norm>(p);                             \
   }
 
-ENGINE_GATED_DELTA(gated_delta_single_8, kThreads, kMinBlocks, 8, true, true, false)
-ENGINE_GATED_DELTA(gated_delta_single_4, kThreads, kMinBlocks, 4, true, true, false)
+ENGINE_GATED_DELTA(gated_delta_single_many, kThreads, kMinBlocks, kManyRows, true, true, false)
+ENGINE_GATED_DELTA(gated_delta_single_few, kThreads, kMinBlocks, 4, true, true, false)
 ENGINE_GATED_DELTA(gated_delta_steps_4, kThreads, kMinBlocks, 4, false, true, false)
 ENGINE_GATED_DELTA(gated_delta_steps_scalar, kThreads, kMinBlocks, 4, false, false, false)
 // A head per block: value_dim / 8 groups of lanes.
-ENGINE_GATED_DELTA(gated_delta_single_norm, kMaxNormThreads, kMinBlocks / 2, 8, true, true, true)
+ENGINE_GATED_DELTA(gated_delta_single_norm, kMaxNormThreads, kIsHalf ? kMinBlocks / 2 : 1, 8, true,
+                   true, true)

@@ -132,8 +132,8 @@ class ChannelProducts {
       *reinterpret_cast<uint32_t*>(scratch_.q + i * kKeyDim + d) = scaled(q, c, zero);
       *reinterpret_cast<uint32_t*>(scratch_.k + i * kKeyDim + d) = scaled(k, last, c);
       if (i == 0) {
-        scratch_.decay[d] = exp2_approx(last.v[0]);
-        scratch_.decay[d + 1] = exp2_approx(last.v[1]);
+        scratch_.factors[ChunkScratch::kDecay + d] = exp2_approx(last.v[0]);
+        scratch_.factors[ChunkScratch::kDecay + d + 1] = exp2_approx(last.v[1]);
       }
     }
   }

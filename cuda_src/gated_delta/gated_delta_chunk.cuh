@@ -36,16 +36,18 @@ struct ChunkScratch {
   static constexpr int kRows = kHasChannelGate ? 0 : kChunkTokens;
   static constexpr int kDecays = kHasChannelGate ? kKeyDim : 4;  // 4: the next chunk is aligned
   static constexpr int kHalves = kKeys + kChunkTokens * (kValueDim + kChunkTokens) + 2 * kScaled;
-  static constexpr int kFloats = kHalves / 2 + 2 * kRows + kDecays;
+  // The factors: out_rows, x_rows and decay, one after the other.
+  static constexpr int kXRows = kRows, kDecay = 2 * kRows, kFactors = 2 * kRows + kDecays;
+  static constexpr int kFloats = kHalves / 2 + kFactors;
 
   scalar_t* w;      // (64, dk)
   scalar_t* u;      // (64, dv)
   scalar_t* reads;  // (64, 64) Q K^T * D, scaled; columns up to the row's block of 16
   scalar_t* q;      // (64, dk) diag(e^c) Q, scaled; with a gate per channel
   scalar_t* k;      // (64, dk) diag(e^(c_last - c)) K; with a gate per channel
-  float* out_rows;  // (64,) factor of row i of Q S^T; with a gate per head
-  float* x_rows;    // (64,) factor of row i of X in the update of S; with a gate per head
-  float* decay;     // e^(c_last): (1,), or (dk,) with a gate per channel
+  // Factors. With a gate per head: of row i of Q S^T (64,); of row i of X in the update of S (64,);
+  // e^(c_last) (1,). With a gate per channel: e^(c_last) (dk,).
+  float* factors;
 
   __device__ __forceinline__ ChunkScratch(const GatedDeltaParams& p, int chunk, int head) {
     const int64_t index = static_cast<int64_t>(chunk - p.first_chunk) * p.num_heads + head;
@@ -55,9 +57,7 @@ struct ChunkScratch {
     reads = u + kChunkTokens * kValueDim;
     q = reads + kChunkTokens * kChunkTokens;
     k = q + kScaled;
-    out_rows = floats + kHalves / 2;
-    x_rows = out_rows + kRows;
-    decay = x_rows + kRows;
+    factors = floats + kHalves / 2;
   }
 };
 

@@ -152,9 +152,9 @@ class Preparation {
     const int i = threadIdx.x;
     if (i >= kChunkTokens) return;
     const float c = smem_.log_decay[i], last = smem_.log_decay[kChunkTokens - 1];
-    scratch_.out_rows[i] = smem_.q_factor[i] * exp2_approx(c);
-    scratch_.x_rows[i] = smem_.k_factor[i] * exp2_approx(last - c);
-    if (i == 0) *scratch_.decay = exp2_approx(last);
+    scratch_.factors[i] = smem_.q_factor[i] * exp2_approx(c);
+    scratch_.factors[ChunkScratch::kXRows + i] = smem_.k_factor[i] * exp2_approx(last - c);
+    if (i == 0) scratch_.factors[ChunkScratch::kDecay] = exp2_approx(last);
   }
 
   // The warp's 16 rows of `rows` K^T; rows are those of k or q.

@@ -21,6 +21,7 @@ struct ScanStage {
   scalar_t w[kChunkTokens * kKeyPitch], q[kChunkTokens * kKeyPitch], k[kChunkTokens * kKeyPitch];
   scalar_t reads[kChunkTokens * kTokenPitch];
   scalar_t u[kChunkTokens * kSlicePitch];
+  float factors[ChunkScratch::kFactors];
 };
 
 // What the warps of a block pass to each other within a chunk.
@@ -58,6 +59,10 @@ struct Scan {
       copy<kKeyDim>(stage.w, kKeyPitch, scratch.w, kKeyDim, kChunkTokens);
       copy<kSlice>(stage.u, kSlicePitch, scratch.u + slice, kValueDim, kChunkTokens);
       copy<kChunkTokens>(stage.reads, kTokenPitch, scratch.reads, kChunkTokens, kChunkTokens);
+      static_assert(ChunkScratch::kFactors <= 4 * kScanThreads && ChunkScratch::kFactors % 4 == 0,
+                    "four factors per thread");
+      const int i = 4 * threadIdx.x;
+      if (i < ChunkScratch::kFactors) cp_async_16(stage.factors + i, scratch.factors + i);
       if constexpr (kHasChannelGate) {
         copy<kKeyDim>(stage.q, kKeyPitch, scratch.q, kKeyDim, kChunkTokens);
         copy<kKeyDim>(stage.k, kKeyPitch, scratch.k, kKeyDim, kChunkTokens);
@@ -148,10 +153,9 @@ class ScannedState {
   }
 
   // X = U - W S^T for the warp's 16 tokens.
-  __device__ __forceinline__ void compute_x(const Stage& stage, const ChunkScratch& scratch) {
+  __device__ __forceinline__ void compute_x(const Stage& stage) {
     const int row = scan_.warp_idx * 16 + lane_idx() / 4;
-    const RowFactors factors(scratch.x_rows, row);
-    load_decay(scratch);
+    const RowFactors factors(stage.factors + ChunkScratch::kXRows, row);
     float sums[kSlice / 8][4];
     scan_.multiply_by_state(sums, stage.w);
 #pragma unroll
@@ -170,13 +174,11 @@ class ScannedState {
 
   // S = decay S + X^T diag(x_rows) K.
   __device__ __forceinline__ void update(const Stage& stage) {
-#pragma unroll
-    for (int m = 0; m < kSlice / 16; ++m)
-#pragma unroll
-      for (int i = 0; i < kBlocks; ++i)
-#pragma unroll
-        for (int j = 0; j < 8; ++j)
-          sums_[m][i][j / 4][j % 4] *= kHasChannelGate ? decay_[i][j / 4][j % 2] : decay_[0][0][0];
+    const float* const decay = stage.factors + ChunkScratch::kDecay;
+    for_each([&](int, int column, float& first, float& second) {
+      first *= decay[kHasChannelGate ? column : 0];
+      second *= decay[kHasChannelGate ? column + 1 : 0];
+    });
 #pragma unroll
     for (int t = 0; t < kChunkTokens; t += 16) {
       uint32_t a[kSlice / 16][4];
@@ -200,25 +202,6 @@ class ScannedState {
 
   __device__ __forceinline__ int block(int i) const { return scan_.warp_idx + 4 * i; }
 
-  // e^(c_last) of the lane's columns, or of the head.
-  __device__ __forceinline__ void load_decay(const ChunkScratch& scratch) {
-    if constexpr (kHasChannelGate) {
-#pragma unroll
-      for (int i = 0; i < kBlocks; ++i) {
-        if (block(i) >= kKeyDim / 16) break;
-#pragma unroll
-        for (int tile = 0; tile < 2; ++tile) {
-          const auto pair =
-              load_vec<float, 2>(scratch.decay + block(i) * 16 + tile * 8 + lane_idx() % 4 * 2);
-          decay_[i][tile][0] = pair.v[0];
-          decay_[i][tile][1] = pair.v[1];
-        }
-      }
-    } else {
-      decay_[0][0][0] = *scratch.decay;
-    }
-  }
-
   // Calls f(row, column, element (row, column), element (row, column + 1)).
   template <typename F>
   __device__ __forceinline__ void for_each(F f) {
@@ -238,7 +221,6 @@ class ScannedState {
 
   const Scan<kSlice>& scan_;
   float sums_[kSlice / 16][kBlocks][2][4];
-  float decay_[kBlocks][2][2];
 };
 
 // The output of the warp's 16 tokens, in accumulators.
@@ -250,8 +232,8 @@ class ScannedOutput {
   __device__ __forceinline__ explicit ScannedOutput(const Scan<kSlice>& scan) : scan_(scan) {}
 
   // diag(out_rows) Q S^T.
-  __device__ __forceinline__ void read_state(const Stage& stage, const ChunkScratch& scratch) {
-    const RowFactors factors(scratch.out_rows, scan_.warp_idx * 16 + lane_idx() / 4);
+  __device__ __forceinline__ void read_state(const Stage& stage) {
+    const RowFactors factors(stage.factors, scan_.warp_idx * 16 + lane_idx() / 4);
     scan_.multiply_by_state(sums_, stage.q);
 #pragma unroll
     for (auto& tile : sums_)
@@ -332,15 +314,14 @@ __device__ __forceinline__ void scan_chunks(const GatedDeltaParams& p,
 #pragma unroll 1
   for (int index = range.begin; index < range.end; ++index) {
     const ScanStage<kSlice>& stage = smem.stages[index % kStages];
-    const ChunkScratch scratch(p, range.first_id + index, head);
     const Chunk tokens = range.chunk(index);
     cp_async_wait<0>();
     __syncthreads();
     if (kStages > 1) scan.load(smem.stages[(index + 1) % kStages], index + 1);
     if (owns_state) {
-      state.compute_x(stage, scratch);
+      state.compute_x(stage);
     } else {
-      output.read_state(stage, scratch);
+      output.read_state(stage);
     }
     __syncthreads();
     if (owns_state) {

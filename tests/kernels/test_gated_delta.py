@@ -349,15 +349,17 @@ def test_norm_of_the_output(xp, batch, heads, state_dtype, dtype):
 
 def test_choice_of_the_kernel():
     def choose(num_heads, value_dim, lanes, **changes):
-        kind = {"is_single": True, "has_norm": False, "fits": True, "num_sms": 132} | changes
+        kind = {"is_single": True, "has_norm": False, "fits": True, "num_sms": 132}
+        kind |= {"many_rows": 8} | changes
         return steps.choose_config(num_heads, value_dim, lanes, **kind)
 
-    assert choose(512, 128, 16) == steps.Config("single_8", 128, 2)
-    assert choose(16, 128, 16) == steps.Config("single_4", 128, 4)
+    assert choose(512, 128, 16) == steps.Config("single_many", 128, 2)
+    assert choose(512, 128, 16, many_rows=4) == steps.Config("single_many", 128, 4)
+    assert choose(16, 128, 16) == steps.Config("single_few", 128, 4)
     assert choose(512, 128, 16, is_single=False) == steps.Config("steps_4", 128, 4)
     assert choose(512, 128, 8, fits=False) == steps.Config("steps_scalar", 128, 2)
     assert choose(512, 64, 8, has_norm=True) == steps.Config("single_norm", 64, 1)
-    assert choose(512, 192, 16, has_norm=True) == steps.Config("single_8", 128, 3)  # too many
+    assert choose(512, 192, 16, has_norm=True) == steps.Config("single_many", 128, 3)  # too many
 
 
 def test_choice_of_the_scan():

@@ -17,8 +17,9 @@ from engine.kernels.gated_delta.problem import PARAMS, STATE_BITS
 __all__ = ["CHUNK", "HEAD_DIMS", "is_supported", "launch", "launch_ranges", "specs"]
 
 CHUNK = 64  # kChunkTokens in CUDA
-HEAD_DIMS = ((128, 128), (64, 64), (96, 192))
-"""(dk, dv) of published models; other multiples of 16 and 32 are compiled on demand."""
+HEAD_DIMS = {False: ((128, 128), (96, 192)), True: ((128, 128),)}
+"""(dk, dv) of published models, by whether they have a gate per channel; other multiples of 16 and
+32 are compiled on demand."""
 
 _MAX_KEY_DIM = 128
 _VALUE_GRAIN = 32
@@ -61,7 +62,9 @@ def spec(
         "VALUE_DIM": value_dim,
         "PREPARE_BYTES": prepare_bytes(key_dim, value_dim, has_channel_gate=has_channel_gate),
         **{
-            f"SCAN_BYTES_{width}_{stages}": scan_bytes(key_dim, width, stages)
+            f"SCAN_BYTES_{width}_{stages}": scan_bytes(
+                key_dim, width, stages, has_channel_gate=has_channel_gate
+            )
             for width, stages in _SCANS
         },
     }
@@ -71,14 +74,14 @@ def spec(
 def specs(
     dtype: str,
     state_dtypes: Iterable[str],
-    head_dims: Iterable[tuple[int, int]],
+    head_dims: tuple[int, int] | None,
     channel_gates: Iterable[bool],
 ) -> list[ModuleSpec]:
-    """Return the modules for these states, (dk, dv) and kinds of gates."""
-    kinds = itertools.product(state_dtypes, head_dims, channel_gates)
+    """Return the modules for these states, (dk, dv) or those of HEAD_DIMS, and kinds of gates."""
     return [
         spec(dtype, state, key_dim, value_dim, has_channel_gate=gate)
-        for state, (key_dim, value_dim), gate in kinds
+        for state, gate in itertools.product(state_dtypes, channel_gates)
+        for key_dim, value_dim in (HEAD_DIMS[gate] if head_dims is None else (head_dims,))
         if _are_dims_supported(dtype, key_dim, value_dim)
     ]
 
@@ -91,14 +94,27 @@ def prepare_bytes(key_dim: int, value_dim: int, *, has_channel_gate: bool) -> in
     return ceil_div(size, 4) * 4
 
 
-def scan_bytes(key_dim: int, width: int, stages: int) -> int:
-    """Return the shared memory of the scan kernel: stages of w, q, k, reads, u; the state; X."""
+def scan_bytes(key_dim: int, width: int, stages: int, *, has_channel_gate: bool) -> int:
+    """Return the shared memory of the scan kernel: stages of w, q, k, reads, u and factors; the
+    state; X."""
     rows = 3 * (key_dim + _PAD) + (CHUNK + _PAD) + (width + _PAD)
-    return 2 * (stages * CHUNK * rows + width * (key_dim + _PAD) + 2 * CHUNK * (width + _PAD))
+    stage = 2 * CHUNK * rows + 4 * num_factors(key_dim, has_channel_gate=has_channel_gate)
+    return stages * stage + 2 * (width * (key_dim + _PAD) + 2 * CHUNK * (width + _PAD))
+
+
+def num_factors(key_dim: int, *, has_channel_gate: bool) -> int:
+    """Return the factors per chunk and head: ChunkScratch::kFactors in CUDA."""
+    return key_dim if has_channel_gate else 2 * CHUNK + 4
 
 
 def choose_scan(
-    num_heads: int, key_dim: int, value_dim: int, *, num_sms: int, shared_bytes: int
+    num_heads: int,
+    key_dim: int,
+    value_dim: int,
+    *,
+    has_channel_gate: bool = False,
+    num_sms: int,
+    shared_bytes: int,
 ) -> tuple[int, int]:
     """Return the features of v per block of the scan, and its stages.
 
@@ -119,7 +135,8 @@ def choose_scan(
         return ceil_div(num_heads * value_dim // width, num_sms) * _WIDTHS[width]
 
     def fits(width: int, stages: int) -> bool:
-        return value_dim % width == 0 and scan_bytes(key_dim, width, stages) <= shared_bytes
+        size = scan_bytes(key_dim, width, stages, has_channel_gate=has_channel_gate)
+        return value_dim % width == 0 and size <= shared_bytes
 
     width = min((width for width in _WIDTHS if fits(width, 1)), key=time)
     return width, 2 if fits(width, 2) else 1
@@ -129,8 +146,8 @@ def scratch_floats(num_heads: int, key_dim: int, value_dim: int, *, has_channel_
     """Return the floats of scratch per chunk: ChunkScratch in CUDA."""
     halves = CHUNK * (key_dim + value_dim + CHUNK)
     if has_channel_gate:
-        return num_heads * (halves // 2 + CHUNK * key_dim + key_dim)
-    return num_heads * (halves // 2 + 2 * CHUNK + 4)
+        halves += 2 * CHUNK * key_dim
+    return num_heads * (halves // 2 + num_factors(key_dim, has_channel_gate=has_channel_gate))
 
 
 def launch_ranges(num_tokens: int, batch: int, chunk_floats: int) -> list[tuple[int, int]]:
@@ -152,14 +169,15 @@ def launch(args: dict[str, Any], *, max_steps: int) -> None:
     value_dim = args["value_dim"]
     num_heads = args["num_heads"]
     batch = args["num_sequences"]
+    gate = {"has_channel_gate": args["a"].ndim == 3}
     width, stages = choose_scan(
         batch * num_heads,
         key_dim,
         value_dim,
+        **gate,
         num_sms=sm_count(),
         shared_bytes=limits().shared_bytes,
     )
-    gate = {"has_channel_gate": args["a"].ndim == 3}
     dtypes = dtype_name(args["q"].dtype), dtype_name(args["states"].dtype)
     module = spec(*dtypes, key_dim, value_dim, **gate)
     chunk_floats = scratch_floats(num_heads, key_dim, value_dim, **gate)
@@ -188,7 +206,7 @@ def launch(args: dict[str, Any], *, max_steps: int) -> None:
             module,
             (batch, num_heads, value_dim // width),
             (_SCAN_THREADS,),
-            scan_bytes(key_dim, width, stages),
+            scan_bytes(key_dim, width, stages, **gate),
             pdl=True,
             **given,
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from engine import reference
@@ -43,9 +42,7 @@ def specs(
         for n in lanes
         for gate in gates
     ]
-    dims: Iterable[tuple[int, int]] = chunks.HEAD_DIMS
-    if key_dim is not None and value_dim is not None:
-        dims = [(key_dim, value_dim)]
+    dims = None if key_dim is None or value_dim is None else (key_dim, value_dim)
     return tuple(found + chunks.specs(dtype, states, dims, gates))
 
 

@@ -17,9 +17,12 @@ __all__ = ["Config", "choose_config", "choose_lanes", "launch", "spec"]
 _THREADS = 128  # kThreads in CUDA
 _MAX_NORM_THREADS = 256  # kMaxNormThreads in CUDA
 _COLUMNS = 8  # kColumns in CUDA
+_FEW_ROWS = 4  # state rows per lane
+_NORM_ROWS = 8
+_MANY_ROWS = {"float32": 4, "bfloat16": 8}  # by the states' dtype; kManyRows in CUDA
 _KERNELS = {
     name: Kernel(f"gated_delta_{name}", PARAMS, struct="GatedDeltaParams")
-    for name in ("single_8", "single_4", "single_norm", "steps_4", "steps_scalar")
+    for name in ("single_many", "single_few", "single_norm", "steps_4", "steps_scalar")
 }
 
 
@@ -58,6 +61,7 @@ def choose_config(
     value_dim: int,
     lanes: int,
     *,
+    many_rows: int,
     is_single: bool,
     has_norm: bool,
     fits: bool,
@@ -66,28 +70,33 @@ def choose_config(
     """Choose the launch for one token per sequence (`is_single`) or a few.
 
     `num_heads` counts the heads of all sequences; `fits` tells whether all rows are aligned. A
-    head's norm needs the whole head in one block. A single token of many heads takes more rows per
-    lane, which keeps more loads in flight.
+    head's norm needs the whole head in one block. A single token of many heads takes `many_rows`
+    state rows per lane, which keeps more loads in flight.
 
     Examples
     --------
-    >>> shape = {"is_single": True, "fits": True, "num_sms": 132}
+    >>> shape = {"many_rows": 8, "is_single": True, "fits": True, "num_sms": 132}
     >>> choose_config(512, 128, 16, has_norm=False, **shape)
-    Config(kernel='single_8', threads=128, blocks=2)
+    Config(kernel='single_many', threads=128, blocks=2)
     >>> choose_config(512, 128, 16, has_norm=True, **shape)
     Config(kernel='single_norm', threads=256, blocks=1)
     """
     if fits and is_single and has_norm:
-        threads = ceil_div(lanes * ceil_div(value_dim, 8), 32) * 32
+        threads = ceil_div(lanes * ceil_div(value_dim, _NORM_ROWS), 32) * 32
         if threads <= _MAX_NORM_THREADS:
             return Config("single_norm", threads, 1)
     groups = _THREADS // lanes
-    kernel = "steps_4" if fits else "steps_scalar"
-    if fits and is_single:
-        is_full = num_heads * ceil_div(value_dim, 8 * groups) >= 2 * num_sms
-        kernel = "single_8" if is_full else "single_4"
-    rows = groups * (8 if kernel == "single_8" else 4)
-    return Config(kernel, _THREADS, ceil_div(value_dim, rows))
+    rows = _FEW_ROWS
+    if not fits:
+        kernel = "steps_scalar"
+    elif not is_single:
+        kernel = "steps_4"
+    elif num_heads * ceil_div(value_dim, many_rows * groups) < 2 * num_sms:
+        kernel = "single_few"
+    else:
+        kernel = "single_many"
+        rows = many_rows
+    return Config(kernel, _THREADS, ceil_div(value_dim, rows * groups))
 
 
 def launch(
@@ -102,22 +111,19 @@ def launch(
     has_channel_gate = args["a"].ndim == 3
     rows = [args[name] for name in ("q", "k", "states", *("a",) * has_channel_gate)]
     batch = args["num_sequences"]
+    state_dtype = dtype_name(args["states"].dtype)
     config = choose_config(
         batch * args["num_heads"],
         args["value_dim"],
         lanes,
+        many_rows=_MANY_ROWS[state_dtype],
         is_single=max_seqlen_q == 1,
         has_norm=has_norm,
         fits=key_dim % _COLUMNS == 0 and is_aligned(*rows),
         num_sms=sm_count(),
     )
     _KERNELS[config.kernel].launch(
-        spec(
-            dtype_name(args["q"].dtype),
-            dtype_name(args["states"].dtype),
-            lanes,
-            has_channel_gate=has_channel_gate,
-        ),
+        spec(dtype_name(args["q"].dtype), state_dtype, lanes, has_channel_gate=has_channel_gate),
         (batch, args["num_heads"], config.blocks),
         (config.threads,),
         pdl=pdl,
