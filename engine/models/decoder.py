@@ -263,10 +263,11 @@ class Decoder:
         self.layers = tuple(self._layer(index) for index in range(config.num_layers))
         numbers = [self._numbers(index) for index in range(len(self.layers))]
         self._run_layers = LayerPlans(self.layers, numbers)
-        # Layers from here on read keys and values of earlier layers, and store none.
-        first = self._num_storing = config.num_storing_layers
-        self._storing_layers = LayerPlans(self.layers[:first], numbers[:first])
-        self._reading_layers = LayerPlans(self.layers[first:], numbers[first:])
+        self._parts_of_layers: tuple[LayerPlans, LayerPlans] | None = None
+        if (first := config.num_storing_layers) < len(self.layers):
+            storing = LayerPlans(self.layers[:first], numbers[:first])
+            reading = LayerPlans(self.layers[first:], numbers[first:])
+            self._parts_of_layers = storing, reading
         if stage.is_last:
             self.final_norm = parts.norm(self._norm("final_norm"))
             self.lm_head = self._linear("lm_head", config.lm_head_bias, parts.lm_head)
@@ -416,18 +417,19 @@ class Decoder:
         These tokens are then decoded, each with its own read of the keys: that pays off for one
         token of a prompt, but not for many.
         """
-        first = self._num_storing
-        if first == len(self.layers) or batch.tree_mask is not None:
+        if self._parts_of_layers is None or batch.tree_mask is not None:
             return False
         count = batch.logits_indices.shape[0]
         most = batch.num_sequences - batch.num_decodes + batch.num_decode_tokens
-        is_read = any(layer > first for layer in features)
+        is_read = any(layer > self.config.num_storing_layers for layer in features)
         return count < batch.num_tokens and count <= most and not is_read
 
     def _run_apart(self, x: Any, batch: ForwardBatch, caches: Any, rows: Any, keep: Any) -> Any:
         """Return (delta, residual) of the tokens `rows` (R,), after all layers."""
-        first = self._num_storing
-        delta, residual = self._storing_layers(x, batch, caches[:first], None, keep)
+        assert self._parts_of_layers is not None
+        run_storing, run_reading = self._parts_of_layers
+        first = self.config.num_storing_layers
+        delta, residual = run_storing(x, batch, caches[:first], None, keep)
         if keep is not None:
             keep(first, delta, residual)
         delta = None if delta is None else kernels.embedding(rows, delta)
@@ -438,7 +440,7 @@ class Decoder:
             (k, v, *(kernels.embedding(rows, one) for one in inputs))
             for k, v, *inputs in caches[first:]
         ]
-        return self._reading_layers(residual, batch.of_rows(rows), own, delta=delta)
+        return run_reading(residual, batch.of_rows(rows), own, delta=delta)
 
     def logits(self, hidden: Any) -> Any:
         """Return the logits (R, V) float32 of normalised hidden states (R, N)."""

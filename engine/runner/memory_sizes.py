@@ -83,7 +83,12 @@ def activation_bytes(model: ModelConfig, dtype: str, num_tokens: int, num_rows: 
         attention = max(attention, 4 * conv.num_channels)
     if (mamba := model.mamba2) is not None:
         attention = max(attention, 2 * (mamba.conv_dim + mamba.inner_dim))
-    per_token = (4 * model.hidden_size + mlp + attention) * itemsize(dtype)
+    rows = 4 * model.hidden_size
+    if (per_layer := model.per_layer_input) is not None:  # of all layers, and their context
+        rows += 2 * model.num_layers * per_layer.size
+    if model.altup is not None:  # the streams, and their predictions
+        rows += 2 * model.altup.num_streams * model.hidden_size
+    per_token = (rows + mlp + attention) * itemsize(dtype)
     per_row = 4 * 4 * model.vocab_size
     return math.ceil(1.1 * (num_tokens * per_token + num_rows * per_row))
 
