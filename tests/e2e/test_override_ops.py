@@ -158,11 +158,11 @@ def test_a_fused_op_is_listed_with_its_parts(op):
     unused = {"rmsnorm"} if op == "moe_gemm" else set()  # of a helper that it shares
     assert contained(op) - unused <= known, "list the part in STEPS, WHOLES or KEPT of fused.py"
     keywords = inspect.signature(OPS[op]).parameters
-    is_own = op in ("causal_conv", "gated_delta", "gated_norm")  # their activations are no gates
+    is_own = op in ("causal_conv", "gated_delta", "gated_norm")  # their gates and norms are no op
     for keyword, part in (("activation", "swiglu"), ("residual", "residual_add")):
         is_gradient = op.endswith("_backward")  # models call none
         assert keyword not in keywords or part in known or op == part or is_gradient or is_own
-    assert "norm_weight" not in keywords or "rmsnorm" in known
+    assert "norm_weight" not in keywords or "rmsnorm" in known or is_own
 
 
 def test_every_fused_op_is_called_below():
