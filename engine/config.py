@@ -15,6 +15,7 @@ __all__ = [
     "GatedDeltaConfig",
     "LayerSizes",
     "Mamba2Config",
+    "MlaConfig",
     "ModelConfig",
     "MoeConfig",
     "PerLayerInputConfig",
@@ -327,6 +328,42 @@ class Mamba2Config:
 
 
 @dataclass(frozen=True)
+class MlaConfig:
+    """Multi-head latent attention: keys and values of all heads are projected from one latent.
+
+    Attributes
+    ----------
+    q_rank : int
+        Features of the queries' latent; 0 projects queries directly.
+    kv_rank : int
+        L, features of the latent of keys and values, which is cached.
+    nope_dim, rope_dim : int
+        Features of a head's query and key that are not rotated, and R, those that are. The rotated
+        key is common to all heads, and cached.
+    v_dim : int
+        Features of a head's value.
+    norm_eps : float
+        Epsilon of the latents' norms.
+
+    References
+    ----------
+    DeepSeek-AI: DeepSeek-V2, arXiv:2405.04434.
+    """
+
+    q_rank: int
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    v_dim: int
+    norm_eps: float = 1e-6
+
+    @property
+    def cache_dim(self) -> int:
+        """Values cached of a token, L + R."""
+        return self.kv_rank + self.rope_dim
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """Architecture of one decoder-only transformer.
 
@@ -359,14 +396,16 @@ class ModelConfig:
     no_rope : RopeConfig
         Factors on queries in layers that do not rotate them.
     layer_kinds : tuple of str
-        Per layer: "attention" or the kind that replaces it: "gated_delta", "short_conv" or
-        "mamba2"; () is all attention. With `single_branch`, also "mlp".
+        Per layer: "attention" or the kind that replaces it: "gated_delta", "short_conv", "mamba2"
+        or "mla"; () is all attention. With `single_branch`, also "mlp".
     gated_delta : GatedDeltaConfig or None
         Sizes of the "gated_delta" layers.
     short_conv : ShortConvConfig or None
         Sizes of the "short_conv" layers.
     mamba2 : Mamba2Config or None
         Sizes of the "mamba2" layers.
+    mla : MlaConfig or None
+        Sizes of the "mla" layers; `head_dim` is then the width of their queries and keys.
     tie_word_embeddings, qkv_bias, o_bias, mlp_bias, lm_head_bias, qk_norm, pre_norms, post_norms
         Whether each of these exists (bool): output embedding tied to the input embedding, biases,
         q and k norms, norms before and after attention and MLP.
@@ -473,6 +512,7 @@ class ModelConfig:
     gated_delta: GatedDeltaConfig | None = None
     short_conv: ShortConvConfig | None = None
     mamba2: Mamba2Config | None = None
+    mla: MlaConfig | None = None
     tie_word_embeddings: bool = False
     qkv_bias: bool = False
     o_bias: bool = False

@@ -164,11 +164,17 @@ def _mamba2(config: ModelConfig, layer: int, dtype: str, states: str) -> LayerCa
     return LayerCache(states=(conv, StateShape(heads, states)))
 
 
+def _mla(config: ModelConfig, layer: int, dtype: str, states: str) -> LayerCache:
+    assert config.mla is not None
+    return LayerCache((PageShape(1, config.mla.cache_dim),))
+
+
 CACHES_OF_KIND: dict[str, Callable[[ModelConfig, int, str, str], LayerCache]] = {
     "attention": _attention,
     "gated_delta": _gated_delta,
     "short_conv": _short_conv,
     "mamba2": _mamba2,
     "mlp": lambda config, layer, dtype, states: LayerCache(),
+    "mla": _mla,
 }
 """Kind of layer -> function of (config, layer, activation dtype, recurrent state dtype)."""

@@ -54,6 +54,8 @@ class ForwardBatch:
         `cu_seqlens_q` of the prefilled sequences, rebased to 0. Computed if omitted.
     query_len : int
         Q, the number of tokens of each decode.
+    num_prefill_keys : int
+        Number of keys of all prefilled sequences, or an upper bound. Computed if omitted.
     tree_mask : (num_decodes, Q) uint64, optional
         Bit j of tree_mask[b, i], for j <= i: whether token i of decode b attends to token j of the
         Q. All of them attend to every earlier token. Without a mask, attention is causal.
@@ -90,6 +92,7 @@ class ForwardBatch:
     max_context_len: int
     prefill_cu_seqlens_q: Any = None
     query_len: int = 1
+    num_prefill_keys: int = -1
     tree_mask: Any = None
     state_slots: Any = None
     state_targets: Any = None
@@ -103,6 +106,14 @@ class ForwardBatch:
         if self.prefill_cu_seqlens_q is None:
             rest = self.cu_seqlens_q[self.num_decodes :] - np.int32(self.num_decode_tokens)
             object.__setattr__(self, "prefill_cu_seqlens_q", rest)
+        if self.num_prefill_keys < 0:
+            object.__setattr__(self, "num_prefill_keys", self._most_prefill_keys())
+
+    def _most_prefill_keys(self) -> int:
+        num = self.num_sequences - self.num_decodes
+        if num and isinstance(self.context_lens, np.ndarray):
+            return int(self.context_lens[self.num_decodes :].sum())
+        return num * self.max_context_len
 
     @property
     def num_tokens(self) -> int:

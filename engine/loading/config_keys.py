@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from engine.config import ModelConfig
+from engine.config import ModelConfig, MoeConfig
 from engine.errors import ConfigError
 from engine.loading._fields import Fields
 from engine.loading.gguf_keys import is_neutral
@@ -205,5 +205,15 @@ def _implied(kind: Family, config: ModelConfig) -> dict[str, tuple[Any, ...]]:
         implied["experts_per_token"] = (moe.top_k,)
         implied["norm_topk_prob"] = (moe.renormalize,)
         implied["scoring_func"] = (moe.score,)
-        implied["topk_method"] = ("noaux_tc",) if moe.correction else ("greedy",)
+        implied["topk_method"] = _topk_methods(moe)
+    if (mla := config.mla) is not None:
+        implied["v_head_dim"] = (mla.v_dim,)
     return implied
+
+
+def _topk_methods(moe: MoeConfig) -> tuple[str, ...]:
+    """Return DeepSeek's names of the selection of experts."""
+    if moe.correction:
+        return ("noaux_tc",)
+    grouped = "group_limited_greedy"
+    return (grouped,) if moe.top_groups < moe.num_groups else ("greedy", grouped)

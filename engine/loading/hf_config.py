@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from engine.checks import warn_once
-from engine.config import ModelConfig, MoeConfig, RopeConfig
+from engine.config import MlaConfig, ModelConfig, MoeConfig, RopeConfig
 from engine.dtypes import FLOAT_NAMES
 from engine.errors import ConfigError, WeightsError
 from engine.layers.rotary import attention_factor
@@ -26,6 +26,7 @@ from engine.loading.config_keys import refuse_unread
 from engine.loading.gguf import GgufFile
 from engine.loading.layer_config import full_head_dim, layer_fields
 from engine.loading.mixer_config import mixer_config, with_layer_types
+from engine.loading.mla_config import mla_config, mla_scale, rope_width
 from engine.loading.moe_config import is_dense, moe_config
 from engine.loading.quantized.scheme import scheme_of
 from engine.loading.rope_config import MAX_POSITIONS, rope_configs, scaled_max_position
@@ -217,14 +218,18 @@ def build_config(
     fields = Fields(ChainMap(present, defaults), where, names)
     if fields.raw("quantization_config") not in (None, {}):
         scheme_of(fields.child("quantization_config"))  # raises if it is not supported
-    sizes = _sizes(fields, kind)
+    mla = mla_config(fields, kind)
+    sizes = _sizes(fields, kind, 0 if mla is None else mla.nope_dim + mla.rope_dim)
     if kind.moe is not None and is_dense(fields, kind.moe):
         sizes["intermediate_size"] = fields.integer(kind.moe.dense_width, 1, _MAX_WIDTH)
     if kind.adjusts_width:
         sizes["intermediate_size"] = _adjusted_width(fields, sizes["intermediate_size"])
     positions = fields.integer("max_position_embeddings", 1, MAX_POSITIONS)
-    wide = full_head_dim(fields, kind, sizes["head_dim"])
-    rope, rope_local = rope_configs(fields, kind, wide, positions, sizes["head_dim"])
+    width = sizes["head_dim"] if mla is None else rope_width(fields, mla)
+    wide = full_head_dim(fields, kind, width)
+    rope, rope_local = rope_configs(fields, kind, wide, positions, width)
+    if mla is not None and rope.rotary_dim != mla.rope_dim:
+        raise fields.error("qk_rope_head_dim", f"the {rope.rotary_dim} features that rope rotates")
     positions = scaled_max_position(rope, positions, kind)
     rope, epsilons = _epsilons(fields, kind, rope)
     rope_layers = _rope_layers(fields, kind, sizes["num_layers"])
@@ -246,9 +251,11 @@ def build_config(
         no_rope=_no_rope(fields, kind),
         **_switches(fields, kind),
         **mixer_config(fields, kind.mixers, sizes["num_layers"]),
+        **_latent_attention(mla, sizes["num_layers"]),
         moe=moe,
         num_extra_layers=fields.integer(kind.extra_layers, 0, 64, 0) if kind.extra_layers else 0,
-        **_scales(fields, kind, sizes["hidden_size"]),
+        **_scales(fields, kind, sizes["hidden_size"])
+        | ({} if mla is None else {"attn_scale": mla_scale(mla, rope)}),
         **_tokens(fields, sizes["vocab_size"]),
         dtype=_dtype(fields),
     )
@@ -283,17 +290,24 @@ def _eps_key(fields: Fields, kind: Family) -> str:
     return kind.rms_norm_key if has_other else kind.eps_key
 
 
-def _sizes(fields: Fields, kind: Family) -> dict[str, Any]:
-    """Return the model's dimensions, checked for consistency."""
+def _latent_attention(mla: MlaConfig | None, num_layers: int) -> dict[str, Any]:
+    return {} if mla is None else {"mla": mla, "layer_kinds": ("mla",) * num_layers}
+
+
+def _sizes(fields: Fields, kind: Family, latent_head_dim: int) -> dict[str, Any]:
+    """Return the model's dimensions, checked for consistency.
+
+    `latent_head_dim`: D of a model with latent attention, which has keys of its own for it; else 0.
+    """
     hidden = fields.integer("hidden_size", 1, _MAX_WIDTH)
     width = kind.mlp_width if fields.has(kind.mlp_width) else "intermediate_size"
     heads = fields.integer("num_attention_heads", 1, _MAX_HEADS)
     kv_heads = fields.integer("num_key_value_heads", 1, _MAX_HEADS, heads)
     if heads % kv_heads:
         raise fields.error("num_key_value_heads", f"a divisor of the {heads} query heads")
-    if not fields.has("head_dim") and hidden % heads:
+    if not latent_head_dim and not fields.has("head_dim") and hidden % heads:
         raise fields.error("hidden_size", f"a multiple of the {heads} heads, or head_dim given")
-    head_dim = fields.integer("head_dim", 2, _MAX_HEAD_DIM, hidden // heads)
+    head_dim = latent_head_dim or fields.integer("head_dim", 2, _MAX_HEAD_DIM, hidden // heads)
     if head_dim < 2 or head_dim % 2:
         raise fields.error("head_dim", f"even and at least 2 (it is {head_dim})")
     num_layers = fields.integer("num_hidden_layers", 1, _MAX_LAYERS)
@@ -359,7 +373,7 @@ def _switches(fields: Fields, kind: Family) -> dict[str, Any]:
 
 def _v_head_dim(fields: Fields, kind: Family) -> int:
     """Return the features of a head's values; 0 if they are as many as those of its key."""
-    if "v_head_dim" not in kind.defaults:
+    if kind.mla or "v_head_dim" not in kind.defaults:
         return 0
     head_dim = fields.integer("head_dim", 2, _MAX_HEAD_DIM)
     v_head_dim: int = fields.integer("v_head_dim", 1, head_dim)

@@ -130,6 +130,7 @@ def _shared_size(fields: Fields, kind: MoeFamily, width: int) -> int:
 def _sparse_layers(fields: Fields, kind: MoeFamily, num_layers: int) -> tuple[bool, ...]:
     """Return one flag per layer: whether it has experts."""
     if kind.lists_layers and fields.has("mlp_layer_types"):
+        fields.raw("first_k_dense_replace")  # the list takes precedence
         return _listed_layers(fields, num_layers)
     if kind.sparse_layers == "all":
         return (True,) * num_layers

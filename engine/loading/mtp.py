@@ -108,7 +108,8 @@ def load_mtp_head(
 
 def _appended(config: ModelConfig) -> ModelConfig:
     """Return the config with one more layer: full attention, and experts if the model has any."""
-    added: dict[str, Any] = {"layer_windows": 0, "rope_layers": True, "layer_kinds": "attention"}
+    kind = "attention" if config.mla is None else "mla"
+    added: dict[str, Any] = {"layer_windows": 0, "rope_layers": True, "layer_kinds": kind}
     lists: dict[str, Any] = {name: getattr(config, name) for name in added}
     longer: dict[str, Any] = {
         name: (*values, added[name]) for name, values in lists.items() if values

@@ -19,7 +19,7 @@ from engine.loading.quantized.rows import QuantizedRows
 from engine.loading.quantized.scheme import load_scheme
 from engine.loading.safetensors import SafetensorsDirectory, SafetensorsFile
 from engine.loading.text_model import open_model
-from engine.loading.weight_table import Placement, place_tensors
+from engine.loading.weight_table import Placement, RotatedRows, place_tensors
 from engine.model_files import is_present
 from engine.models.mtp_family import MtpFamily
 from engine.models.registry import family
@@ -97,15 +97,16 @@ class TensorReader:
         WeightsError
             If `out` is float16 and a value does not fit.
         """
-        multiple = self._config.head_dim  # whole heads: rows are reordered within a head
+        # Whole heads: rows are reordered within a head.
+        multiple = 1 if place.rotated is None else place.rotated.period
         if len(place.shape) == 1:
             multiple = math.lcm(4096, multiple)
         step = rows_of(_STEP_WEIGHTS, place.width, multiple)
         for first in range(place.first, place.last, step):
             last = min(place.last, first + step)
             rows = self._read(place, first, last)
-            if self._is_interleaved and place.is_rotated:
-                rows = self._half_split(rows)
+            if self._is_interleaved and place.rotated is not None:
+                rows = half_split(rows, place.rotated)
             if self._norm_offset and place.target.kind.endswith("norm"):
                 rows = rows.astype(np.float32) - np.float32(self._norm_offset)
             part = out[first - place.first : last - place.first]
@@ -131,9 +132,9 @@ class TensorReader:
     def stored_rows(self, place: Placement) -> QuantizedRows | None:
         """Return the rows of `place` in their stored format; None if not quantized."""
         rows = self._stored_rows(place)
-        if rows is None or not (self._is_interleaved and place.is_rotated):
+        if rows is None or not self._is_interleaved or place.rotated is None:
             return rows
-        return rows.take(self._half_split(np.arange(place.num_rows)))
+        return rows.take(half_split(np.arange(place.num_rows), place.rotated))
 
     def _stored_rows(self, place: Placement) -> QuantizedRows | None:
         if place.layout == ROWS:
@@ -147,9 +148,6 @@ class TensorReader:
             return read_mxfp4_experts(file, place.name, rows, place.columns)
         found = self.checkpoint.read_rows(place.name, rows.start, rows.stop, place.columns)
         return None if found is None else found.take(slice(None, None, rows.step))
-
-    def _half_split(self, rows: Array) -> Array:
-        return half_split(rows, self._config.head_dim, self._config.rope.rotary_dim)
 
     def _read(self, place: Placement, first: int, last: int) -> Array:
         """Return rows [first, last) of a tensor in file order, possibly as a view of the file."""
@@ -189,11 +187,12 @@ def rows_of(weights: int, width: int, multiple: int) -> int:
     return max(1, weights // width // multiple) * multiple
 
 
-def half_split(rows: Array, head_dim: int, rotary_dim: int) -> Array:
-    """Reorder the first `rotary_dim` rows of each head from interleaved pairs to two halves."""
-    order = np.arange(head_dim)
-    order[:rotary_dim] = order[:rotary_dim].reshape(-1, 2).T.reshape(-1)
-    heads = rows.reshape(-1, head_dim, *rows.shape[1:])
+def half_split(rows: Array, rotated: RotatedRows) -> Array:
+    """Reorder the rotated rows of each head from interleaved pairs to two halves."""
+    order = np.arange(rotated.period)
+    turned = order[rotated.first : rotated.first + rotated.count]
+    turned[:] = turned.reshape(-1, 2).T.reshape(-1)
+    heads = rows.reshape(-1, rotated.period, *rows.shape[1:])
     halves: Array = heads[:, order].reshape(rows.shape)
     return halves
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
-from engine.config import GatedDeltaConfig, Mamba2Config, ModelConfig, MoeConfig
+from engine.config import GatedDeltaConfig, Mamba2Config, MlaConfig, ModelConfig, MoeConfig
 from engine.errors import WeightsError
 from engine.loading.kv_scales import is_kv_scale
 from engine.models.family import TensorName, WeightName
@@ -18,6 +18,7 @@ __all__ = [
     "PLAIN_NORM",
     "XIELU_KINDS",
     "Placement",
+    "RotatedRows",
     "place_tensors",
     "shard_axis",
     "shard_pieces",
@@ -60,6 +61,9 @@ _ROW_PARTS = {
     "mamba_decay": ("mamba_dt",),
     "mamba_skip": ("mamba_dt",),
     "mamba_step": ("mamba_dt",),
+    "mla_in": ("mla_q_latent", "mla_q", "mla_kv_latent"),
+    "mla_q_up": ("mla_q_of_latent",),
+    "mla_kv_up": ("mla_kv",),
     "gate_up": ("gate", "up"),
     "up": ("up",),
     "shared_gate_up": ("shared_gate", "shared_up"),
@@ -71,6 +75,7 @@ _COLUMN_PART = {
     "delta_out": "delta_v",
     "conv_out": "conv_x",
     "mamba_out": "mamba_x",
+    "mla_out": "mla_v",
     "down": "gate",
     "shared_down": "shared_gate",
     "experts_down": "expert_gate",
@@ -171,6 +176,8 @@ class _Parts:
         self.whole["heads"] = config.num_heads * v
         self.local["heads"] = (heads[0] * v, heads[1] * v)
         self._kv_heads = kv_heads
+        self.rotated: dict[str, RotatedRows] = {}
+        self.rotated_heads = RotatedRows(d, 0, config.rope.rotary_dim)
         # Of parts that alternate with others head by head.
         self._heads = {"q": config.num_heads, "k": config.num_kv_heads}
         if config.gated_delta is not None:
@@ -180,6 +187,8 @@ class _Parts:
             self.local["conv_x"] = shard.cut("channels of the convolution", conv.num_channels)
         if config.mamba2 is not None:
             self._add_mamba(config.mamba2, shard)
+        if config.mla is not None:
+            self._add_mla(config.mla, config.num_heads, heads)
         for part, (key, features) in _features(config).items():
             is_divided = not (part == "expert_gate" and self._expert_parallel)
             self.whole[part] = features
@@ -217,6 +226,23 @@ class _Parts:
             each = size // count
             self.whole[f"mamba_{part}"] = size
             self.local[f"mamba_{part}"] = (first * each, last * each)
+
+    def _add_mla(self, mla: MlaConfig, num_heads: int, heads: tuple[int, int]) -> None:
+        """Add the parts of latent attention: latents are not divided, the rest is, by heads."""
+        first, last = heads
+        d = mla.nope_dim + mla.rope_dim
+        each = {"mla_q": d, "mla_q_of_latent": d, "mla_v": mla.v_dim}
+        each["mla_kv"] = mla.nope_dim + mla.v_dim
+        absent = "mla_q" if mla.q_rank else "mla_q_of_latent"
+        for part, size in (each | {absent: 0}).items():
+            self.whole[part] = num_heads * size
+            self.local[part] = first * size, last * size
+        for part, size in {"mla_q_latent": mla.q_rank, "mla_kv_latent": mla.cache_dim}.items():
+            self.whole[part] = size
+            self.local[part] = 0, size
+        queries = RotatedRows(d, mla.nope_dim, mla.rope_dim)
+        self.rotated |= {"mla_q": queries, "mla_q_of_latent": queries}
+        self.rotated["mla_kv_latent"] = RotatedRows(mla.cache_dim, mla.kv_rank, mla.rope_dim)
 
     def size(self, part: str) -> int:
         """Return the number of rows of a part in the shard."""
@@ -495,6 +521,26 @@ def _mamba2_shapes(config: ModelConfig, parts: _Parts) -> dict[str, tuple[int, .
     return shapes
 
 
+def _mla_shapes(config: ModelConfig, parts: _Parts) -> dict[str, tuple[int, ...]]:
+    mla = config.mla
+    assert mla is not None
+    n = config.hidden_size
+    rows = parts.rows("mla_in")
+    out = parts.second_shape("mla_out", n)
+    shapes: dict[str, tuple[int, ...]] = {"mla_in": (rows, n)}
+    if mla.q_rank:
+        shapes["mla_q_norm"] = (mla.q_rank,)
+        shapes["mla_q_up"] = parts.rows("mla_q_up"), mla.q_rank
+    shapes["mla_kv_norm"] = (mla.kv_rank,)
+    shapes["mla_kv_up"] = parts.rows("mla_kv_up"), mla.kv_rank
+    shapes["mla_out"] = out
+    if config.qkv_bias:
+        shapes["mla_in_bias"] = (rows,)
+    if config.o_bias:
+        shapes["mla_out_bias"] = out[:1]
+    return shapes
+
+
 def _mlp_shapes(config: ModelConfig, parts: _Parts) -> dict[str, tuple[int, ...]]:
     n = config.hidden_size
     first = "gate_up" if config.gated_mlp else "up"
@@ -512,6 +558,7 @@ _MIXER_SHAPES: dict[str, Callable[[ModelConfig, _Parts], dict[str, tuple[int, ..
     "gated_delta": _gated_delta_shapes,
     "short_conv": _short_conv_shapes,
     "mamba2": _mamba2_shapes,
+    "mla": _mla_shapes,
     "mlp": _mlp_shapes,
 }
 
@@ -543,6 +590,15 @@ def _moe_shapes(moe: MoeConfig, n: int, parts: _Parts) -> dict[str, tuple[int, .
 
 
 @dataclass(frozen=True)
+class RotatedRows:
+    """Rows of q and k that rope rotates: of every `period` rows, `count` from `first` on."""
+
+    period: int
+    first: int
+    count: int
+
+
+@dataclass(frozen=True)
 class Placement:
     """A copy of rows [first, last) of tensor `name` to the rows of `target` from `start`.
 
@@ -556,8 +612,8 @@ class Placement:
     first, last, start : int
     columns : (int, int) or None
         Range of columns to copy; None for all.
-    is_rotated : bool
-        True for rows of q and k, which rope rotates.
+    rotated : RotatedRows or None
+        Which of the rows rope rotates; None for a tensor without such rows.
     layout : Layout
         Storage layout of expert matrices. `first`, `last` and `columns` are logical rows and
         columns, whatever the layout; rows are numbered across all experts.
@@ -570,7 +626,7 @@ class Placement:
     last: int
     start: int = 0
     columns: tuple[int, int] | None = None
-    is_rotated: bool = False
+    rotated: RotatedRows | None = None
     layout: Layout = ROWS
 
     @property
@@ -721,6 +777,8 @@ def _all_tensors(
             if str(target) not in shapes or not parts.has(target.kind, part):
                 continue
             whole = shapes[str(target)]
+            if not parts.whole_rows(part, whole[0]):
+                continue  # the config leaves this part out
             if target.kind.startswith(_EXPERTS):
                 matrix = (parts.whole.get(part, whole[1]), *whole[2:])
                 shape = layout.shape((whole[0], *matrix)) if expert is None else matrix
@@ -791,7 +849,8 @@ def _places(
     is_qkv = target.kind in ("qkv", "qkv_bias")
     num_rotated = parts.size("q") + parts.size("k") if is_qkv else 0
     for first, last, start in parts.pieces(target.kind, part, shape[0]):
-        yield Placement(name, target, shape, first, last, start, columns, start < num_rotated)
+        rotated = parts.rotated_heads if start < num_rotated else parts.rotated.get(part)
+        yield Placement(name, target, shape, first, last, start, columns, rotated)
 
 
 def _third(num_rows: int, index: int) -> tuple[int, int]:

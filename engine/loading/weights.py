@@ -249,9 +249,9 @@ def _rounded(array: Any, form: Format, device: Device, dtype: str) -> Weight:
     return weight
 
 
-def _slabs(place: Placement, head_dim: int) -> Iterator[Placement]:
-    """Cut a placement into slabs of rows that never split a head."""
-    multiple = math.lcm(1024, head_dim)
+def _slabs(place: Placement) -> Iterator[Placement]:
+    """Cut a placement into slabs of rows that never split a rotated head."""
+    multiple = math.lcm(1024, 1 if place.rotated is None else place.rotated.period)
     is_vector = len(place.shape) == 1
     step = place.last if is_vector else rows_of(_SLAB_BYTES // 4, place.width, multiple)
     for first in range(place.first, place.last, max(1, step)):
@@ -277,7 +277,7 @@ def _filler(
             for name, places in plan.parts.items()
             if name in arrays
             for place in places
-            for slab in _slabs(place, plan.config.head_dim)
+            for slab in _slabs(place)
         ]
         futures = [pool.submit(copy, arrays[str(slab.target)], slab) for slab in slabs]
         try:

@@ -109,3 +109,7 @@ class AltUpLayer:
     def is_fused(self, num_tokens: int) -> bool:
         """Tell that a layer called without delta returns one."""
         return False
+
+    def can_plan(self, batch: ForwardBatch) -> bool:
+        """Tell that a call launches only kernels, so that a launch plan can replay it."""
+        return True

@@ -23,6 +23,7 @@ from engine.layers.batch import ForwardBatch
 from engine.layers.embedding import Embedding
 from engine.layers.linear import Linear
 from engine.layers.mixer import FeedForward, Mixer
+from engine.layers.mla import Mla
 from engine.layers.mlp import MLP
 from engine.layers.moe import DenseAndExperts, MoE
 from engine.layers.norm import NoNorm, Norm
@@ -175,6 +176,10 @@ class DecoderLayer:
         if self.post_mlp_norm is not None:
             x = self.post_mlp_norm(x, out=x)
         return x, residual
+
+    def can_plan(self, batch: ForwardBatch) -> bool:
+        """Tell whether a call launches only kernels, so that a launch plan can replay it."""
+        return not isinstance(self.attn, Mla) or self.attn.can_plan(batch)
 
     def is_fused(self, num_tokens: int) -> bool:
         """Tell whether a layer called without delta adds its output to the residual stream."""
@@ -587,8 +592,10 @@ class Decoder:
                 f"no room for the rope tables of max_model_len={self.max_model_len} ({error})"
             ) from error
 
-    def plain_layers(self, what: str) -> tuple[DecoderLayer, ...]:
-        """Return the layers, if all are a `DecoderLayer` with attention.
+    def plain_layers(
+        self, what: str, mixers: tuple[type[Mixer], ...] = (Attention,)
+    ) -> tuple[DecoderLayer, ...]:
+        """Return the layers, if all are a `DecoderLayer` with one of the `mixers`.
 
         Raises
         ------
@@ -596,7 +603,7 @@ class Decoder:
             If some are not: `what` does not support the model.
         """
         plain = tuple(layer for layer in self.layers if isinstance(layer, DecoderLayer))
-        has_others = any(not isinstance(layer.attn, Attention) for layer in plain)
+        has_others = any(not isinstance(layer.attn, mixers) for layer in plain)
         if has_others or len(plain) < len(self.layers):
             raise ConfigError(f"{what} is not supported for {self.config.model_type}")
         return plain
@@ -662,12 +669,41 @@ class Decoder:
         kind = self.config.kind(index)
         if kind == "attention":
             return self._attention(index)
+        if kind == "mla":
+            return self._mla(index)
         if kind == "mlp":
             mlp = self._mlp(index)
             assert isinstance(mlp, MLP)
             return FeedForward(mlp)
         build = MIXERS[kind]
         return build(self.config, f"layers.{index}.", self._weight, self._linear, self.parts)
+
+    def _mla(self, index: int) -> Mla:
+        config = self.config
+        mla = config.mla
+        assert mla is not None
+        name = f"layers.{index}"
+        q_norm = q_up = None
+        if mla.q_rank:
+            q_norm = Norm(self._weight(f"{name}.mla_q_norm").data, mla.norm_eps)
+            q_up = self._linear(f"{name}.mla_q_up", has_bias=False)
+        return Mla(
+            mla,
+            AttentionParams(
+                config.num_heads,
+                config.num_heads,
+                config.head_dim,
+                config.attn_scale,
+                deterministic=self.deterministic,
+            ),
+            self._linear(f"{name}.mla_in", config.qkv_bias),
+            Norm(self._weight(f"{name}.mla_kv_norm").data, mla.norm_eps),
+            self._weight(f"{name}.mla_kv_up").data,
+            self._linear(f"{name}.mla_out", config.o_bias, self.parts.attention_output),
+            self.rope_tables[rope_index(config, index)],
+            q_norm,
+            q_up,
+        )
 
     def _attention(self, index: int) -> Attention:
         config = self.config.at(index)

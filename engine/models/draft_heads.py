@@ -21,6 +21,7 @@ from engine.layers.attention import Attention, AttentionParams
 from engine.layers.batch import ForwardBatch
 from engine.layers.embedding import Embedding
 from engine.layers.linear import Linear
+from engine.layers.mla import Mla
 from engine.layers.mlp import MLP
 from engine.layers.norm import Norm
 from engine.models.decoder import Decoder
@@ -320,8 +321,9 @@ class MtpHead:
         """
         x = self._inputs(token_ids, state, batch)
         [layer] = self._stage.layers
-        assert isinstance(layer.attn, Attention)
-        layer.attn.store(layer.attn_norm(x), batch, *pages)
+        assert isinstance(layer.attn, Attention | Mla)
+        store: Callable[..., None] = layer.attn.store
+        store(layer.attn_norm(x), batch, *pages)
 
     def forward(self, token_ids: Any, state: Any, batch: ForwardBatch, pages: Pages) -> Any:
         """Store keys and values, and return the states (T, N) of `token_ids`."""

@@ -342,6 +342,8 @@ class Family:
         The same flag for .gguf files.
     mixers : MixerFamily or None
         Declaration of the layers that replace attention.
+    mla : bool
+        Every layer has multi-head latent attention.
     attn_gate : str
         Gate of the attention's output. See `ModelConfig.attn_gate`.
     moe : MoeFamily or None
@@ -411,6 +413,7 @@ class Family:
     interleaved_rope: bool = False
     gguf_interleaved_rope: bool = False
     mixers: MixerFamily | None = None
+    mla: bool = False
     attn_gate: str = ""
     moe: MoeFamily | None = None
     adjusts_width: bool = False

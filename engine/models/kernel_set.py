@@ -33,6 +33,7 @@ _KIND_OPS: dict[str, tuple[str, ...]] = {
     "short_conv": ("causal_conv",),
     "mamba2": ("causal_conv", "mamba2", "gated_norm"),
     "mlp": (),
+    "mla": ("mla_decode", "mla_store", "mla_expand", "head_gemm", "kv_gather"),
 }
 # Op -> dtypes besides the model's: logits and barriers are float32, ids move as float16.
 _RANK_OPS: dict[str, tuple[str, ...]] = {
@@ -103,6 +104,7 @@ def kernel_specs(
             specs += module.specs(
                 dtype,
                 head_dim=head_dim,
+                latent_dim=None if config.mla is None else config.mla.kv_rank,
                 subtract_mean=config.layer_norm,
                 norm_after_rope=config.qk_norm_after_rope,
                 q_factors=has_q_factors(config),

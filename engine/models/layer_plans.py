@@ -136,7 +136,8 @@ class LayerPlans:
         """Tell whether a later layer of the same kind can replay a plan of this one."""
         arrays = self._arrays[index]
         is_alike = delta is not None or self._layers[index].is_fused(batch.num_tokens)
-        return bool(arrays.addresses) and is_alike and self._last[arrays.kind] > index
+        is_worth_it = bool(arrays.addresses) and is_alike and self._last[arrays.kind] > index
+        return is_worth_it and self._layers[index].can_plan(batch)
 
     def _plan(
         self, index: int, delta: Any, residual: Any, batch: ForwardBatch, pages: tuple[Any, ...]

@@ -8,6 +8,7 @@ from engine.models.apertus import APERTUS
 from engine.models.arcee import ARCEE
 from engine.models.cohere2 import COHERE2
 from engine.models.cohere2_moe import COHERE2_MOE
+from engine.models.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2
 from engine.models.dots1 import DOTS1
 from engine.models.ernie4_5 import ERNIE4_5, ERNIE4_5_MOE
 from engine.models.exaone4 import EXAONE4, EXAONE_MOE
@@ -20,6 +21,7 @@ from engine.models.gemma3n import GEMMA3N
 from engine.models.gemma4 import GEMMA4
 from engine.models.glm4 import GLM, GLM4
 from engine.models.glm4_moe import GLM4_MOE
+from engine.models.glm4_moe_lite import GLM4_MOE_LITE
 from engine.models.gpt_neox import GPT_NEOX
 from engine.models.gpt_oss import GPT_OSS
 from engine.models.granite import GRANITE
@@ -66,6 +68,7 @@ from engine.models.solar_open import SOLAR_OPEN
 from engine.models.stablelm import STABLELM
 from engine.models.starcoder2 import STARCODER2
 from engine.models.wrappers import WRAPPERS, Wrapper
+from engine.models.youtu import YOUTU
 
 __all__ = ["FAMILIES", "family", "family_of_gguf", "wrapper"]
 
@@ -111,6 +114,7 @@ _DENSE = (
     LFM2,
     NEMOTRON_H,
     OLMO_HYBRID,
+    YOUTU,
 )
 _SPARSE = (
     QWEN2_MOE,
@@ -137,6 +141,10 @@ _SPARSE = (
     QWEN3_5_MOE_TEXT,
     LFM2_MOE,
     GRANITEMOEHYBRID,
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
+    KIMI_K2,
+    GLM4_MOE_LITE,
 )
 
 _OF_WRAPPERS = (
@@ -149,6 +157,13 @@ _OF_WRAPPERS = (
 
 FAMILIES: dict[str, Family] = {
     known.model_type: known for known in (*_DENSE, *_SPARSE, *_OF_WRAPPERS)
+}
+
+
+_SPARSE_ATTENTION = " (its sparse attention selects keys with an indexer, which is not supported)"
+_HINTS = {
+    "deepseek_v32": _SPARSE_ATTENTION,
+    "glm_moe_dsa": _SPARSE_ATTENTION,
 }
 
 
@@ -168,7 +183,8 @@ def family(model_type: object) -> Family:
     if isinstance(model_type, str) and model_type in FAMILIES:
         return FAMILIES[model_type]
     known = ", ".join(sorted((*FAMILIES, *WRAPPERS)))
-    raise ConfigError(f"model_type must be one of {known}; got {model_type!r:.80}")
+    hint = _HINTS.get(model_type, "") if isinstance(model_type, str) else ""
+    raise ConfigError(f"model_type must be one of {known}; got {model_type!r:.80}{hint}")
 
 
 def wrapper(model_type: object) -> Wrapper | None:

@@ -103,3 +103,7 @@ class SandwichLayer:
     def is_fused(self, num_tokens: int) -> bool:
         """Tell that a layer called without delta returns none, for any number of tokens."""
         return True
+
+    def can_plan(self, batch: ForwardBatch) -> bool:
+        """Tell that a call launches only kernels, so that a launch plan can replay it."""
+        return True

@@ -14,6 +14,7 @@ import numpy as np
 from engine.device import CPU
 from engine.errors import DeviceError
 from engine.layers.attention import Attention
+from engine.layers.mla import Mla
 from engine.models.decoder import Decoder, DecoderLayer
 from engine.models.sharding import WholeParts
 
@@ -50,7 +51,7 @@ def trace_decoder(decoder: Decoder, token_ids: Array) -> Trace:
     """
     if decoder.xp is not np:
         raise DeviceError(f"tracing needs a model on {CPU}; got one whose weights are on a GPU")
-    layers = decoder.plain_layers("a trace")
+    layers = decoder.plain_layers("a trace", (Attention, Mla))
     positions = np.arange(len(token_ids), dtype=np.int32)
     decoder.extend_ropes(len(token_ids))
     rope_positions = positions + decoder.rope_offsets(len(token_ids))
@@ -72,7 +73,7 @@ def _walk(
     parts: WholeParts,
 ) -> tuple[Array, Array]:
     """Return the layer's attention weights and the residual stream after it."""
-    assert isinstance(layer.attn, Attention) and layer.mlp is not None
+    assert isinstance(layer.attn, Attention | Mla) and layer.mlp is not None
     given = layer.attn_norm(residual)
     weights, heads = attend(layer.attn, given, positions, rope_positions)
     x = layer.attn.o(heads)
@@ -87,7 +88,7 @@ def _walk(
 
 
 def attend(
-    attention: Attention, x: Array, positions: Array, rope_positions: Array
+    attention: Attention | Mla, x: Array, positions: Array, rope_positions: Array
 ) -> tuple[Array, Array]:
     """Return attention weights (H, T, T), and the heads' outputs (T, H*D) before o_proj.
 

@@ -166,12 +166,11 @@ def _calibrated(
 
 def _rows(plan: FolderPlan, places: Sequence[Placement]) -> np.ndarray[Any, Any]:
     """Return, for each row of a tensor, its row in the fused weight."""
-    config = plan.config
     is_interleaved = family(plan.config.model_type).interleaved_rope
     rows = np.empty(places[0].shape[0], np.int64)
     for place in places:
         own = np.arange(place.last - place.first)
-        if place.is_rotated and is_interleaved:
-            own = np.argsort(half_split(own, config.head_dim, config.rope.rotary_dim))
+        if place.rotated is not None and is_interleaved:
+            own = np.argsort(half_split(own, place.rotated))
         rows[place.first : place.last] = place.start + own
     return rows

@@ -9,6 +9,7 @@ from engine.cache.block_plan import MemoryBudget
 from engine.cache.memory_pool import format_bytes
 from engine.config import ModelConfig
 from engine.dtypes import itemsize
+from engine.layers.mla import MAX_EXPANDED
 from engine.runner.cuda_graph import batch_sizes
 
 __all__ = ["DraftSizes", "activation_bytes", "feature_bytes"]
@@ -83,6 +84,11 @@ def activation_bytes(model: ModelConfig, dtype: str, num_tokens: int, num_rows: 
         attention = max(attention, 4 * conv.num_channels)
     if (mamba := model.mamba2) is not None:
         attention = max(attention, 2 * (mamba.conv_dim + mamba.inner_dim))
+    expanded = 0
+    if (mla := model.mla) is not None:  # absorbed queries and results; expanded keys and values
+        attention = max(attention, 2 * model.num_heads * (mla.kv_rank + model.head_dim))
+        keys = model.max_position_embeddings * model.num_heads * model.head_dim
+        expanded = 3 * min(MAX_EXPANDED, keys) * itemsize(dtype)
     rows = 4 * model.hidden_size
     if (per_layer := model.per_layer_input) is not None:  # of all layers, and their context
         rows += 2 * model.num_layers * per_layer.size
@@ -90,7 +96,7 @@ def activation_bytes(model: ModelConfig, dtype: str, num_tokens: int, num_rows: 
         rows += 2 * model.altup.num_streams * model.hidden_size
     per_token = (rows + mlp + attention) * itemsize(dtype)
     per_row = 4 * 4 * model.vocab_size
-    return math.ceil(1.1 * (num_tokens * per_token + num_rows * per_row))
+    return math.ceil(1.1 * (num_tokens * per_token + num_rows * per_row + expanded))
 
 
 def feature_bytes(

@@ -94,7 +94,10 @@ class HeadProposer:
         self._num_scratch = -(-num_drafts // size)
         self._num_blocks = limits.num_blocks
         num_blocks = limits.num_blocks + self._num_scratch * limits.max_num_seqs
-        geometry = KVGeometry.uniform(1, c.num_kv_heads, c.head_dim, size, runner.model.dtype)
+        if c.mla is None:
+            geometry = KVGeometry.uniform(1, c.num_kv_heads, c.head_dim, size, runner.model.dtype)
+        else:
+            geometry = KVGeometry.of_model(c, runner.model.dtype, size)
         self.kv_cache = KVCache(geometry, num_blocks, runner.kv_cache.pool, "draft kv")
         self._generations = generations
         self._pages = HeadPages(size, generations)

@@ -24,6 +24,7 @@ import torch
 from cases import MODELS as OLDER
 from cases import ROPES
 from cases_hybrid import HYBRIDS
+from cases_mla import LATENTS
 from cases_switches import SWITCHES
 from safetensors.numpy import load_file, save_file
 from tiny_weights import tiny_weight
@@ -38,7 +39,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from wrapped import WRAPPED
 
 HERE = Path(__file__).parent
-MODELS = OLDER | SWITCHES | WRAPPED | HYBRIDS
+MODELS = OLDER | SWITCHES | WRAPPED | HYBRIDS | LATENTS
 # Dense families whose tensors have other names in memory than on disk
 RENAMED = ("gpt_neox", "nemotron_h", "olmo_hybrid")
 # Ends of their classes' names, in small letters.

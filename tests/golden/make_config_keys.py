@@ -24,7 +24,9 @@ SPARSE = (
     *("dots1", "solar_open", "minimax_m2", "hy_v3", "ernie4_5_moe", "exaone_moe", "mellum"),
     *("flex_olmo", "granitemoeshared", "llama4_text", "cohere2_moe", "mimo_v2_flash"),
     *("qwen3_next", "qwen3_5_moe_text", "lfm2_moe", "granitemoehybrid"),
+    *("deepseek_v2", "deepseek_v3", "glm4_moe_lite"),
 )
+LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu")
 SWITCHED = ("qwen2", "qwen3", "smollm3", "qwen2_moe", "qwen3_moe")
 SWITCHED += ("qwen2_vl_text", "qwen2_5_vl_text")
 FAMILIES = (
@@ -45,7 +47,7 @@ FAMILIES = (
     *("gemma", "vaultgemma", "glm", "seed_oss", "ernie4_5", "exaone4", "helium", "hyperclovax"),
     *SPARSE,
     *("arcee", "nemotron", "jais2", "gpt_neox", "hunyuan_v1_dense"),
-    *("apertus", "olmo", "nanochat"),
+    *("apertus", "olmo", "nanochat", "youtu"),
     *("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text"),
     *("qwen3_5_text", "lfm2", "nemotron_h", "olmo_hybrid"),
 )
@@ -76,6 +78,11 @@ HYBRIDS = {
         "mamba_num_heads": 4, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 8,
     },
 }  # fmt: skip
+RANKS = {
+    "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8, "v_head_dim": 12,
+}  # fmt: skip
+GROUPS = {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
 # Text models without a class of their own that computes logits -> the type of the whole model.
 WHOLE = {f"{name}_text": name for name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")}
 LLAMA4 = {"num_experts_per_tok": 1, "attention_chunk_size": 5, "floor_scale": 4}
@@ -128,6 +135,8 @@ def build(family: str, values: dict):
 def measure(family: str) -> dict:
     values = dict(PLAIN)
     values |= EXPERTS if family in SPARSE else {}
+    values |= RANKS if family in LATENT else {}
+    values |= GROUPS if family in LATENT and family in SPARSE else {}
     values |= {"use_sliding_window": True, "max_window_layers": 1} if family in SWITCHED else {}
     values |= {"rope_parameters": MROPE} if family in WHOLE else {}
     values |= LLAMA4 if family == "llama4_text" else {}

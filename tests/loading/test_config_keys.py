@@ -19,6 +19,7 @@ from tests.loading.tiny import SIZES
 PUBLISHED = json.loads((Path(__file__).parent / "configs.json").read_text())
 SIX = {**SIZES, "num_hidden_layers": 6, "head_dim": 16, "eos_token_id": 2, "sliding_window": 16}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2}
+GROUPED = {"num_experts": 32, "num_experts_per_tok": 2, "first_k_dense_replace": 1}
 WINDOWS = {"use_sliding_window": True, "max_window_layers": 2}
 SPARSE = [name for name, family in FAMILIES.items() if family.moe is not None]
 EXTRA = {name: EXPERTS for name in SPARSE} | {
@@ -29,6 +30,8 @@ EXTRA = {name: EXPERTS for name in SPARSE} | {
     "mimo_v2_flash": {**EXPERTS, "v_head_dim": 8, "partial_rotary_factor": 0.5},
     "cohere2_moe": {**EXPERTS, "expert_selection_fn": "sigmoid"},
     "ministral": {"layer_types": ["sliding_attention"] * 6},
+    "deepseek_v3": GROUPED,
+    "kimi_k2": GROUPED,
 }
 EXTRA |= {
     "granitemoehybrid": {"mamba_n_heads": 4, "num_local_experts": 8},
@@ -124,8 +127,8 @@ def test_what_changes_the_logits_in_transformers_is_read_or_refused(family):
 
 
 def test_every_family_was_measured():
-    """MiMo's layers are Qwen2's; transformers does not have it."""
-    assert MEASURED.keys() == FAMILIES.keys() - {"mimo"}
+    """MiMo's layers are Qwen2's, Kimi K2's are DeepSeek-V3's; transformers has neither type."""
+    assert MEASURED.keys() == FAMILIES.keys() - {"mimo", "kimi_k2"}
 
 
 @pytest.mark.parametrize("key", ROPE_KEYS)

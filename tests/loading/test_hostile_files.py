@@ -24,7 +24,7 @@ from engine.models.registry import FAMILIES
 
 CONFIG_FILES = ("config.json", "generation_config.json")
 WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json", "other.safetensors")
-MAX_MESSAGE = 900  # paths of pytest's folders included
+MAX_MESSAGE = 1300  # paths of pytest's folders included
 
 
 def special(path, kind):

@@ -19,6 +19,7 @@ from engine.loading import quantized_folder
 from engine.loading.safetensors import open_safetensors
 from engine.loading.safetensors_writer import SafetensorsWriter
 from engine.loading.tensor_reader import half_split
+from engine.loading.weight_table import RotatedRows
 from engine.quantization import quantize_model
 from engine.weights import FORMATS
 from engine.weights.compressed_tensors import STORABLE
@@ -384,9 +385,10 @@ def test_interleaved_rows():
     """Rows of rotated heads go back to the order of the file."""
     config = SimpleNamespace(model_type="cohere2", head_dim=8, rope=SimpleNamespace(rotary_dim=8))
     stored = np.arange(32)[:, None].astype(np.float32)
-    place = quantized_folder.Placement("q", "t", (32, 1), 0, 32, 5, is_rotated=True)
+    place = quantized_folder.Placement("q", "t", (32, 1), 0, 32, 5, rotated=RotatedRows(8, 0, 8))
     rows = quantize_model._rows(SimpleNamespace(config=config), [place])
-    fused = np.concatenate([np.full((5, 1), -1, np.float32), half_split(stored, 8, 8)])
+    turned = half_split(stored, RotatedRows(8, 0, 8))
+    fused = np.concatenate([np.full((5, 1), -1, np.float32), turned])
     np.testing.assert_array_equal(fused[rows], stored)
 
 

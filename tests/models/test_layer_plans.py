@@ -328,6 +328,9 @@ class Layer:
     def is_fused(self, num_tokens):
         return False
 
+    def can_plan(self, batch):
+        return True
+
     def __call__(self, delta, residual, batch, pages, rows=None):
         self.done.append(("called", self.index, delta, rows))
         return f"delta {self.index}", residual

@@ -49,6 +49,18 @@ CASES = {
         *(2, 2, 0),
         {"num_hidden_layers": 1, "first_k_dense_replace": 0},
     ),
+    "deepseek_v3": (
+        LAST,
+        {"num_nextn_predict_layers": 1},
+        *(2, 2, 0),
+        {"num_hidden_layers": 1, "first_k_dense_replace": 0},
+    ),
+    "glm4_moe_lite_new_keys": (
+        LAST,
+        {"num_nextn_predict_layers": 1},
+        *(2, 2, 0),
+        {"num_hidden_layers": 1, "first_k_dense_replace": 0, "mlp_layer_types": ["sparse"]},
+    ),
 }
 NUM_TOKENS = 11
 
