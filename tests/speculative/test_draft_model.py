@@ -11,10 +11,13 @@ import numpy as np
 import pytest
 
 from engine import LLMEngine, SamplingParams, llm_engine
+from engine.cache.kv_cache import KVGeometry
 from engine.core.resolve import resolve
 from engine.drafts import DraftIds
 from engine.engine_config import EngineConfig
 from engine.errors import ConfigError, EngineError, OutOfMemoryError
+from engine.loading.download import resolve_model
+from engine.loading.model_config import load_config
 from engine.speculative import SpeculativeConfig, draft_loading, draft_model
 from engine.speculative.costs import StepCosts
 from engine.speculative.draft_loading import load_draft
@@ -535,6 +538,10 @@ def test_every_family_drafts_for_itself(golden, case):
     made = golden(case)
     config = {"model": str(made.directory), "num_speculative_tokens": 3, "adaptive": False}
     options = {"device": "cpu", "dtype": "float32", "deterministic": True, "num_blocks": 32}
+    if KVGeometry.of_model(load_config(resolve_model(made.directory)), "float32").has_states:
+        with pytest.raises(ConfigError, match="model must have no recurrent layers; got"):
+            LLMEngine.from_name(str(made.directory), speculative_config=config, **options)
+        return
     ids = []
     for speculative in (None, config):
         with LLMEngine.from_name(
