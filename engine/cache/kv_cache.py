@@ -141,8 +141,18 @@ class KVGeometry:
         block_size : int
         kv_cache_dtype, state_dtype : str
             One of KV_CACHE_DTYPES or `dtype` itself, and one of STATE_DTYPES.
+
+        Raises
+        ------
+        ConfigError
+            If pages of latents would be quantized.
         """
         pages = dtype if kv_cache_dtype == dtype else kv_dtype(kv_cache_dtype, dtype)
+        if config.mla is not None and pages != dtype:
+            raise ConfigError(
+                f"kv_cache_dtype must be 'auto' for {config.model_type}, whose pages hold latents; "
+                f"got {kv_cache_dtype!r}"
+            )
         return cls(layer_caches(config, dtype, state_dtype), block_size, pages, state_dtype)
 
     @property

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import engine
+from engine.errors import ConfigError
 from tests.distributed.golden import write_checkpoint
 from tests.e2e.tiny import alone, check_drained, make_engine, mixed_params, run, swap_gb
 
@@ -74,3 +75,9 @@ def test_a_page_holds_one_latent_for_all_heads(model):
     serving = make_engine(model)
     assert serving.kv_cache.geometry.bytes_per_token == 3 * (40 + 8) * 4
     serving.close()
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8", "int8"])
+def test_latents_are_not_quantized(model, kv_cache_dtype):
+    with pytest.raises(ConfigError, match="whose pages hold latents; got"):
+        make_engine(model, kv_cache_dtype=kv_cache_dtype)
