@@ -20,9 +20,9 @@ extern "C" __global__ void __launch_bounds__(kPrepareThreads, kHasChannelGate ? 
   prepare_chunk(p, *reinterpret_cast<PrepareShared*>(smem_bytes));
 }
 
-// Whether a block may have this much shared memory: up to 227 KB on sm_90 and sm_100, else 163 KB.
-constexpr bool fits_chip(int bytes) {
-  return bytes <= 163 * 1024 || (kArch >= 900 && kArch < 1200);
+// Wide slices with two stages are for chips with 227 KB of shared memory; others spill registers.
+constexpr bool is_compiled(int slice, int stages) {
+  return kValueDim % slice == 0 && (slice < 64 || stages == 1 || (kArch >= 900 && kArch < 1200));
 }
 
 #define ENGINE_GATED_DELTA_SCAN(slice, stages)                                          \
@@ -30,7 +30,7 @@ constexpr bool fits_chip(int bytes) {
                 "the host launches with this size");                                    \
   extern "C" __global__ void __launch_bounds__(kScanThreads, 1)                         \
       gated_delta_scan_##slice##_##stages(const __grid_constant__ GatedDeltaParams p) { \
-    if constexpr (kValueDim % slice == 0 && fits_chip(SCAN_BYTES_##slice##_##stages))   \
+    if constexpr (is_compiled(slice, stages))                                           \
       scan_chunks(p, *reinterpret_cast<ScanShared<slice, stages>*>(smem_bytes));        \
   }
 

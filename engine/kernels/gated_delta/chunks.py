@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from engine.dtypes import dtype_name
-from engine.kernels._chip import limits, sm_count
+from engine.kernels._chip import HOPPER, limits, sm_count
 from engine.kernels._elementwise import is_aligned
 from engine.kernels._launch import Kernel, ceil_div
 from engine.kernels._module import ModuleSpec
@@ -139,7 +139,8 @@ def choose_scan(
         return value_dim % width == 0 and size <= shared_bytes
 
     width = min((width for width in _WIDTHS if fits(width, 1)), key=time)
-    return width, 2 if fits(width, 2) else 1
+    has_stages = width < max(_WIDTHS) or shared_bytes >= HOPPER.shared_bytes  # as `is_compiled`
+    return width, 2 if has_stages and fits(width, 2) else 1
 
 
 def scratch_floats(num_heads: int, key_dim: int, value_dim: int, *, has_channel_gate: bool) -> int:
