@@ -291,8 +291,11 @@ class Mamba2Config:
         G and N; each group's B and C serve H / G heads.
     conv_size : int
         Taps of the causal convolution over x, B and C.
-    conv_bias, proj_bias : bool
-        Whether the convolution and the projections have biases.
+    conv_bias, proj_bias, out_bias : bool
+        Whether the convolution and the input and output projections have biases.
+    norm : str
+        Norm of the output: "gate_first" (of the gated output), "norm_first" (then gated) or "none"
+        (gated only).
     dt_min, dt_max : float
         Bounds of the time step.
 
@@ -308,6 +311,8 @@ class Mamba2Config:
     conv_size: int = 4
     conv_bias: bool = True
     proj_bias: bool = False
+    out_bias: bool = False
+    norm: str = "gate_first"
     dt_min: float = 0.0
     dt_max: float = math.inf
 
@@ -397,7 +402,8 @@ class ModelConfig:
         Factors on queries in layers that do not rotate them.
     layer_kinds : tuple of str
         Per layer: "attention" or the kind that replaces it: "gated_delta", "short_conv", "mamba2"
-        or "mla"; () is all attention. With `single_branch`, also "mlp".
+        or "mla"; "attention_mamba2" is both side by side, () is all attention. With
+        `single_branch`, also "mlp".
     gated_delta : GatedDeltaConfig or None
         Sizes of the "gated_delta" layers.
     short_conv : ShortConvConfig or None
@@ -454,6 +460,9 @@ class ModelConfig:
         Whether to round `embed_scale` to the weights' dtype first (Gemma).
     branch_scale : float
         Factor on the attention and MLP outputs before the residual addition (Granite).
+    weight_factors : tuple of (str, float, float)
+        Kind of a weight ("o"), or a part of its rows ("gate_up.gate"), and factors on the
+        checkpoint's weight and on its bias (Falcon-H1).
     attn_scale : float
         Factor on q·k; 0 means 1/sqrt(D).
     clip_qkv : float
@@ -541,6 +550,7 @@ class ModelConfig:
     embed_scale: float = 1.0
     rounds_embed_scale: bool = False
     branch_scale: float = 1.0
+    weight_factors: tuple[tuple[str, float, float], ...] = ()
     attn_scale: float = 0.0
     clip_qkv: float = 0.0
     attn_softcap: float = 0.0

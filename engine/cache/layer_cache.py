@@ -169,11 +169,17 @@ def _mla(config: ModelConfig, layer: int, dtype: str, states: str) -> LayerCache
     return LayerCache((PageShape(1, config.mla.cache_dim),))
 
 
+def _attention_mamba2(config: ModelConfig, layer: int, dtype: str, states: str) -> LayerCache:
+    pages = _attention(config, layer, dtype, states).pages
+    return LayerCache(pages, _mamba2(config, layer, dtype, states).states)
+
+
 CACHES_OF_KIND: dict[str, Callable[[ModelConfig, int, str, str], LayerCache]] = {
     "attention": _attention,
     "gated_delta": _gated_delta,
     "short_conv": _short_conv,
     "mamba2": _mamba2,
+    "attention_mamba2": _attention_mamba2,
     "mlp": lambda config, layer, dtype, states: LayerCache(),
     "mla": _mla,
 }

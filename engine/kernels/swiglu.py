@@ -20,15 +20,16 @@ def specs(dtype: str, **_: Any) -> tuple[ModuleSpec, ...]:
     return (ModuleSpec("swiglu.cu", dtype),)
 
 
-def swiglu(x: Any, *, out: Any = None) -> Any:
+def swiglu(x: Any, *, up: Any = None, out: Any = None) -> Any:
     """Multiply the upper half of each row by the SiLU of the lower half.
 
     Parameters
     ----------
     x : (..., 2F) array of float32, float16 or bfloat16 (NumPy: or float64)
-        Rows [gate | up]; a 2-D view may have strided rows.
+        Rows [gate | up]; a 2-D view may have strided rows. With `up`: (..., F), gate alone.
+    up : (..., F) array of x's dtype, optional
     out : (..., F) array of x's dtype, optional
-        Array for the result; may be the gate half of `x`, but must not overlap it otherwise.
+        Array for the result; may be the gate (half) of `x`, but must not overlap it otherwise.
 
     Returns
     -------
@@ -53,4 +54,4 @@ def swiglu(x: Any, *, out: Any = None) -> Any:
     >>> swiglu(np.array([[0.0, 100.0, 5.0, 2.0]], np.float32))
     array([[  0., 200.]], dtype=float32)
     """
-    return gated(Contract("swiglu"), _KERNELS, "swiglu.cu", reference.swiglu, x, out)
+    return gated(Contract("swiglu"), _KERNELS, "swiglu.cu", reference.swiglu, x, out, up)

@@ -31,8 +31,8 @@ class Mamba2:
     conv_bias : (H P + 2 G N,) array or None
     decay, skip, step : (H,) arrays of float32
         Logarithm of each head's decay rate, factor of its skip connection, bias of its time step.
-    norm : Norm
-        (H P,): norm of the gated output, over the heads of each group.
+    norm : Norm or None
+        (H P,): norm of the output, over the heads of each group.
     o : Linear
         Output projection (N, H P).
 
@@ -52,7 +52,7 @@ class Mamba2:
         decay: Any,
         skip: Any,
         step: Any,
-        norm: Norm,
+        norm: Norm | None,
         o: Linear,
     ) -> None:
         self.config = config
@@ -121,14 +121,21 @@ class Mamba2:
             pdl=True,
             **places,
         )
-        groups = num_tokens, c.num_groups, -1
-        y = kernels.gated_norm(
-            heads.reshape(groups),
-            projected[:, : c.inner_dim].reshape(groups),
-            self.norm.weight.reshape(c.num_groups, -1),
-            eps=self.norm.eps,
-            gate_first=True,
-        ).reshape(num_tokens, -1)
+        y = self._gated(heads.reshape(num_tokens, -1), projected[:, : c.inner_dim])
         if rows is not None:
             y = kernels.embedding(rows, y)
         return self.o(y, residual=residual)
+
+    def _gated(self, heads: Any, gate: Any) -> Any:
+        """Return the gated output of all heads (T, H P), normalised if the layer has a norm."""
+        if self.norm is None:
+            return kernels.swiglu(gate, up=heads)
+        groups = len(heads), self.config.num_groups, -1
+        y = kernels.gated_norm(
+            heads.reshape(groups),
+            gate.reshape(groups),
+            self.norm.weight.reshape(self.config.num_groups, -1),
+            eps=self.norm.eps,
+            gate_first=self.config.norm == "gate_first",
+        )
+        return y.reshape(heads.shape)

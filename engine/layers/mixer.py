@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 from engine import kernels
+from engine.layers.arrays import arrays_of
 from engine.layers.batch import ForwardBatch
 from engine.layers.linear import Linear
 from engine.layers.mlp import MLP
 from engine.layers.norm import Norm
 from engine.weights import Format
 
-__all__ = ["FeedForward", "Mixer", "state_places"]
+__all__ = ["FeedForward", "JointMixer", "Mixer", "state_places"]
 
 
 class Mixer(Protocol):
@@ -59,6 +60,50 @@ def state_places(batch: ForwardBatch) -> dict[str, Any]:
         "snapshot_slots": batch.snapshot_slots,
         "snapshot_offsets": batch.snapshot_offsets,
     }
+
+
+class JointMixer:
+    """Attention and a recurrent mixer that read the same input; their outputs are added.
+
+    Parameters
+    ----------
+    attn, recurrent : Mixer
+    """
+
+    __slots__ = ("attn", "o", "recurrent")
+
+    def __init__(self, attn: Mixer, recurrent: Mixer) -> None:
+        self.attn = attn
+        self.recurrent = recurrent
+        self.o = attn.o
+
+    @property
+    def input_format(self) -> Format | None:
+        """Format of the weights that multiply the input, if it is the same one."""
+        form = self.attn.input_format
+        return form if form == self.recurrent.input_format else None
+
+    def arrays(self) -> Iterator[tuple[str, Any]]:
+        """Yield (name, array) for every array of the mixers."""
+        yield from arrays_of(attn=self.attn, recurrent=self.recurrent)
+
+    def __call__(
+        self,
+        x: Any,
+        batch: ForwardBatch,
+        k_pages: Any,
+        v_pages: Any,
+        *states: Any,
+        norm: Norm | None = None,
+        residual: Any = None,
+        rows: Any = None,
+    ) -> Any:
+        """Return the output (T, N) for `x` (T, N). See `Mixer`."""
+        if norm is not None:
+            x = norm(x)
+        other = self.recurrent(x, batch, *states, rows=rows)
+        y = self.attn(x, batch, k_pages, v_pages, residual=residual, rows=rows)
+        return kernels.residual_add(other, y, out=y)
 
 
 class FeedForward:

@@ -32,6 +32,7 @@ from engine.loading.quantized.scheme import scheme_of
 from engine.loading.rope_config import MAX_POSITIONS, rope_configs, scaled_max_position
 from engine.loading.safetensors import SafetensorsDirectory, SafetensorsFile
 from engine.loading.text_model import open_model, text_values, wrapper_of
+from engine.loading.weight_factors import weight_factors
 from engine.model_files import is_present, read_json
 from engine.models.family import Family
 from engine.models.registry import family
@@ -395,6 +396,10 @@ def _scales(fields: Fields, kind: Family, hidden_size: int) -> dict[str, Any]:
         scales["embed_scale"] = float(np.float32(math.sqrt(hidden_size)))
     if kind.multipliers:
         scales |= _multipliers(fields)
+    if kind.weight_multipliers:
+        heads = fields.integer("num_attention_heads", 1, _MAX_HEADS)
+        head_dim = fields.integer("head_dim", 2, _MAX_HEAD_DIM, hidden_size // heads)
+        scales |= weight_factors(fields, head_dim)
     if kind.logit_scale:
         scales["logits_scale"] = fields.real(kind.logit_scale, 1e-6, 1e6, 1.0)
     return {

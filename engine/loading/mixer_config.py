@@ -39,7 +39,8 @@ def mixer_config(fields: Fields, kind: MixerFamily | None, num_layers: int) -> d
         "short_conv": _short_conv,
         "mamba2": _mamba2,
     }
-    found = {name: read(fields) for name, read in readers.items() if name in kinds}
+    parts = {one.removeprefix("attention_") for one in kinds}
+    found = {name: read(fields) for name, read in readers.items() if name in parts}
     return {"layer_kinds": kinds, "single_branch": kind.single_branch, **found}
 
 
@@ -117,11 +118,15 @@ def _mamba2(fields: Fields) -> Mamba2Config:
     if heads % groups:
         raise fields.error("mamba_n_groups", f"a divisor of the {heads} heads")
     hidden = fields.integer("hidden_size", 1, 1 << 20)
-    inner = fields.integer("mamba_expand", 1, 64) * hidden
+    expanded = fields.integer("mamba_expand", 1, 64) * hidden
+    inner = fields.integer("mamba_d_ssm", 1, 1 << 26, expanded)
     is_auto = fields.raw("mamba_d_head") == "auto"
     if is_auto and inner % heads:
         raise fields.error("mamba_n_heads", f"a divisor of the {inner} features of all heads")
     head_dim = inner // heads if is_auto else fields.integer("mamba_d_head", 1, _MAX_HEAD_DIM)
+    if fields.has("mamba_d_ssm") and head_dim * heads != inner:
+        raise fields.error("mamba_d_ssm", f"{heads} heads of {head_dim} features")
+    proj_bias = fields.flag("mamba_proj_bias", False)
     low, high = _step_limit(fields)
     return Mamba2Config(
         heads,
@@ -130,10 +135,19 @@ def _mamba2(fields: Fields) -> Mamba2Config:
         fields.integer("mamba_d_state", 1, _MAX_STATE),
         fields.integer("mamba_d_conv", 2, _MAX_CONV),
         fields.flag("mamba_conv_bias", True),
-        fields.flag("mamba_proj_bias", False),
+        proj_bias,
+        fields.flag("projectors_bias", proj_bias),
+        _mamba2_norm(fields),
         low,
         high,
     )
+
+
+def _mamba2_norm(fields: Fields) -> str:
+    """Return `Mamba2Config.norm`; only Falcon-H1 has keys of it."""
+    if not fields.flag("mamba_rms_norm", True):
+        return "none"
+    return "norm_first" if fields.flag("mamba_norm_before_gate", False) else "gate_first"
 
 
 def _step_limit(fields: Fields) -> tuple[float, float]:

@@ -109,6 +109,8 @@ class TensorReader:
                 rows = half_split(rows, place.rotated)
             if self._norm_offset and place.target.kind.endswith("norm"):
                 rows = rows.astype(np.float32) - np.float32(self._norm_offset)
+            if place.factor != 1.0:
+                rows = rows.astype(np.float32) * np.float32(place.factor)
             part = out[first - place.first : last - place.first]
             _cast_into(part, rows.reshape(part.shape))
             if part.dtype == np.float16 and not np.isfinite(part).all():
@@ -124,10 +126,24 @@ class TensorReader:
         return rows
 
     def stored_format(self, place: Placement) -> Format | None:
-        """Return the stored format of the tensor of `place`; None if not quantized."""
+        """Return the stored format of the tensor of `place`; None if not quantized.
+
+        Raises
+        ------
+        WeightsError
+            If it is quantized, and its values have a factor.
+        """
         if place.layout.mxfp4 and not isinstance(self.checkpoint.checkpoint, GgufFile):
             return FORMATS["mxfp4"]
-        return None if place.layout.transposed else self.checkpoint.format_of(place.name)
+        if place.layout.transposed:
+            return None
+        form = self.checkpoint.format_of(place.name)
+        if form is not None and place.factor != 1.0:
+            raise WeightsError(
+                f"{self.checkpoint.path}: tensor {place.name!r} must not be quantized, since "
+                f"config.json multiplies it; got {form.name}"
+            )
+        return form
 
     def stored_rows(self, place: Placement) -> QuantizedRows | None:
         """Return the rows of `place` in their stored format; None if not quantized."""

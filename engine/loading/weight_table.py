@@ -160,6 +160,7 @@ class _Parts:
             self._row_parts = _ROW_PARTS | {"qkv": config.qkv_parts(layer)}
             config = config.at(layer)
         d = config.head_dim
+        self._factors = {name: (own, bias) for name, own, bias in config.weight_factors}
         self._by_output = shard.by_output and not shard.is_whole
         self._expert_parallel = shard.expert_parallel
         self.experts = (0, 0) if config.moe is None else shard.cut_experts(config.moe.num_experts)
@@ -243,6 +244,18 @@ class _Parts:
         queries = RotatedRows(d, mla.nope_dim, mla.rope_dim)
         self.rotated |= {"mla_q": queries, "mla_q_of_latent": queries}
         self.rotated["mla_kv_latent"] = RotatedRows(mla.cache_dim, mla.kv_rank, mla.rope_dim)
+
+    def factor(self, kind: str, row: int) -> float:
+        """Return the factor on row `row` of a `kind` weight of the shard."""
+        if not self._factors:
+            return 1.0
+        name = matrix = kind.removesuffix("_bias")
+        for part in self._row_parts.get(matrix, ()):
+            if 0 <= row < self.size(part):
+                name = f"{matrix}.{part}"
+            row -= self.size(part)
+        pair = self._factors.get(name) or self._factors.get(matrix, (1.0, 1.0))
+        return pair[matrix != kind]
 
     def size(self, part: str) -> int:
         """Return the number of rows of a part in the shard."""
@@ -408,10 +421,10 @@ def _layer_shapes(config: ModelConfig, shard: Shard, layer: int) -> dict[str, tu
     has_post_norms = config.has_post_norms(layer)
     shapes: dict[str, tuple[int, ...]] = {"attn_norm": (n,)} if has_pre_norms else {}
     kind = config.kind(layer)
-    if kind == "attention":
+    if kind.startswith("attention"):
         shapes |= _attention_shapes(config, parts, has_keys=config.kv_source(layer) == layer)
-    else:
-        shapes |= _MIXER_SHAPES[kind](config, parts)
+    if kind != "attention":
+        shapes |= _MIXER_SHAPES[kind.removeprefix("attention_")](config, parts)
     if config.single_branch:
         return shapes
     if has_post_norms:
@@ -513,11 +526,15 @@ def _mamba2_shapes(config: ModelConfig, parts: _Parts) -> dict[str, tuple[int, .
     shapes: dict[str, tuple[int, ...]] = {"mamba_in": (rows, n)}
     shapes["mamba_conv"] = channels, 1, mamba.conv_size  # as a Conv1d stores them
     shapes |= dict.fromkeys(("mamba_decay", "mamba_skip", "mamba_step"), (heads,))
-    shapes |= {"mamba_norm": (parts.size("mamba_x"),), "mamba_out": out}
+    shapes["mamba_out"] = out
+    if mamba.norm != "none":
+        shapes["mamba_norm"] = (parts.size("mamba_x"),)
     if mamba.conv_bias:
         shapes["mamba_conv_bias"] = (channels,)
     if mamba.proj_bias:
-        shapes |= {"mamba_in_bias": (rows,), "mamba_out_bias": out[:1]}
+        shapes["mamba_in_bias"] = (rows,)
+    if mamba.out_bias:
+        shapes["mamba_out_bias"] = out[:1]
     return shapes
 
 
@@ -617,6 +634,8 @@ class Placement:
     layout : Layout
         Storage layout of expert matrices. `first`, `last` and `columns` are logical rows and
         columns, whatever the layout; rows are numbered across all experts.
+    factor : float
+        Factor on the values.
     """
 
     name: str
@@ -628,6 +647,7 @@ class Placement:
     columns: tuple[int, int] | None = None
     rotated: RotatedRows | None = None
     layout: Layout = ROWS
+    factor: float = 1.0
 
     @property
     def width(self) -> int:
@@ -850,7 +870,8 @@ def _places(
     num_rotated = parts.size("q") + parts.size("k") if is_qkv else 0
     for first, last, start in parts.pieces(target.kind, part, shape[0]):
         rotated = parts.rotated_heads if start < num_rotated else parts.rotated.get(part)
-        yield Placement(name, target, shape, first, last, start, columns, rotated)
+        factor = parts.factor(target.kind, start)
+        yield Placement(name, target, shape, first, last, start, columns, rotated, factor=factor)
 
 
 def _third(num_rows: int, index: int) -> tuple[int, int]:

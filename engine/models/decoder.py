@@ -22,7 +22,7 @@ from engine.layers.attention import Attention, AttentionParams, SharedAttention
 from engine.layers.batch import ForwardBatch
 from engine.layers.embedding import Embedding
 from engine.layers.linear import Linear
-from engine.layers.mixer import FeedForward, Mixer
+from engine.layers.mixer import FeedForward, JointMixer, Mixer
 from engine.layers.mla import Mla
 from engine.layers.mlp import MLP
 from engine.layers.moe import DenseAndExperts, MoE
@@ -675,8 +675,10 @@ class Decoder:
             mlp = self._mlp(index)
             assert isinstance(mlp, MLP)
             return FeedForward(mlp)
-        build = MIXERS[kind]
-        return build(self.config, f"layers.{index}.", self._weight, self._linear, self.parts)
+        is_joint = kind == "attention_mamba2"
+        build = MIXERS["mamba2" if is_joint else kind]
+        mixer = build(self.config, f"layers.{index}.", self._weight, self._linear, self.parts)
+        return JointMixer(self._attention(index), mixer) if is_joint else mixer
 
     def _mla(self, index: int) -> Mla:
         config = self.config

@@ -312,6 +312,8 @@ class Family:
         The last layer has full attention, whatever `layer_types` says.
     multipliers : bool
         Whether config.json has Granite's four multipliers.
+    weight_multipliers : bool
+        Whether config.json has Falcon-H1's multipliers. See `ModelConfig.weight_factors`.
     logit_scale : str
         Key of a factor on the logits; "" for none. It replaces Granite's divisor.
     local_rope : bool
@@ -399,6 +401,7 @@ class Family:
     layers_differ: bool = False
     last_is_full: bool = False
     multipliers: bool = False
+    weight_multipliers: bool = False
     logit_scale: str = ""
     local_rope: bool = False
     max_position_is_scaled: bool = False

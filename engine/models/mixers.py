@@ -69,8 +69,10 @@ def _mamba2(
         weight(f"{layer}mamba_decay").data,
         weight(f"{layer}mamba_skip").data,
         weight(f"{layer}mamba_step").data,
-        Norm(weight(f"{layer}mamba_norm").data, config.rms_norm_eps),
-        linear(f"{layer}mamba_out", mamba.proj_bias, parts.down),
+        None
+        if mamba.norm == "none"
+        else Norm(weight(f"{layer}mamba_norm").data, config.rms_norm_eps),
+        linear(f"{layer}mamba_out", mamba.out_bias, parts.down),
     )
 
 

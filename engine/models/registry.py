@@ -12,6 +12,7 @@ from engine.models.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2
 from engine.models.dots1 import DOTS1
 from engine.models.ernie4_5 import ERNIE4_5, ERNIE4_5_MOE
 from engine.models.exaone4 import EXAONE4, EXAONE_MOE
+from engine.models.falcon_h1 import FALCON_H1
 from engine.models.family import Family
 from engine.models.flex_olmo import FLEX_OLMO
 from engine.models.gemma import GEMMA
@@ -115,6 +116,7 @@ _DENSE = (
     NEMOTRON_H,
     OLMO_HYBRID,
     YOUTU,
+    FALCON_H1,
 )
 _SPARSE = (
     QWEN2_MOE,

@@ -14,7 +14,9 @@ __all__ = ["swiglu"]
 Array = np.ndarray[Any, Any]
 
 
-def swiglu(x: Array) -> Array:
-    """silu(gate) * up, with x = [gate | up] along the last axis; rounded once."""
-    gate, up = np.split(x.astype(accumulation_dtype(x.dtype), copy=False), 2, axis=-1)
-    return np.asarray(silu(gate) * up, x.dtype)
+def swiglu(x: Array, *, up: Array | None = None) -> Array:
+    """silu(gate) * up, with x = [gate | up] along the last axis, or x the gate; rounded once."""
+    gate, factor = np.split(x, 2, axis=-1) if up is None else (x, up)
+    real = accumulation_dtype(x.dtype)
+    product = silu(gate.astype(real, copy=False)) * factor.astype(real, copy=False)
+    return np.asarray(product, x.dtype)

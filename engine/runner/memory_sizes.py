@@ -83,7 +83,9 @@ def activation_bytes(model: ModelConfig, dtype: str, num_tokens: int, num_rows: 
     if (conv := model.short_conv) is not None:
         attention = max(attention, 4 * conv.num_channels)
     if (mamba := model.mamba2) is not None:
-        attention = max(attention, 2 * (mamba.conv_dim + mamba.inner_dim))
+        recurrent = 2 * (mamba.conv_dim + mamba.inner_dim)
+        is_joint = "attention_mamba2" in model.layer_kinds
+        attention = attention + recurrent if is_joint else max(attention, recurrent)
     expanded = 0
     if (mla := model.mla) is not None:  # absorbed queries and results; expanded keys and values
         attention = max(attention, 2 * model.num_heads * (mla.kv_rank + model.head_dim))

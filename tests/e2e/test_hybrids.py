@@ -14,7 +14,15 @@ from tests.distributed.golden import write_checkpoint
 from tests.e2e.tiny import alone, check_drained, make_engine, mixed_params, run, swap_gb
 
 # One model of each kind of layer; all of them beside attention.
-CASES = ("qwen3_next", "qwen3_5_text", "lfm2_moe", "granitemoehybrid", "nemotron_h", "olmo_hybrid")
+CASES = (
+    "qwen3_next",
+    "qwen3_5_text",
+    "lfm2_moe",
+    "granitemoehybrid",
+    "nemotron_h",
+    "olmo_hybrid",
+    "falcon_h1",
+)
 VOCAB = 128
 
 

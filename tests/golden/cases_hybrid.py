@@ -78,6 +78,24 @@ _NEMOTRON_H = {
 for key in ("rms_norm_eps", "hidden_act", "num_hidden_layers"):
     del _NEMOTRON_H[key]
 
+_FALCON_H1 = {
+    **{key: value for key, value in _TINY.items() if not key.startswith("linear_")},
+    "model_type": "falcon_h1",
+    "mamba_d_ssm": 72,
+    "mamba_n_heads": 6,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 10,
+    "mamba_d_conv": 3,
+    "embedding_multiplier": 3.3,
+    "lm_head_multiplier": 1.9,
+    "key_multiplier": 0.7,
+    "attention_in_multiplier": 1.3,
+    "attention_out_multiplier": 0.8,
+    "ssm_in_multiplier": 1.2,
+    "ssm_out_multiplier": 0.6,
+    "ssm_multipliers": [0.9, 1.4, 0.7, 1.6, 0.8],
+    "mlp_multipliers": [0.75, 1.25],
+}
 _OLMO = {key: value for key, value in _TINY.items() if not key.startswith("linear_")}
 _OLMO |= {"model_type": "olmo_hybrid", "rms_norm_eps": 1e-3}
 del _OLMO["head_dim"]
@@ -195,6 +213,28 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "use_bias": True,
         "mlp_bias": True,
         "conv_kernel": 4,
+    },
+    "falcon_h1": {**_FALCON_H1, "rope_theta": 500.0},
+    "falcon_h1_new_keys_norm_biases": {
+        **_FALCON_H1,
+        "mamba_d_ssm": None,
+        "mamba_d_head": 16,
+        "mamba_n_heads": 8,
+        "mamba_d_conv": 4,
+        "mamba_rms_norm": True,
+        "mamba_conv_bias": False,
+        "mamba_proj_bias": True,
+        "projectors_bias": True,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+    },
+    "falcon_h1_gate_first": {
+        **_FALCON_H1,
+        "mamba_rms_norm": True,
+        "mamba_norm_before_gate": False,
+        "projectors_bias": True,
     },
     "olmo_hybrid": {
         **_OLMO,

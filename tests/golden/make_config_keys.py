@@ -49,7 +49,7 @@ FAMILIES = (
     *("arcee", "nemotron", "jais2", "gpt_neox", "hunyuan_v1_dense"),
     *("apertus", "olmo", "nanochat", "youtu"),
     *("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text"),
-    *("qwen3_5_text", "lfm2", "nemotron_h", "olmo_hybrid"),
+    *("qwen3_5_text", "lfm2", "nemotron_h", "olmo_hybrid", "falcon_h1"),
 )
 PLAIN = {
     "vocab_size": 40, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4,
@@ -73,6 +73,7 @@ HYBRIDS = {
         "layer_types": ["linear_attention", "full_attention"] * 2,
         "mamba_n_heads": 4, "mamba_d_state": 8, "shared_intermediate_size": 16,
     },
+    "falcon_h1": {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_state": 8, "mamba_n_groups": 2},
     "nemotron_h": {
         "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"],
         "mamba_num_heads": 4, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 8,

@@ -42,6 +42,17 @@ def test_strided_rows_in_and_out(xp, f, dtype):
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("f", [64, 20])
+def test_rows_apart(xp, f, dtype):
+    wide = cases.normal((6, 2 * f + 32), dtype, seed=2)
+    up = cases.normal((6, f), dtype, seed=5)
+    want = reference.swiglu(np.concatenate([wide[:, 16 : 16 + f], up], axis=1))
+    assert_close(kernels.swiglu(xp.asarray(wide)[:, 16 : 16 + f], up=xp.asarray(up)), want)
+    with pytest.raises(ShapeError, match="up"):
+        kernels.swiglu(xp.asarray(wide), up=xp.asarray(up))
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
 @pytest.mark.parametrize("f", [128, 33])
 def test_over_the_gate_half(xp, f, dtype):
     x = cases.normal((5, 2 * f), dtype, seed=3)
