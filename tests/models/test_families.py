@@ -92,6 +92,8 @@ def test_every_row_of_every_weight_has_exactly_one_name(kind, biases):
             splits += ("experts_gate_up", {"expert_gate", "expert_up"}), ("gate_up", {"gate", "up"})
             splits += (("delta_in", {f"delta_{one}" for one in "qkvzba"}),)
             splits += (("delta_conv", {f"delta_{one}" for one in "qkv"}),)
+            splits += (("mla_in", {"mla_q", "mla_q_latent", "mla_kv_latent"}),)
+            splits += ("mla_q_up", {"mla_q_of_latent"}), ("mla_kv_up", {"mla_kv"})
             split = next((parts for kind, parts in splits if kind in target), set())
             assert parts - {"attn_gate"} in ({""}, split), target
         names = [(name.checkpoint, name.form) for name in table]
