@@ -20,24 +20,18 @@ extern "C" __global__ void __launch_bounds__(kPrepareThreads, kHasChannelGate ? 
   prepare_chunk(p, *reinterpret_cast<PrepareShared*>(smem_bytes));
 }
 
-// Wide slices with two stages are for chips with 227 KB of shared memory; others spill registers.
-constexpr bool is_compiled(int slice, int stages) {
-  return kValueDim % slice == 0 && (slice < 64 || stages == 1 || (kArch >= 900 && kArch < 1200));
-}
-
 #define ENGINE_GATED_DELTA_SCAN(slice, stages)                                          \
   static_assert(sizeof(ScanShared<slice, stages>) == SCAN_BYTES_##slice##_##stages,     \
                 "the host launches with this size");                                    \
   extern "C" __global__ void __launch_bounds__(kScanThreads, 1)                         \
       gated_delta_scan_##slice##_##stages(const __grid_constant__ GatedDeltaParams p) { \
-    if constexpr (is_compiled(slice, stages))                                           \
+    if constexpr (kValueDim % slice == 0)                                               \
       scan_chunks(p, *reinterpret_cast<ScanShared<slice, stages>*>(smem_bytes));        \
   }
 
-// Features of v per block; stages in shared memory.
+// Features of v per block; stages in shared memory. Two stages of 64 features spill registers.
 ENGINE_GATED_DELTA_SCAN(16, 1)
 ENGINE_GATED_DELTA_SCAN(16, 2)
 ENGINE_GATED_DELTA_SCAN(32, 1)
 ENGINE_GATED_DELTA_SCAN(32, 2)
 ENGINE_GATED_DELTA_SCAN(64, 1)
-ENGINE_GATED_DELTA_SCAN(64, 2)

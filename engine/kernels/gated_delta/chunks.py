@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from engine.dtypes import dtype_name
-from engine.kernels._chip import HOPPER, limits, sm_count
+from engine.kernels._chip import limits, sm_count
 from engine.kernels._elementwise import is_aligned
 from engine.kernels._launch import Kernel, ceil_div
 from engine.kernels._module import ModuleSpec
@@ -34,7 +34,7 @@ _SCRATCH_BYTES = 64 << 20
 _PREPARE = Kernel("gated_delta_prepare", PARAMS, struct="GatedDeltaParams")
 _SCANS = {
     kind: Kernel("gated_delta_scan_{}_{}".format(*kind), PARAMS, struct="GatedDeltaParams")
-    for kind in itertools.product(_WIDTHS, (1, 2))
+    for kind in ((16, 1), (16, 2), (32, 1), (32, 2), (64, 1))
 }
 
 
@@ -126,7 +126,7 @@ def choose_scan(
     --------
     >>> hopper = {"num_sms": 132, "shared_bytes": 227 * 1024}
     >>> [choose_scan(num_heads, 128, 128, **hopper) for num_heads in (16, 32, 256)]
-    [(16, 2), (32, 2), (64, 2)]
+    [(16, 2), (32, 2), (64, 1)]
     >>> choose_scan(32, 128, 128, num_sms=108, shared_bytes=99 * 1024)
     (32, 1)
     """
@@ -139,8 +139,7 @@ def choose_scan(
         return value_dim % width == 0 and size <= shared_bytes
 
     width = min((width for width in _WIDTHS if fits(width, 1)), key=time)
-    has_stages = width < max(_WIDTHS) or shared_bytes >= HOPPER.shared_bytes  # as `is_compiled`
-    return width, 2 if has_stages and fits(width, 2) else 1
+    return width, 2 if (width, 2) in _SCANS and fits(width, 2) else 1
 
 
 def scratch_floats(num_heads: int, key_dim: int, value_dim: int, *, has_channel_gate: bool) -> int:
