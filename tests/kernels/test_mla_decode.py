@@ -10,11 +10,16 @@ import pytest
 from engine import kernels, reference
 from engine.device import to_numpy
 from engine.errors import ContractError, DTypeError, ShapeError
-from engine.kernels.mla_decode import specs
+from engine.kernels.mla_decode import sm90, specs
 from engine.kernels.mla_decode.sm90 import choose_hopper_tile
 from engine.testing import cases
 from engine.testing.cases_attention import paged_cache
 from engine.testing.tolerances import assert_close
+
+
+@pytest.fixture(autouse=True)
+def _trusted(monkeypatch):
+    monkeypatch.setattr(sm90, "IS_TRUSTED", True)
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,17 @@ from engine.kernels._workspace import workspace
 from engine.kernels.mla_decode.combine import SPLIT_LIST_FLOATS, launch_combine
 from engine.kernels.mla_decode.problem import SHARED_PARAMS, Problem
 
-__all__ = ["HopperTile", "choose_hopper_tile", "is_supported", "launch", "specs"]
+__all__ = ["IS_TRUSTED", "HopperTile", "choose_hopper_tile", "is_supported", "launch", "specs"]
 
 _KERNEL = Kernel(
     "mla_decode_sm90",
     "page_map:tmap " + SHARED_PARAMS.format(pages="", strides="page_groups:i32 "),
     struct="MlaDecodeSm90Params",
 )
+
+# TODO(39): before its last change the kernel hung with several tiles per CTA, and it has not run on
+# a GPU since. Tests switch it on.
+IS_TRUSTED: bool = False
 
 _ROWS = 64  # query rows per CTA, kRows in CUDA
 _KEYS = 64  # keys per tile, kKeys in CUDA
