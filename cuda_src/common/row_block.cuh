@@ -1,6 +1,4 @@
 // Rows of features, one block each: loops over a row, and sums over it.
-//
-// Public: sm_80 up.
 #pragma once
 
 #include "common/reduce.cuh"

@@ -160,7 +160,7 @@ def resolve(
         draft_bytes_per_block=per_block,
     )
     reasons["num_blocks"] = plan.reason
-    num_host = _num_host(config, geometry, seqs, reasons)
+    num_host = _num_host(config, geometry, plan.num_blocks, seqs, reasons)
     own = CacheSizes(plan.num_blocks, num_host[0], num_slots, num_host[1])
     stages = [own, *model.stage_sizes(vars(config))]
     least = CacheSizes.least(stages)
@@ -352,17 +352,22 @@ def _is_async(config: EngineConfig, device: Device, reasons: dict[str, str]) -> 
 
 
 def _num_host(
-    config: EngineConfig, geometry: KVGeometry, seqs: int, reasons: dict[str, str]
+    config: EngineConfig, geometry: KVGeometry, num_blocks: int, seqs: int, reasons: dict[str, str]
 ) -> tuple[int, int]:
-    """Return the numbers of blocks and of state slots on the host."""
+    """Return the numbers of blocks and of state slots on the host.
+
+    Blocks of a stage without pages need no memory: it has one for each of the device's.
+    """
+    if not config.swap_space_gb:
+        return 0, 0
     room = int(config.swap_space_gb * 2**30)
     num_slots = 0
     if geometry.has_states:
         num_slots = min(seqs, int(room * _HOST_STATE_SHARE) // geometry.bytes_per_slot)
     room -= num_slots * geometry.bytes_per_slot
-    count = room // geometry.bytes_per_block if geometry.bytes_per_block else 0
-    if config.swap_space_gb:
-        reasons["num_host_blocks"] = f"{count}: as many as fit into {config.swap_space_gb:g} GiB"
+    has_pages = geometry.bytes_per_block > 0
+    count = room // geometry.bytes_per_block if has_pages else num_blocks
+    reasons["num_host_blocks"] = f"{count}: as many as fit into {config.swap_space_gb:g} GiB"
     return count, num_slots
 
 

@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from engine.reference._row_by_row import multiply_row_by_row
+
 __all__ = ["modalities"]
 
 Array = np.ndarray[Any, Any]
@@ -16,4 +18,5 @@ def modalities(x: Array, router_norm: Array, router: Array, eps: float) -> Array
     x = x.astype(np.float32)
     scale = 1 / np.sqrt(np.square(x).mean(axis=1, keepdims=True) + np.float32(eps))
     normed = x * scale * router_norm.astype(np.float32)
-    return np.asarray(np.tanh(normed @ router.astype(np.float32).T / np.float32(x.shape[1])))
+    scores = multiply_row_by_row(normed, router.astype(np.float32).T)
+    return np.asarray(np.tanh(scores / np.float32(x.shape[1])))

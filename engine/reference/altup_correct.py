@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from engine.reference._altup import modalities
+from engine.reference._row_by_row import multiply_row_by_row
 
 __all__ = ["altup_correct"]
 
@@ -25,7 +26,7 @@ def altup_correct(
 ) -> tuple[Array, Array]:
     """Return p_i + (x - p_0) (1 + c_i) for each stream p_i, and scale times the first one."""
     m = modalities(x, router_norm, router, eps)
-    factors = 1 + m @ coefs.astype(np.float32).T  # (T, S)
+    factors = 1 + multiply_row_by_row(m, coefs.astype(np.float32).T)  # (T, S)
     predicted = streams.astype(np.float32)
     innovation = x.astype(np.float32) - predicted[:, 0]
     corrected = predicted + factors[:, :, None] * innovation[:, None]

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from engine.reference._altup import modalities
+from engine.reference._row_by_row import multiply_row_by_row
 
 __all__ = ["altup_predict"]
 
@@ -28,6 +29,7 @@ def altup_predict(
     if delta is not None:
         h[:, 1:] += delta.astype(np.float32)[:, None]
     m = modalities(streams[:, 0], router_norm, router, eps)
-    mixing = (m @ coefs.astype(np.float32).T).reshape(-1, num_streams, num_streams)
+    mixing = multiply_row_by_row(m, coefs.astype(np.float32).T)
+    mixing = mixing.reshape(-1, num_streams, num_streams)
     predicted = (h + np.einsum("tij,tjn->tin", mixing, h)).astype(streams.dtype)
     return predicted, predicted[:, 0].copy()
