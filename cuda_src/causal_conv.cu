@@ -25,14 +25,14 @@ constexpr int kThreads = 128;
 struct CausalConvParams {
   const scalar_t* x;  // (T, C), rows x_stride elements apart
   int64_t x_stride;
-  const scalar_t* weight;  // (C, K) contiguous
-  const scalar_t* bias;    // (C,) or null
+  const scalar_t* weight;   // (C, K) contiguous
+  const scalar_t* bias;     // (C,) or null
   const scalar_t* in_gate;  // (T, C), rows in_gate_stride elements apart, or null
   int64_t in_gate_stride;
   const scalar_t* out_gate;  // (T, C), rows out_gate_stride elements apart, or null
   int64_t out_gate_stride;
-  scalar_t* out;           // (T, C) contiguous
-  scalar_t* states;        // (num_slots, K - 1, C), slots slot_stride elements apart
+  scalar_t* out;     // (T, C) contiguous
+  scalar_t* states;  // (num_slots, K - 1, C), slots slot_stride elements apart
   int64_t slot_stride;
   int num_slots;
   const int* cu_seqlens_q;      // (B+1,)

@@ -26,12 +26,12 @@ __device__ __forceinline__ void gaussian_topk(const scalar_t* x, scalar_t* out, 
   map_row<kWidth>(x, out, n, [=](float value) { return value <= cutoff ? 0.0f : value - cutoff; });
 }
 
-#define ENGINE_GAUSSIAN_TOPK(name, width)                                              \
-  extern "C" __global__ void __launch_bounds__(kThreads)                               \
+#define ENGINE_GAUSSIAN_TOPK(name, width)                                                 \
+  extern "C" __global__ void __launch_bounds__(kThreads)                                  \
       name(const scalar_t* x, scalar_t* out, int n, int64_t x_stride, int64_t out_stride, \
-           float factor) {                                                             \
-    const int64_t row = blockIdx.x;                                                    \
-    gaussian_topk<width>(x + row * x_stride, out + row * out_stride, n, factor);       \
+           float factor) {                                                                \
+    const int64_t row = blockIdx.x;                                                       \
+    gaussian_topk<width>(x + row * x_stride, out + row * out_stride, n, factor);          \
   }
 
 ENGINE_GAUSSIAN_TOPK(gaussian_topk_vector, kVec)

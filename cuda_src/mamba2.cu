@@ -24,8 +24,8 @@ using state_t = float;
 
 constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / kWarpSize;
-constexpr int kRows = 8;                         // of a state, per warp
-constexpr int kRowLanes = kWarpSize / kRows;     // lanes that hold a row's sum
+constexpr int kRows = 8;                      // of a state, per warp
+constexpr int kRowLanes = kWarpSize / kRows;  // lanes that hold a row's sum
 
 struct Mamba2Params {
   const scalar_t* x;  // (T, H, P)
@@ -152,8 +152,8 @@ class StateRows {
     return i * kWarpSize + threadIdx.x % kWarpSize;
   }
   __device__ __forceinline__ state_t* element(int slot, int r, int i) const {
-    return p_.states + slot * p_.slot_stride + offset_ +
-           static_cast<int64_t>(r) * p_.state_size + column(i);
+    return p_.states + slot * p_.slot_stride + offset_ + static_cast<int64_t>(r) * p_.state_size +
+           column(i);
   }
 
   const Mamba2Params& p_;
@@ -192,10 +192,10 @@ __device__ __forceinline__ void mamba2(const Mamba2Params& p) {
   }
 }
 
-#define ENGINE_MAMBA2(columns)                           \
-  extern "C" __global__ void __launch_bounds__(kThreads) \
+#define ENGINE_MAMBA2(columns)                                   \
+  extern "C" __global__ void __launch_bounds__(kThreads)         \
       mamba2_##columns(const __grid_constant__ Mamba2Params p) { \
-    mamba2<columns>(p);                                  \
+    mamba2<columns>(p);                                          \
   }
 
 ENGINE_MAMBA2(2)

@@ -22,13 +22,13 @@ __device__ __forceinline__ void match_rms(const scalar_t* x, const scalar_t* tar
   map_row<kWidth>(x, out, n, [=](float value) { return value * ratio; });
 }
 
-#define ENGINE_MATCH_RMS(name, width)                                                          \
-  extern "C" __global__ void __launch_bounds__(kThreads)                                       \
-      name(const scalar_t* x, const scalar_t* target, scalar_t* out, int n, int64_t x_stride,  \
-           int64_t target_stride, int64_t out_stride, float least) {                           \
-    const int64_t row = blockIdx.x;                                                            \
-    match_rms<width>(x + row * x_stride, target + row * target_stride, out + row * out_stride, \
-                     n, least);                                                                \
+#define ENGINE_MATCH_RMS(name, width)                                                             \
+  extern "C" __global__ void __launch_bounds__(kThreads)                                          \
+      name(const scalar_t* x, const scalar_t* target, scalar_t* out, int n, int64_t x_stride,     \
+           int64_t target_stride, int64_t out_stride, float least) {                              \
+    const int64_t row = blockIdx.x;                                                               \
+    match_rms<width>(x + row * x_stride, target + row * target_stride, out + row * out_stride, n, \
+                     least);                                                                      \
   }
 
 ENGINE_MATCH_RMS(match_rms_vector, kVec)

@@ -29,8 +29,7 @@ __device__ __forceinline__ void altup_predict(const AltupPredictParams& p) {
   scalar_t* const streams = p.streams + token * p.num_streams * p.n;
   pdl_trigger();
   pdl_wait();
-  const auto m =
-      modalities<kWidth>(streams, p.router_norm, p.router, p.n, p.num_streams, p.eps);
+  const auto m = modalities<kWidth>(streams, p.router_norm, p.router, p.n, p.num_streams, p.eps);
   __shared__ float smem_mixing[kMaxStreams * kMaxStreams];
   const int count = p.num_streams * p.num_streams;
   if (threadIdx.x < count)

@@ -21,8 +21,7 @@
 using Core = SimtAttention<HEAD_DIM, WARPS_M, ROW_TILES>;
 #else
 #include "common/attention_mma.cuh"
-using Core = MmaAttention<HEAD_DIM, WARPS_M, WARPS_N, ROW_TILES, TILE_KEYS, STAGES,
-                          COLUMN_WARPS>;
+using Core = MmaAttention<HEAD_DIM, WARPS_M, WARPS_N, ROW_TILES, TILE_KEYS, STAGES, COLUMN_WARPS>;
 #endif
 static_assert(Core::kSharedBytes == SHARED_BYTES, "kernels/_attention.py computes another size");
 

@@ -25,7 +25,7 @@ struct MmaAttention {
   static constexpr int kRows = kWarpRows * kWarpsM;
   static constexpr int kWarpKeys = kKeys / kWarpsN;
   static constexpr int kColumns = kHeadDim / kColumnWarps;  // columns of V and O per warp
-  static constexpr int kTile = kKeys * Layout::kPitch;  // elements per tile of K or V
+  static constexpr int kTile = kKeys * Layout::kPitch;      // elements per tile of K or V
   static constexpr int kSharedBytes =
       (kRows * Layout::kPitch + kStages * 2 * kTile) * static_cast<int>(sizeof(scalar_t));
   static_assert(kWarpKeys % 16 == 0, "a warp multiplies 16 keys at a time");
@@ -281,8 +281,8 @@ struct MmaAttention {
 #pragma unroll
       for (int d = 0; d < kColumns / 16; ++d) {
         uint32_t frag[4];
-        ldmatrix_x4_trans(
-            frag, v + j * 16 * Layout::kPitch + ((first_word + 2 * d) ^ v_swizzle) * kVec);
+        ldmatrix_x4_trans(frag,
+                          v + j * 16 * Layout::kPitch + ((first_word + 2 * d) ^ v_swizzle) * kVec);
         const uint32_t left[2] = {frag[0], frag[1]}, right[2] = {frag[2], frag[3]};
 #pragma unroll
         for (int r = 0; r < kRowTiles; ++r) {

@@ -52,14 +52,14 @@ __device__ __forceinline__ void map_gated(const scalar_t* gate, const scalar_t* 
 }
 
 // Defines the entry point `name` of a gated op with activation `f` (activation.cuh).
-#define ENGINE_GATED(name, width, f)                                                             \
-  extern "C" __global__ void __launch_bounds__(kGatedThreads)                                    \
-      name(const scalar_t* gate, const scalar_t* up, scalar_t* out, int64_t num_rows,            \
-           int num_features, int64_t gate_stride, int64_t up_stride, int64_t out_stride) {       \
-    pdl_trigger();                                                                               \
-    pdl_wait();                                                                                  \
-    map_gated<width>(gate, up, out, num_rows, num_features, gate_stride, up_stride, out_stride,  \
-                     [](float x) { return f(x); });                                              \
+#define ENGINE_GATED(name, width, f)                                                            \
+  extern "C" __global__ void __launch_bounds__(kGatedThreads)                                   \
+      name(const scalar_t* gate, const scalar_t* up, scalar_t* out, int64_t num_rows,           \
+           int num_features, int64_t gate_stride, int64_t up_stride, int64_t out_stride) {      \
+    pdl_trigger();                                                                              \
+    pdl_wait();                                                                                 \
+    map_gated<width>(gate, up, out, num_rows, num_features, gate_stride, up_stride, out_stride, \
+                     [](float x) { return f(x); });                                             \
   }
 
 // Defines the entry point `name` that applies activation `f` to n elements.

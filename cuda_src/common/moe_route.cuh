@@ -11,16 +11,16 @@ constexpr int kMaskTokens = 32 * kMaskWords;    // maximum number of tokens per 
 constexpr uint32_t kMinusInfKey = 0x007fffffu;  // key_of(-inf)
 
 struct MoeRouteParams {
-  const float* logits;      // (T, E)
-  const float* correction;  // (E,), or null
+  const float* logits;        // (T, E)
+  const float* correction;    // (E,), or null
   const float* expert_scale;  // (E,) factor on each expert's weights, or null
-  int* experts;             // (T, top_k)
-  float* weights;           // (T, top_k)
-  int* order;               // (T * top_k,)
-  int* offsets;             // (E + 1,)
-  const int64_t* slots;     // (T,), or null: tokens with a negative slot do not count in `load`
-  int64_t* load;            // (E,) accumulated number of pairs per expert, or null
-  int* counts;              // (chunks, E) pairs per token chunk and expert; unused with few tokens
+  int* experts;               // (T, top_k)
+  float* weights;             // (T, top_k)
+  int* order;                 // (T * top_k,)
+  int* offsets;               // (E + 1,)
+  const int64_t* slots;       // (T,), or null: tokens with a negative slot do not count in `load`
+  int64_t* load;              // (E,) accumulated number of pairs per expert, or null
+  int* counts;  // (chunks, E) pairs per token chunk and expert; unused with few tokens
   int num_tokens, num_experts, top_k;
   int is_sigmoid;
   int num_groups, top_groups;  // num_groups <= 32; 1: no expert groups
