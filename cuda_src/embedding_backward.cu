@@ -20,7 +20,6 @@ constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 constexpr int kIds = 32;
 constexpr int kMaxAlone = 32;
-constexpr int kRows = 4;  // loads in flight
 
 // Returns the number of sorted ids below `id`: each round, the threads of the block probe evenly
 // spaced places of the range that is left.
@@ -42,6 +41,7 @@ template <int kWidth>
 __device__ __forceinline__ void add_rows(const scalar_t* __restrict__ dout,
                                          const int64_t* __restrict__ order, int64_t first,
                                          int64_t last, int64_t n, float (&acc)[kWidth]) {
+  constexpr int kRows = kWidth == 1 ? 2 : 4;  // loads in flight
   for (; first < last; first += kRows) {
     int64_t tokens[kRows];
     Packed<kWidth> rows[kRows];
@@ -94,6 +94,7 @@ __device__ __forceinline__ void embedding_backward(const scalar_t* __restrict__ 
   const auto count = [&](int i) { return first_id + i == padding_id ? 0 : ends[i] - starts[i]; };
   for (int i = warp; i < kIds && first_id + i < vocab_size; i += kWarps) {
     if (count(i) > kMaxAlone) continue;
+#pragma unroll 1
     for (int64_t column = lane * kWidth; column < n; column += 32 * kWidth) {
       float acc[kWidth] = {};
       add_rows<kWidth>(dout + column, order, starts[i], starts[i] + count(i), n, acc);
@@ -105,6 +106,7 @@ __device__ __forceinline__ void embedding_backward(const scalar_t* __restrict__ 
     const int64_t share = (count(i) + kWarps - 1) / kWarps;
     const int64_t first = starts[i] + warp * share;
     const int64_t last = min(first + share, ends[i]);
+#pragma unroll 1
     for (int64_t begin_column = 0; begin_column < n; begin_column += 32 * kWidth) {
       const int64_t column = begin_column + lane * kWidth;
       float acc[kWidth] = {};

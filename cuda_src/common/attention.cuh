@@ -65,7 +65,7 @@ struct RowRule {
   int earlier = 0;                 // number of mask bits for tokens before token 0
 
   // `window`: number of keys a row sees; 0 means no limit. A negative one is for a single token: it
-  // sees the keys of its own chunk of -window keys.
+  // sees the keys of its own chunk of -window keys, a power of two.
   __device__ __forceinline__ RowRule(int num_tokens, int group, int num_keys, bool causal,
                                      int window)
       : count(num_tokens * group),
@@ -73,7 +73,9 @@ struct RowRule {
         last_key_of_first_token(causal ? num_keys - num_tokens : num_keys - 1),
         causal(causal),
         reach(window > 0 ? static_cast<unsigned>(window) : 1u << 31) {
-    if (window < 0) reach = static_cast<unsigned>((num_keys - 1) % -window + 1);
+#if !PAGE_CODES  // codes have no chunks
+    if (window < 0) reach = static_cast<unsigned>(((num_keys - 1) & ~window) + 1);
+#endif
   }
 
   __device__ __forceinline__ int last_key(int row) const {

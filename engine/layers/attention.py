@@ -71,7 +71,8 @@ class AttentionParams:
     @property
     def decodes(self) -> bool:
         """Whether the decode kernel supports the layer's rule for one new token per sequence."""
-        return not self.deterministic and (self.pattern is None or self.chunk > 0)
+        has_chunks = self.chunk > 0 and self.chunk & (self.chunk - 1) == 0
+        return not self.deterministic and (self.pattern is None or has_chunks)
 
 
 class Attention:

@@ -108,7 +108,7 @@ def test_mirror_of_chunks_is_each_chunk_by_itself():
     assert (got[0] != whole[0]).any(axis=(1, 2, 3)).tolist() == (lens > 64).tolist()
 
 
-@pytest.mark.grid("chunk", [1, 48, 64, 500])
+@pytest.mark.grid("chunk", [1, 32, 64, 512])
 @pytest.mark.grid("num_splits", [None, 1, 3])
 @pytest.mark.grid("dtype", cases.DTYPES)
 def test_chunks(xp, dtype, num_splits, chunk, tier):
