@@ -120,7 +120,8 @@ def attention_decode(
         Replace a scaled score s by softcap * tanh(s / softcap); 0 means no cap.
     chunk : int
         Chunked attention: the query at position i sees only keys j with i // chunk == j // chunk;
-        0 means no chunks. A power of two; requires Q = 1, and neither `window` nor `tree_mask`.
+        0 means no chunks. On a GPU a power of two. Requires Q = 1, and neither `window` nor
+        `tree_mask`.
     tree_mask : (B, Q) array of uint64, optional
         Bit j of tree_mask[b, i], j <= i, tells whether query i sees query j (bits beyond i are
         ignored); every query sees the tokens before the Q queries. One call verifies a tree of
@@ -279,7 +280,8 @@ def _mirror(
 def _checked_chunk(call: Contract, chunk: int, window: int) -> int:
     chunk = check_count(call, "chunk", chunk)
     if chunk:
-        call.check("chunk", chunk & (chunk - 1) == 0, "a power of two", chunk)
+        is_power = chunk & (chunk - 1) == 0
+        call.check("chunk", call.on_cpu or is_power, "a power of two", chunk)
         call.check("chunk", window == 0, "0 with a window", chunk)
         call.check("Q", call["Q"] == 1, "1 with a chunk", call["Q"])
     return chunk
