@@ -73,7 +73,7 @@ class Consumer {
       wgmma_pin(s);
       own_tile(s, rows, work, 0);
     }
-    int tile = 1 - kGroup;  // of the other warpgroup
+    int tile = 1 - kGroup;  // the other warpgroup's tile
 #pragma unroll 1
     for (; tile + 1 < n; tile += 2) {
       float s[kKeys / 2];

@@ -19,7 +19,7 @@ SOLAR_OPEN = replace(
         "max_position_embeddings": 131072,
         "rms_norm_eps": 1e-5,
         "rope_theta": 1e6,
-        "intermediate_size": 10240,  # of no layer
+        "intermediate_size": 10240,  # unused: all layers have experts
         "moe_intermediate_size": 1280,
         "num_experts_per_tok": 8,
         "n_shared_experts": 1,

@@ -122,7 +122,7 @@ def test_logits_are_those_of_the_twin(tmp_path, case, family):
     got, model = logits(quantized)
     parts = model.decoder.weights["layers.0.delta_in"].formats()
     names = [form.name for form in parts]
-    if case == "gptq":  # which the CPU dequantizes
+    if case == "gptq":  # The CPU dequantizes it.
         assert set(names) == {"float32"}
         np.testing.assert_array_equal(got, dequantized)
         return
