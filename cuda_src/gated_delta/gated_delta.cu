@@ -23,7 +23,7 @@
 
 constexpr int kThreads = 128;
 constexpr int kLanes = LANES;                        // per row: dk / 8, rounded up to 8, 16 or 32
-constexpr int kMaxNormThreads = 256;                 // of a block that computes a whole head
+constexpr int kMaxNormThreads = 256;                 // for a block that computes a whole head
 constexpr int kColumns = 8;                          // columns of a row per lane
 constexpr int kChunk = kVecBytes / sizeof(state_t);  // columns in one access
 constexpr int kChunks = kColumns / kChunk;
