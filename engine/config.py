@@ -183,6 +183,9 @@ class MoeConfig:
     beside_mlp : bool
         Whether sparse layers have an MLP too, beside the experts: each branch has norms of its own,
         and the router reads the residual stream through a norm and scales every expert's weight.
+    num_identity : int
+        Zero-compute experts, which return their input: the router chooses among them too, as
+        experts E and following (LongCat).
     """
 
     num_experts: int
@@ -207,6 +210,12 @@ class MoeConfig:
     alpha: float = 1.702
     limit: float = 7.0
     beside_mlp: bool = False
+    num_identity: int = 0
+
+    @property
+    def num_choices(self) -> int:
+        """Number of experts that the router chooses from."""
+        return self.num_experts + self.num_identity
 
 
 @dataclass(frozen=True)
@@ -402,8 +411,9 @@ class ModelConfig:
         Factors on queries in layers that do not rotate them.
     layer_kinds : tuple of str
         Per layer: "attention" or the kind that replaces it: "gated_delta", "short_conv", "mamba2"
-        or "mla"; "attention_mamba2" is both side by side, () is all attention. With
-        `single_branch`, also "mlp".
+        or "mla"; "attention_mamba2" is both side by side, () is all attention. "shortcut" is two
+        of "mla", each followed by an MLP, with experts beside the first MLP whose output is added
+        at the end of the layer (LongCat). With `single_branch`, also "mlp".
     gated_delta : GatedDeltaConfig or None
         Sizes of the "gated_delta" layers.
     short_conv : ShortConvConfig or None
@@ -411,7 +421,8 @@ class ModelConfig:
     mamba2 : Mamba2Config or None
         Sizes of the "mamba2" layers.
     mla : MlaConfig or None
-        Sizes of the "mla" layers; `head_dim` is then the width of their queries and keys.
+        Sizes of the "mla" and "shortcut" layers; `head_dim` is then the width of their queries and
+        keys.
     tie_word_embeddings, qkv_bias, o_bias, mlp_bias, lm_head_bias, qk_norm, pre_norms, post_norms
         Whether each of these exists (bool): output embedding tied to the input embedding, biases,
         q and k norms, norms before and after attention and MLP.
@@ -652,7 +663,8 @@ class ModelConfig:
     @property
     def has_mlp(self) -> bool:
         """Tell whether any layer has an MLP."""
-        return self.moe is None or self.moe.beside_mlp or not all(self.moe.sparse_layers)
+        is_beside = "shortcut" in self.layer_kinds or (self.moe is not None and self.moe.beside_mlp)
+        return self.moe is None or is_beside or not all(self.moe.sparse_layers)
 
     @property
     def has_mlp_norms(self) -> bool:

@@ -10,25 +10,34 @@ constexpr int kPlaceThreads = 512;  // block size; one block per chunk of tokens
 // Fills `begins` with the index in `order` of each expert's first pair from this block's chunk.
 template <int kPer>
 __device__ __forceinline__ void find_begins(const MoeRouteParams& p, int* begins) {
-  constexpr int kExperts = kPer * kWarpSize, kParts = kPlaceThreads / kExperts;
-  __shared__ int smem_total[kPlaceThreads], smem_before[kPlaceThreads];
-  const int expert = threadIdx.x % kExperts;
+  // With fewer experts than threads, several threads sum parts of an expert's chunks.
+  constexpr int kExperts = kPer * kWarpSize;
+  constexpr int kOwners = kExperts < kPlaceThreads ? kExperts : kPlaceThreads;
+  constexpr int kEntries = kExperts < kPlaceThreads ? kPlaceThreads : kExperts;
+  __shared__ int smem_total[kEntries], smem_before[kEntries];
+  const int owner = threadIdx.x % kOwners;
   const int chunk = blockIdx.x, num_chunks = gridDim.x;
-  int total = 0, before = 0;
-  if (expert < p.num_experts) {
+#pragma unroll
+  for (int first = 0; first < kExperts; first += kOwners) {
+    const int expert = first + owner;
+    int total = 0, before = 0;
+    if (expert < p.num_experts) {
 #pragma unroll 4
-    for (int c = threadIdx.x / kExperts; c < num_chunks; c += kParts) {
-      const int count = p.counts[c * p.num_experts + expert];
-      total += count;
-      before += c < chunk ? count : 0;
+      for (int c = threadIdx.x / kOwners; c < num_chunks; c += kPlaceThreads / kOwners) {
+        const int count = p.counts[c * p.num_experts + expert];
+        total += count;
+        before += c < chunk ? count : 0;
+      }
     }
+    const int entry = first + threadIdx.x;
+    if (entry < kEntries) smem_total[entry] = total, smem_before[entry] = before;
   }
-  smem_total[threadIdx.x] = total, smem_before[threadIdx.x] = before;
   __syncthreads();
   if (threadIdx.x < kExperts) {  // SAFETY: each thread reads and writes only its own entry.
-    for (int i = expert + kExperts; i < kPlaceThreads; i += kExperts)
+    int total = smem_total[threadIdx.x], before = smem_before[threadIdx.x];
+    for (int i = threadIdx.x + kExperts; i < kPlaceThreads; i += kExperts)
       total += smem_total[i], before += smem_before[i];
-    smem_total[expert] = total, smem_before[expert] = before;
+    smem_total[threadIdx.x] = total, smem_before[threadIdx.x] = before;
   }
   __syncthreads();
   if (threadIdx.x < kWarpSize) {

@@ -169,6 +169,10 @@ def _mla(config: ModelConfig, layer: int, dtype: str, states: str) -> LayerCache
     return LayerCache((PageShape(1, config.mla.cache_dim),))
 
 
+def _shortcut(config: ModelConfig, layer: int, dtype: str, states: str) -> LayerCache:
+    return LayerCache(2 * _mla(config, layer, dtype, states).pages)
+
+
 def _attention_mamba2(config: ModelConfig, layer: int, dtype: str, states: str) -> LayerCache:
     pages = _attention(config, layer, dtype, states).pages
     return LayerCache(pages, _mamba2(config, layer, dtype, states).states)
@@ -182,5 +186,6 @@ CACHES_OF_KIND: dict[str, Callable[[ModelConfig, int, str, str], LayerCache]] = 
     "attention_mamba2": _attention_mamba2,
     "mlp": lambda config, layer, dtype, states: LayerCache(),
     "mla": _mla,
+    "shortcut": _shortcut,
 }
 """Kind of layer -> function of (config, layer, activation dtype, recurrent state dtype)."""

@@ -12,6 +12,7 @@ from engine.kernels._workspace import workspace
 from engine.reference import Routing
 
 __all__ = [
+    "MAX_CHOICES",
     "MAX_EXPERTS",
     "MAX_GROUPS",
     "MAX_TOP_K",
@@ -26,7 +27,8 @@ __all__ = [
     "specs",
 ]
 
-MAX_EXPERTS = 512
+MAX_EXPERTS = 512  # experts with matrices
+MAX_CHOICES = 768  # with those that return their input
 MAX_GROUPS = 32
 MAX_TOP_K = 16
 SCORES = ("softmax", "sigmoid")
@@ -37,6 +39,7 @@ _FEW_TOKENS = 16
 _THREADS = 512
 _MAX_CHUNKS = 128  # maximum blocks: about one per multiprocessor of a large chip
 WIDTHS = (32, 64, 128, 256, 512)  # maximum number of experts of each entry point
+_ALL_WIDTHS = (*WIDTHS, MAX_CHOICES)
 
 PARAMS = (
     "logits:ptr correction:ptr expert_scale:ptr experts:ptr weights:ptr order:ptr offsets:ptr "
@@ -46,7 +49,8 @@ PARAMS = (
 
 
 def _kernels(name: str) -> dict[int, Kernel]:
-    return {n: Kernel(f"moe_route_{name}_{n}", PARAMS, struct="MoeRouteParams") for n in WIDTHS}
+    entry = f"moe_route_{name}"
+    return {n: Kernel(f"{entry}_{n}", PARAMS, struct="MoeRouteParams") for n in _ALL_WIDTHS}
 
 
 _FEW, _CHOOSE, _PLACE = (_kernels(name) for name in ("few", "choose", "place"))
@@ -76,7 +80,7 @@ def moe_route(
     Parameters
     ----------
     logits : (T, E) array of float32
-        The router's output, for at most 512 experts.
+        The router's output, for at most 768 experts (of which `moe_gemm` multiplies 512).
     top_k : int
         Experts per token (k), from 1 to 16 and at most E.
     score : "softmax" or "sigmoid"
@@ -184,7 +188,7 @@ def checked_options(
     """Check and return the options of `moe_route`; argument `source` has bound T and E."""
     num_experts = call["E"]
     call.check(
-        source, 1 <= num_experts <= MAX_EXPERTS, f"of 1 to {MAX_EXPERTS} experts", num_experts
+        source, 1 <= num_experts <= MAX_CHOICES, f"of 1 to {MAX_CHOICES} experts", num_experts
     )
     limit = min(num_experts, MAX_TOP_K)
     call.check("top_k", _is_int(top_k) and 1 <= top_k <= limit, f"from 1 to {limit}", top_k)
@@ -263,7 +267,7 @@ def _launch(
     (num_tokens, num_experts) = logits.shape
     chunk = chunk_tokens(logits.shape[0])
     num_chunks = ceil_div(num_tokens, chunk) if chunk else 1
-    width = next(n for n in WIDTHS if n >= num_experts)
+    width = next(n for n in _ALL_WIDTHS if n >= num_experts)
     arguments = {
         "logits": logits,
         "correction": correction,

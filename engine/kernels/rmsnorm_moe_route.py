@@ -16,7 +16,7 @@ from engine.kernels._launch import Kernel, ceil_div
 from engine.kernels._module import ModuleSpec
 from engine.kernels.gemm import gemm
 from engine.kernels.gemm import specs as gemm_specs
-from engine.kernels.moe_route import WIDTHS, checked_options, moe_route, new_routing
+from engine.kernels.moe_route import MAX_EXPERTS, WIDTHS, checked_options, moe_route, new_routing
 from engine.kernels.moe_route import specs as route_specs
 from engine.kernels.rmsnorm import rmsnorm
 from engine.kernels.rmsnorm import specs as norm_specs
@@ -179,7 +179,8 @@ def _shared_bytes(x: Any, norm_weight: Any, weight: Any) -> int:
     """Return the dynamic shared memory per block of the fused kernel; 0 if it is unsupported."""
     (num_tokens, n) = x.shape
     num_experts = weight.shape[0]
-    if num_tokens != 1 or not limits().has_clusters or not is_aligned(x, norm_weight, weight):
+    is_single = num_tokens == 1 and num_experts <= MAX_EXPERTS
+    if not is_single or not limits().has_clusters or not is_aligned(x, norm_weight, weight):
         return 0
     width = vector_width(x)
     if n % width or n // width > _MAX_VECTORS:

@@ -74,6 +74,10 @@ class Experts:
         "swiglu", "geglu" or "swiglu_clamped", as in `kernels.moe_gemm`.
     alpha, limit : float
         Parameters of "swiglu_clamped".
+    num_identity : int
+        Number of further experts without matrices, which return their input.
+    adds_identity : bool
+        Whether sums include their outputs; else another rank adds them.
 
     Raises
     ------
@@ -88,6 +92,8 @@ class Experts:
     activation: str = "swiglu"
     alpha: float = 1.702
     limit: float = 7.0
+    num_identity: int = 0
+    adds_identity: bool = True
 
     def __post_init__(self) -> None:
         for name, weight in self._weights():
@@ -112,9 +118,28 @@ class Experts:
         yield from arrays_of(**dict(self._weights()))
 
     def __call__(self, x: Any, routing: kernels.Routing, *, deterministic: bool = False) -> Any:
-        """Return (T, k, N): the weighted output of each of a token's k experts, for `x` (T, N)."""
-        rows = self.first_product(x, routing, deterministic=deterministic)
-        return self.second_product(rows, routing, deterministic=deterministic)
+        """Return (T, k, N): the weighted output of each of a token's k experts, for `x` (T, N).
+
+        Pairs of experts that return their input are not written.
+        """
+        own, options = self._with_matrices(routing)
+        rows = self.first_product(x, own, deterministic=deterministic, **options)
+        return self.second_product(rows, own, deterministic=deterministic, **options)
+
+    def _with_matrices(self, routing: kernels.Routing) -> tuple[kernels.Routing, dict[str, int]]:
+        """Return the pairs of experts with matrices, and options of their products."""
+        if not self.num_identity:
+            return routing, {}
+        count = routing.offsets.shape[0] - 1
+        offsets = routing.offsets[: count - self.num_identity + 1]
+        return routing._replace(offsets=offsets), {"num_experts": count}
+
+    def _identity(self, x: Any, routing: kernels.Routing) -> dict[str, Any]:
+        """Return the options of `kernels.moe_combine` that add the experts without matrices."""
+        if not self.num_identity:
+            return {}
+        identity = x if self.adds_identity else None
+        return {"routing": routing, "num_identity": self.num_identity, "identity": identity}
 
     def combined(
         self, x: Any, routing: kernels.Routing, *, deterministic: bool = False, **others: Any
@@ -123,6 +148,9 @@ class Experts:
 
         `others` are keywords of `kernels.moe_combine`: further summands, and `out`.
         """
+        if self.num_identity:
+            pairs = self(x, routing, deterministic=deterministic)
+            return kernels.moe_combine(pairs, **self._identity(x, routing), **others)
         rows = self.first_product(x, routing, deterministic=deterministic)
         return kernels.moe_gemm_combine(
             rows,

@@ -276,7 +276,8 @@ class _PairedExperts(Experts):
         self, x: Any, routing: kernels.Routing, *, deterministic: bool = False, **others: Any
     ) -> Any:
         """Return the sum over a token's pairs. See `Experts.combined`."""
-        return kernels.moe_combine(self(x, routing, deterministic=deterministic), **others)
+        pairs = self(x, routing, deterministic=deterministic)
+        return kernels.moe_combine(pairs, **self._identity(x, routing), **others)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -287,9 +288,17 @@ class ColumnParallelExperts(_PairedExperts):
 
     def __call__(self, x: Any, routing: kernels.Routing, *, deterministic: bool = False) -> Any:
         """Return this rank's columns of each pair, (T, k, N / ranks). See `Experts`."""
-        rows = self.first_product(x, routing, deterministic=deterministic)
+        own, options = self._with_matrices(routing)
+        rows = self.first_product(x, own, deterministic=deterministic, **options)
         whole = self.collectives.all_gather(rows, axis=1)
-        return self.second_product(whole, routing, deterministic=deterministic)
+        return self.second_product(whole, own, deterministic=deterministic, **options)
+
+    def _identity(self, x: Any, routing: kernels.Routing) -> dict[str, Any]:
+        """Return the options of `kernels.moe_combine`, for this rank's columns of `x`."""
+        size = self.down.shape[1]
+        first = self.collectives.rank * size
+        columns = array_module(x).ascontiguousarray(x[:, first : first + size])
+        return super()._identity(columns, routing)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -78,6 +78,8 @@ CONFIG_KEYS: Mapping[str, tuple[Any, ...]] = {
     "parallel_attn": _OFF,
     "use_gated_activation": (True,),
     "q_lora_rank": _OFF,
+    "mla_scale_q_lora": _OFF,
+    "mla_scale_kv_lora": _OFF,
     "kv_lora_rank": _OFF,
     "v_head_dim": _NONE,
     "num_kv_shared_layers": _OFF,
@@ -110,6 +112,8 @@ CONFIG_KEYS: Mapping[str, tuple[Any, ...]] = {
     "topk_group": (1, 0),
     "routed_scaling_factor": (1, False),
     "apply_router_weight_on_input": _OFF,
+    "zero_expert_num": _OFF,
+    "router_bias": _OFF,
 }
 """Keys of config.json -> values at which they change nothing, unless `_implied` has others."""
 

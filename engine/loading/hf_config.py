@@ -26,7 +26,7 @@ from engine.loading.config_keys import refuse_unread
 from engine.loading.gguf import GgufFile
 from engine.loading.layer_config import full_head_dim, layer_fields
 from engine.loading.mixer_config import mixer_config, with_layer_types
-from engine.loading.mla_config import mla_config, mla_scale, rope_width
+from engine.loading.mla_config import latent_factors, mla_config, mla_scale, rope_width
 from engine.loading.moe_config import is_dense, moe_config
 from engine.loading.quantized.scheme import scheme_of
 from engine.loading.rope_config import MAX_POSITIONS, rope_configs, scaled_max_position
@@ -252,11 +252,12 @@ def build_config(
         no_rope=_no_rope(fields, kind),
         **_switches(fields, kind),
         **mixer_config(fields, kind.mixers, sizes["num_layers"]),
-        **_latent_attention(mla, sizes["num_layers"]),
+        **_latent_attention(mla, kind, sizes["num_layers"]),
         moe=moe,
         num_extra_layers=fields.integer(kind.extra_layers, 0, 64, 0) if kind.extra_layers else 0,
         **_scales(fields, kind, sizes["hidden_size"])
-        | ({} if mla is None else {"attn_scale": mla_scale(mla, rope)}),
+        | ({} if mla is None else {"attn_scale": mla_scale(mla, rope)})
+        | (latent_factors(fields, mla) if mla is not None and kind.latent_scales else {}),
         **_tokens(fields, sizes["vocab_size"]),
         dtype=_dtype(fields),
     )
@@ -291,8 +292,10 @@ def _eps_key(fields: Fields, kind: Family) -> str:
     return kind.rms_norm_key if has_other else kind.eps_key
 
 
-def _latent_attention(mla: MlaConfig | None, num_layers: int) -> dict[str, Any]:
-    return {} if mla is None else {"mla": mla, "layer_kinds": ("mla",) * num_layers}
+def _latent_attention(mla: MlaConfig | None, kind: Family, num_layers: int) -> dict[str, Any]:
+    if mla is None:
+        return {}
+    return {"mla": mla, "layer_kinds": ("shortcut" if kind.shortcut else "mla",) * num_layers}
 
 
 def _sizes(fields: Fields, kind: Family, latent_head_dim: int) -> dict[str, Any]:

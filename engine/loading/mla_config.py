@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from engine.config import MlaConfig, RopeConfig
 from engine.loading._fields import Fields
 from engine.models.family import Family
 
-__all__ = ["mla_config", "mla_scale", "rope_width"]
+__all__ = ["latent_factors", "mla_config", "mla_scale", "rope_width"]
 
 _MAX_RANK = 512  # L that `kernels.mla_decode` supports
 _MAX_ROPE = 64
@@ -50,6 +51,18 @@ def rope_width(fields: Fields, mla: MlaConfig) -> int:
     values = fields.raw("rope_parameters") or fields.raw("rope_scaling") or {}
     is_partial = isinstance(values, dict) and values.get("partial_rotary_factor") not in (None, 1.0)
     return mla.nope_dim + mla.rope_dim if is_partial else mla.rope_dim
+
+
+def latent_factors(fields: Fields, mla: MlaConfig) -> dict[str, Any]:
+    """Return the factors on the latents' norms: sqrt(N / rank), as if the latents were N wide."""
+    hidden = fields.integer("hidden_size", 1, 1 << 20)
+    ranks = {"q": mla.q_rank, "kv": mla.kv_rank}
+    factors = tuple(
+        (f"mla_{name}_norm", (hidden / rank) ** 0.5, 1.0)
+        for name, rank in ranks.items()
+        if rank and fields.flag(f"mla_scale_{name}_lora", True)
+    )
+    return {"weight_factors": factors}
 
 
 def mla_scale(mla: MlaConfig, rope: RopeConfig) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from engine.config import MoeConfig
-from engine.kernels.moe_route import MAX_EXPERTS, MAX_TOP_K
+from engine.kernels.moe_route import MAX_CHOICES, MAX_EXPERTS, MAX_TOP_K
 from engine.loading._fields import Fields
 from engine.models.moe_family import MoeFamily
 
@@ -45,7 +45,8 @@ def moe_config(fields: Fields, kind: MoeFamily | None, num_layers: int) -> MoeCo
     shared_size = _shared_size(fields, kind, width)
     scale, shared_scale = _scales(fields, kind, shared_size)
     num_groups, top_groups = _groups(fields, kind, num_experts)
-    most = 1 if kind.scales_input else min(num_experts, MAX_TOP_K)
+    num_identity = _num_identity(fields, kind, num_experts)
+    most = 1 if kind.scales_input else min(num_experts + num_identity, MAX_TOP_K)
     top_ks = fields.per_layer("num_experts_per_tok", num_layers, 1, most)
     config = MoeConfig(
         num_experts=num_experts,
@@ -68,8 +69,9 @@ def moe_config(fields: Fields, kind: MoeFamily | None, num_layers: int) -> MoeCo
         shared_bias=declared(kind.shared_bias),
         activation=kind.activation,
         beside_mlp=kind.beside_mlp,
+        num_identity=num_identity,
     )
-    per_group = num_experts // num_groups
+    per_group = config.num_choices // num_groups
     if top_groups * per_group < config.top_k:
         raise fields.error("topk_group", f"groups of {per_group} with {config.top_k} experts")
     if kind.activation == "swiglu_clamped":
@@ -106,6 +108,16 @@ def _num_experts(fields: Fields, default: int, num_layers: int) -> int:
     count = counts.get(key, default)
     if count * num_layers > _MAX_TENSORS:
         raise fields.error(key, f"at most {_MAX_TENSORS // num_layers} (of {num_layers} layers)")
+    return count
+
+
+def _num_identity(fields: Fields, kind: MoeFamily, num_experts: int) -> int:
+    """Return the number of zero-compute experts."""
+    if not kind.identity_count:
+        return 0
+    if fields.text("zero_expert_type", "identity") != "identity":
+        raise fields.error("zero_expert_type", "identity")
+    count: int = fields.integer(kind.identity_count, 0, MAX_CHOICES - num_experts, 0)
     return count
 
 

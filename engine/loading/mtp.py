@@ -107,7 +107,10 @@ def load_mtp_head(
 
 
 def _appended(config: ModelConfig) -> ModelConfig:
-    """Return the config with one more layer: full attention, and experts if the model has any."""
+    """Return the config with one more layer: full attention, and experts if the model has any.
+
+    That of a model with shortcut layers is half of one of them, without the experts.
+    """
     kind = "attention" if config.mla is None else "mla"
     added: dict[str, Any] = {"layer_windows": 0, "rope_layers": True, "layer_kinds": kind}
     lists: dict[str, Any] = {name: getattr(config, name) for name in added}
@@ -117,7 +120,8 @@ def _appended(config: ModelConfig) -> ModelConfig:
     moe = config.moe
     if moe is not None:
         top_k = moe.layer_top_k and (*moe.layer_top_k, moe.layer_top_k[-1])
-        moe = replace(moe, sparse_layers=(*moe.sparse_layers, True), layer_top_k=top_k)
+        is_sparse = "shortcut" not in config.layer_kinds
+        moe = replace(moe, sparse_layers=(*moe.sparse_layers, is_sparse), layer_top_k=top_k)
     return replace(
         config,
         num_layers=config.num_layers + 1,

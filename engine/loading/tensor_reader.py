@@ -191,7 +191,11 @@ def _as_last_layer(checkpoint: Any, mtp: MtpFamily, n: int) -> tuple[str, ...]:
     layer = f"model.layers.{n}."
 
     def renamed(name: str) -> str:
-        return layer + name.removeprefix(prefix) if name.startswith(prefix) else name
+        if not name.startswith(prefix):
+            return name
+        own = name.removeprefix(prefix)
+        module = next((one for one in mtp.modules if own.startswith(f"{one}.")), "")
+        return layer + mtp.modules.get(module, "") + own.removeprefix(module)
 
     checkpoint.rename(renamed)
     modules = (mtp.proj, mtp.embed_norm, mtp.hidden_norm, mtp.final_norm, *mtp.repeated)

@@ -11,6 +11,7 @@ from engine.config import ModelConfig
 from engine.device import CPU, Device
 from engine.errors import OutOfMemoryError
 from engine.loading.weight_table import XIELU_KINDS, weight_shapes
+from engine.models.family import SECOND
 from engine.models.rope_tables import rope_bytes
 from engine.weights import FORMATS, WHOLE, Format, Shard, dense_format
 from engine.weights.formats import GGUF_FORMATS, TILE_ROWS
@@ -30,6 +31,7 @@ _QUANTIZED_KINDS = (
     *("qkv", "o", "gate_up", "up", "down", "shared_gate_up", "shared_down"),
     *("delta_in", "delta_out", "conv_in", "conv_out", "mamba_in", "mamba_out"),
     *("mla_in", "mla_q_up", "mla_out"),  # not mla_kv_up: its heads are multiplied one by one
+    *(SECOND + kind for kind in ("mla_in", "mla_q_up", "mla_out", "gate_up", "down")),
     *_EXPERT_KINDS,
 )
 

@@ -10,7 +10,7 @@ from functools import cache, partial
 from engine.config import GatedDeltaConfig, Mamba2Config, MlaConfig, ModelConfig, MoeConfig
 from engine.errors import WeightsError
 from engine.loading.kv_scales import is_kv_scale
-from engine.models.family import TensorName, WeightName
+from engine.models.family import SECOND, TensorName, WeightName
 from engine.models.tensor_layout import ROWS, Layout
 from engine.weights import WHOLE, Shard
 
@@ -39,6 +39,7 @@ _MTP_LAYER = re.compile(r"model\.mtp_layers\.(\d{1,6})\.")
 _MTP = re.compile(r"(model\.)?mtp\.|model\.mtp_(block|emb_norm|hidden_norm|linear_proj)\.")
 _OUTPUT_NAMES = ("lm_head.weight", "output.weight", "embed_out.weight")
 # Tensors of a layer that reads another layer's keys and values: checkpoints may hold them.
+_EXPERT = re.compile(r"model\.layers\.\d{1,6}\.mlp\.experts\.(\d{1,6})\.")
 _KEY_VALUE = re.compile(r"model\.layers\.(\d{1,6})\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.")
 
 
@@ -69,6 +70,9 @@ _ROW_PARTS = {
     "shared_gate_up": ("shared_gate", "shared_up"),
     "experts_gate_up": ("expert_gate", "expert_up"),
 }
+_ROW_PARTS |= {
+    SECOND + kind: _ROW_PARTS[kind] for kind in ("mla_in", "mla_q_up", "mla_kv_up", "gate_up")
+}
 # Weights sharded by columns -> the part that produces these input features.
 _COLUMN_PART = {
     "o": "heads",
@@ -80,6 +84,7 @@ _COLUMN_PART = {
     "shared_down": "shared_gate",
     "experts_down": "expert_gate",
 }
+_COLUMN_PART |= {SECOND + kind: _COLUMN_PART[kind] for kind in ("mla_out", "down")}
 _EXPERTS = "experts_"  # prefix of weights with a leading expert axis
 _VOCABULARY = ("embed", "lm_head", "lm_head_bias")
 
@@ -254,7 +259,7 @@ class _Parts:
             if 0 <= row < self.size(part):
                 name = f"{matrix}.{part}"
             row -= self.size(part)
-        pair = self._factors.get(name) or self._factors.get(matrix, (1.0, 1.0))
+        pair = self._factors.get(name) or self._factors.get(matrix.removeprefix(SECOND), (1.0, 1.0))
         return pair[matrix != kind]
 
     def size(self, part: str) -> int:
@@ -431,7 +436,7 @@ def _layer_shapes(config: ModelConfig, shard: Shard, layer: int) -> dict[str, tu
         shapes["post_attn_norm"] = (n,)
     if has_pre_norms and config.has_mlp_norms:
         shapes["mlp_norm"] = (n,)
-    if moe is None or moe.beside_mlp:
+    if moe is None or moe.beside_mlp or kind == "shortcut":
         shapes |= _mlp_shapes(config, parts)
     if moe is not None:
         shapes |= _moe_shapes(moe, n, parts)
@@ -558,6 +563,14 @@ def _mla_shapes(config: ModelConfig, parts: _Parts) -> dict[str, tuple[int, ...]
     return shapes
 
 
+def _shortcut_shapes(config: ModelConfig, parts: _Parts) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of both attentions, and of what comes with the second."""
+    n = config.hidden_size
+    attention = _mla_shapes(config, parts)
+    second = {"attn_norm": (n,), "mlp_norm": (n,), **attention, **_mlp_shapes(config, parts)}
+    return attention | {SECOND + kind: shape for kind, shape in second.items()}
+
+
 def _mlp_shapes(config: ModelConfig, parts: _Parts) -> dict[str, tuple[int, ...]]:
     n = config.hidden_size
     first = "gate_up" if config.gated_mlp else "up"
@@ -576,12 +589,13 @@ _MIXER_SHAPES: dict[str, Callable[[ModelConfig, _Parts], dict[str, tuple[int, ..
     "short_conv": _short_conv_shapes,
     "mamba2": _mamba2_shapes,
     "mla": _mla_shapes,
+    "shortcut": _shortcut_shapes,
     "mlp": _mlp_shapes,
 }
 
 
 def _moe_shapes(moe: MoeConfig, n: int, parts: _Parts) -> dict[str, tuple[int, ...]]:
-    e = moe.num_experts
+    e = moe.num_choices
     gate_up = parts.rows("experts_gate_up")
     shapes: dict[str, tuple[int, ...]] = {"router": (e, n)}
     if moe.router_bias:
@@ -706,6 +720,7 @@ def place_tensors(
         and not _IGNORED.fullmatch(name)
         and not _is_extra(config, name)
         and not _is_shared(config, name)
+        and not _is_identity(config, name)
         and not is_spare(name)
         and not is_kv_scale(name)
     ]
@@ -739,6 +754,15 @@ def _is_shared(config: ModelConfig, name: str) -> bool:
     layer = _KEY_VALUE.match(name)
     index = int(layer[1]) if layer else config.num_layers
     return index < config.num_layers and config.kv_source(index) != index
+
+
+def _is_identity(config: ModelConfig, name: str) -> bool:
+    """Tell whether a tensor belongs to a zero-compute expert: transformers stores unused ones."""
+    expert = _EXPERT.match(name)
+    moe = config.moe
+    if moe is None or expert is None:
+        return False
+    return moe.num_experts <= int(expert[1]) < moe.num_choices
 
 
 def _refuse(where: str, fault: str, names: list[str]) -> None:

@@ -30,6 +30,7 @@ from engine.layers.norm import NoNorm, Norm
 from engine.layers.rotary import long_rope_offset
 from engine.models.altup_layer import AltUpLayer
 from engine.models.chunks import active_chunk, chunk_patterns
+from engine.models.family import SECOND
 from engine.models.kv_scales import KVScales
 from engine.models.layer_plans import LayerPlans
 from engine.models.mixers import MIXERS
@@ -37,6 +38,7 @@ from engine.models.moe_layer import build_dense_and_experts, build_moe
 from engine.models.rope_tables import RopeTable, rope_index, ropes
 from engine.models.sandwich_layer import SandwichLayer
 from engine.models.sharding import WholeParts
+from engine.models.shortcut_layer import AttentionAndMlp, ShortcutLayer
 from engine.models.stream_layers import Parts, build_input, build_stream_layer, build_streams
 from engine.weights import ALL_LAYERS, Stage, Weight
 
@@ -214,7 +216,7 @@ class Decoder:
     kernels : ModelKernels
         Overrides of ops, and how often each kernel ran.
     patterns : dict of int to (BlockSparse or Periodic)
-    layers : tuple of DecoderLayer, SandwichLayer or AltUpLayer
+    layers : tuple of DecoderLayer, SandwichLayer, AltUpLayer or ShortcutLayer
     weights : dict of str to Weight
         Weights by name: "layers.0.qkv", ... An MLP may be padded to more features than the config
         says (`loading.mlp_padding`).
@@ -608,9 +610,11 @@ class Decoder:
             raise ConfigError(f"{what} is not supported for {self.config.model_type}")
         return plain
 
-    def _layer(self, index: int) -> DecoderLayer | SandwichLayer | AltUpLayer:
+    def _layer(self, index: int) -> DecoderLayer | SandwichLayer | AltUpLayer | ShortcutLayer:
         config = self.config
         name = f"layers.{index}"
+        if config.kind(index) == "shortcut":
+            return self._shortcut(index)
         mlp = None if config.single_branch else self._mlp(index)
         if config.completes_stream or isinstance(mlp, DenseAndExperts):
             attn = self._attention(index)
@@ -626,12 +630,26 @@ class Decoder:
             can_fuse=not self.deterministic and self.parts.can_fuse,
         )
 
+    def _shortcut(self, index: int) -> ShortcutLayer:
+        moe = self._mlp(index)
+        assert isinstance(moe, MoE)
+        first, second = (
+            AttentionAndMlp(
+                self._mla(index, prefix),
+                self._dense_mlp(f"layers.{index}.{prefix}", index),
+                self._pre_norm(index, f"{prefix}attn_norm"),
+                self._pre_norm(index, f"{prefix}mlp_norm"),
+            )
+            for prefix in ("", SECOND)
+        )
+        return ShortcutLayer(first, second, moe)
+
     def _mlp(self, index: int) -> MLP | MoE | DenseAndExperts:
         config = self.config
         name = f"layers.{index}"
         moe = config.moe_of(index)
         if moe is None:
-            return self._dense_mlp(name, index)
+            return self._dense_mlp(f"{name}.", index)
         build = partial(
             build_moe,
             moe,
@@ -642,14 +660,15 @@ class Decoder:
             parts=self.parts,
         )
         if moe.beside_mlp:
-            return build_dense_and_experts(self._dense_mlp(name, index), build(), name, self._norm)
+            dense = self._dense_mlp(f"{name}.", index)
+            return build_dense_and_experts(dense, build(), name, self._norm)
         return build()
 
     def _dense_mlp(self, name: str, index: int) -> MLP:
         config = self.config
         return MLP(
-            self._linear(f"{name}.{'gate_up' if config.gated_mlp else 'up'}", config.mlp_bias),
-            self._linear(f"{name}.down", config.mlp_bias, self.parts.down),
+            self._linear(f"{name}{'gate_up' if config.gated_mlp else 'up'}", config.mlp_bias),
+            self._linear(f"{name}down", config.mlp_bias, self.parts.down),
             config.activation,
             is_gated=config.gated_mlp,
             coefficients=self._xielu(name) if config.activation == "xielu" else None,
@@ -659,7 +678,7 @@ class Decoder:
     def _xielu(self, name: str) -> Any:
         """Return the coefficients of a layer's `kernels.xielu`."""
         kinds = ("alpha_p", "alpha_n", "beta", "eps")
-        stored = [to_numpy(self._weight(f"{name}.xielu_{kind}").data) for kind in kinds]
+        stored = [to_numpy(self._weight(f"{name}xielu_{kind}").data) for kind in kinds]
         positive, negative, slope, eps = np.concatenate(stored).astype(np.float64)
         softplus = np.logaddexp(0.0, (positive, negative))
         values = np.array([softplus[0], slope + softplus[1], slope, eps], np.float32)
@@ -680,15 +699,15 @@ class Decoder:
         mixer = build(self.config, f"layers.{index}.", self._weight, self._linear, self.parts)
         return JointMixer(self._attention(index), mixer) if is_joint else mixer
 
-    def _mla(self, index: int) -> Mla:
+    def _mla(self, index: int, prefix: str = "") -> Mla:
         config = self.config
         mla = config.mla
         assert mla is not None
-        name = f"layers.{index}"
+        name = f"layers.{index}.{prefix}"
         q_norm = q_up = None
         if mla.q_rank:
-            q_norm = Norm(self._weight(f"{name}.mla_q_norm").data, mla.norm_eps)
-            q_up = self._linear(f"{name}.mla_q_up", has_bias=False)
+            q_norm = Norm(self._weight(f"{name}mla_q_norm").data, mla.norm_eps)
+            q_up = self._linear(f"{name}mla_q_up", has_bias=False)
         return Mla(
             mla,
             AttentionParams(
@@ -698,10 +717,10 @@ class Decoder:
                 config.attn_scale,
                 deterministic=self.deterministic,
             ),
-            self._linear(f"{name}.mla_in", config.qkv_bias),
-            Norm(self._weight(f"{name}.mla_kv_norm").data, mla.norm_eps),
-            self._weight(f"{name}.mla_kv_up").data,
-            self._linear(f"{name}.mla_out", config.o_bias, self.parts.attention_output),
+            self._linear(f"{name}mla_in", config.qkv_bias),
+            Norm(self._weight(f"{name}mla_kv_norm").data, mla.norm_eps),
+            self._weight(f"{name}mla_kv_up").data,
+            self._linear(f"{name}mla_out", config.o_bias, self.parts.attention_output),
             self.rope_tables[rope_index(config, index)],
             q_norm,
             q_up,

@@ -24,7 +24,7 @@ from engine.layers.linear import Linear
 from engine.layers.mla import Mla
 from engine.layers.mlp import MLP
 from engine.layers.norm import Norm
-from engine.models.decoder import Decoder
+from engine.models.decoder import Decoder, DecoderLayer
 from engine.models.rope_tables import RopeTable
 from engine.weights import Weight
 
@@ -321,7 +321,7 @@ class MtpHead:
         """
         x = self._inputs(token_ids, state, batch)
         [layer] = self._stage.layers
-        assert isinstance(layer.attn, Attention | Mla)
+        assert isinstance(layer, DecoderLayer) and isinstance(layer.attn, Attention | Mla)
         store: Callable[..., None] = layer.attn.store
         store(layer.attn_norm(x), batch, *pages)
 

@@ -26,6 +26,7 @@ __all__ = [
     "HF_NAMES",
     "HF_NORM_BIASES",
     "HF_UNGATED_LAYER_NAMES",
+    "SECOND",
     "Family",
     "RopeRule",
     "TensorName",
@@ -57,6 +58,10 @@ RopeRule = Literal[
     "position_embedding_type",
     "rope_theta",
 ]
+
+
+SECOND = "second_"
+"""Prefix of the kinds of the weights of a layer's second attention and MLP."""
 
 
 class WeightName(NamedTuple):
@@ -346,6 +351,11 @@ class Family:
         Declaration of the layers that replace attention.
     mla : bool
         Every layer has multi-head latent attention.
+    latent_scales : bool
+        Normalised latents are scaled up to the residual stream's size, unless `mla_scale_q_lora` or
+        `mla_scale_kv_lora` is off.
+    shortcut : bool
+        Layers have two attentions and two MLPs. See `ModelConfig.layer_kinds`.
     attn_gate : str
         Gate of the attention's output. See `ModelConfig.attn_gate`.
     moe : MoeFamily or None
@@ -417,6 +427,8 @@ class Family:
     gguf_interleaved_rope: bool = False
     mixers: MixerFamily | None = None
     mla: bool = False
+    latent_scales: bool = False
+    shortcut: bool = False
     attn_gate: str = ""
     moe: MoeFamily | None = None
     adjusts_width: bool = False

@@ -27,6 +27,7 @@ _PAGE_OPS = (
     "kv_swap",
     "qk_norm_rope_store",
 )
+_LATENT_OPS = ("mla_decode", "mla_store", "mla_expand", "head_gemm", "kv_gather")
 _KIND_OPS: dict[str, tuple[str, ...]] = {
     "attention": (),
     "gated_delta": ("causal_conv", "gated_delta", "gated_norm"),
@@ -34,7 +35,8 @@ _KIND_OPS: dict[str, tuple[str, ...]] = {
     "mamba2": ("causal_conv", "mamba2", "gated_norm", "swiglu"),
     "attention_mamba2": ("causal_conv", "mamba2", "gated_norm", "swiglu", "residual_add"),
     "mlp": (),
-    "mla": ("mla_decode", "mla_store", "mla_expand", "head_gemm", "kv_gather"),
+    "shortcut": ("residual_add", *_LATENT_OPS),
+    "mla": _LATENT_OPS,
 }
 # Op -> dtypes besides the model's: logits and barriers are float32, ids move as float16.
 _RANK_OPS: dict[str, tuple[str, ...]] = {

@@ -61,6 +61,8 @@ class MoeFamily:
         "swiglu_clamped" (with `swiglu_alpha` and `swiglu_limit`).
     beside_mlp : bool
         Layers with experts have an MLP too. See `MoeConfig`.
+    identity_count : str
+        Key of the number of zero-compute experts; "" if there are none.
     """
 
     num_experts: int
@@ -86,3 +88,4 @@ class MoeFamily:
     shared_bias: bool | str = False
     activation: str = "swiglu"
     beside_mlp: bool = False
+    identity_count: str = ""

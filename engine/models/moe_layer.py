@@ -80,6 +80,7 @@ def build_moe(
             config.activation,
             config.alpha,
             config.limit,
+            config.num_identity,
         ),
         correction=None if correction is None else correction.data,
         expert_scale=None if expert_scale is None else expert_scale.data,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 __all__ = ["NEXTN", "MtpFamily"]
 
@@ -26,6 +27,8 @@ class MtpFamily:
         The projection reads the embedding's features before the hidden state's.
     zero_first : bool
         The embedding at position 0 is 0.
+    modules : mapping of str to str
+        Module below `layer` -> the model's name of it, where they differ.
     """
 
     layer: str
@@ -36,6 +39,7 @@ class MtpFamily:
     repeated: tuple[str, ...] = ()
     embedding_first: bool = True
     zero_first: bool = False
+    modules: Mapping[str, str] = field(default_factory=dict)
 
 
 _NEXTN = "model.layers.{n}."

@@ -36,6 +36,7 @@ from engine.models.jais2 import JAIS2
 from engine.models.lfm2 import LFM2, LFM2_MOE
 from engine.models.llama import LLAMA
 from engine.models.llama4 import LLAMA4_TEXT
+from engine.models.longcat_flash import LONGCAT_FLASH
 from engine.models.mellum import MELLUM
 from engine.models.mimo import MIMO
 from engine.models.mimo_v2_flash import MIMO_V2_FLASH
@@ -147,6 +148,7 @@ _SPARSE = (
     DEEPSEEK_V3,
     KIMI_K2,
     GLM4_MOE_LITE,
+    LONGCAT_FLASH,
 )
 
 _OF_WRAPPERS = (

@@ -302,7 +302,7 @@ class ParallelParts(WholeParts):
         elif self.shard.by_output:
             experts = ColumnParallelExperts(**vars(experts), collectives=self.collectives)
         elif self.collectives.rank != 0:  # rank 0 adds the bias of the second product
-            experts = replace(experts, down_bias=None)
+            experts = replace(experts, down_bias=None, adds_identity=False)
         if is_complete:
             return MoE(params, router, experts, **options)
         return ParallelMoE(params, router, experts, collectives=self.collectives, **options)
@@ -335,7 +335,7 @@ class ParallelParts(WholeParts):
         if not self._padding_ids:  # one array for all layers
             self._padding_ids.append(xp.full(_CLEARED_ROWS, PADDING_ID, np.int32))
         return ExpertParallelExperts(
-            **vars(experts),
+            **vars(experts) | {"adds_identity": self.shard.by_output or self.collectives.rank == 0},
             first=self.expert_runs[self.shard.index][0],
             padding_ids=self._padding_ids[0],
             collectives=self.collectives if self.shard.by_output else None,

@@ -96,6 +96,8 @@ def activation_bytes(model: ModelConfig, dtype: str, num_tokens: int, num_rows: 
         rows += 2 * model.num_layers * per_layer.size
     if model.altup is not None:  # the streams, and their predictions
         rows += 2 * model.altup.num_streams * model.hidden_size
+    if "shortcut" in model.layer_kinds:  # the experts' output, while the second half runs
+        rows += model.hidden_size
     per_token = (rows + mlp + attention) * itemsize(dtype)
     per_row = 4 * 4 * model.vocab_size
     return math.ceil(1.1 * (num_tokens * per_token + num_rows * per_row + expanded))

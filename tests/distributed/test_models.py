@@ -102,7 +102,8 @@ def _check(found, want, deterministic):
 @pytest.mark.parametrize(
     ("case", "size"),
     [(case, 2) for case in ("glm4_moe", "gpt_oss", "granitemoe", "mixtral", "olmoe", "qwen2_moe")]
-    + [("qwen3_moe", 2), ("qwen3_moe", 4), ("llama4", 2), ("qwen3_vl_moe", 2)],
+    + [("qwen3_moe", 2), ("qwen3_moe", 4), ("llama4", 2), ("qwen3_vl_moe", 2)]
+    + [("longcat_flash", 2), ("longcat_flash_new_keys_yarn_biases", 4)],
 )
 def test_logits_with_whole_experts(on_ranks, folder, alone, case, size):
     for deterministic in (False, True):

@@ -44,6 +44,19 @@ _YARN = {
 }
 _V2 = {**_TINY, **_EXPERTS, "model_type": "deepseek_v2"}
 _V3 = {**_TINY, **_EXPERTS, "model_type": "deepseek_v3", "n_group": 4, "topk_group": 2}
+_LONGCAT = {key: value for key, value in _TINY.items() if key != "num_hidden_layers"}
+_LONGCAT |= {
+    "model_type": "longcat_flash",
+    "num_layers": 2,
+    "n_routed_experts": 5,
+    "zero_expert_num": 3,
+    "moe_topk": 4,
+    "expert_ffn_hidden_size": 20,
+    "ffn_hidden_size": 96,
+    "routed_scaling_factor": 1.7,
+    "head_dim": 8,  # of the rope
+}
+del _LONGCAT["intermediate_size"]
 _LITE = {**_TINY, **_EXPERTS, "model_type": "glm4_moe_lite"}
 
 LATENTS: dict[str, dict[str, Any]] = {
@@ -88,6 +101,14 @@ LATENTS: dict[str, dict[str, Any]] = {
         **_LITE,
         "n_shared_experts": 1,
         "rope_parameters": {"rope_type": "default", "rope_theta": 900.0},
+    },
+    "longcat_flash": {**_LONGCAT, "rope_theta": 500.0, "router_bias": False},
+    "longcat_flash_new_keys_yarn_biases": {
+        **_LONGCAT,
+        "v_head_dim": 20,
+        "zero_expert_num": 6,
+        "attention_bias": True,
+        "rope_parameters": {"rope_type": "yarn", "rope_theta": 500.0, **_YARN, "mscale": 0.6},
     },
     "youtu": {**_TINY, "model_type": "youtu", "tie_word_embeddings": True, "rope_theta": 500.0},
     "youtu_new_keys": {

@@ -133,6 +133,8 @@ def router_margin(model: Any, ids: list[int]) -> float:
         ranks = outputs[0].float()
         if hasattr(router, "moe_statics"):
             ranks = router.moe_statics(ranks.softmax(-1))
+        elif hasattr(router, "classifier"):
+            ranks = ranks.softmax(-1) + router.e_score_correction_bias
         elif len(inputs) > 1:  # the correction is an argument
             ranks = ranks.sigmoid() + inputs[1]
         elif hasattr(router, "e_score_correction_bias"):

@@ -24,9 +24,9 @@ SPARSE = (
     *("dots1", "solar_open", "minimax_m2", "hy_v3", "ernie4_5_moe", "exaone_moe", "mellum"),
     *("flex_olmo", "granitemoeshared", "llama4_text", "cohere2_moe", "mimo_v2_flash"),
     *("qwen3_next", "qwen3_5_moe_text", "lfm2_moe", "granitemoehybrid"),
-    *("deepseek_v2", "deepseek_v3", "glm4_moe_lite"),
+    *("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash"),
 )
-LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu")
+LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu", "longcat_flash")
 SWITCHED = ("qwen2", "qwen3", "smollm3", "qwen2_moe", "qwen3_moe")
 SWITCHED += ("qwen2_vl_text", "qwen2_5_vl_text")
 FAMILIES = (
@@ -83,6 +83,9 @@ RANKS = {
     "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8,
     "qk_rope_head_dim": 8, "v_head_dim": 12,
 }  # fmt: skip
+LONGCAT = {"num_layers": 2, "ffn_hidden_size": 64, "expert_ffn_hidden_size": 16, "moe_topk": 3}
+LONGCAT |= {"zero_expert_num": 3}
+GROUPED = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 GROUPS = {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
 # Text models without a class of their own that computes logits -> the type of the whole model.
 WHOLE = {f"{name}_text": name for name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")}
@@ -137,7 +140,8 @@ def measure(family: str) -> dict:
     values = dict(PLAIN)
     values |= EXPERTS if family in SPARSE else {}
     values |= RANKS if family in LATENT else {}
-    values |= GROUPS if family in LATENT and family in SPARSE else {}
+    values |= LONGCAT if family == "longcat_flash" else {}
+    values |= GROUPS if family in GROUPED else {}
     values |= {"use_sliding_window": True, "max_window_layers": 1} if family in SWITCHED else {}
     values |= {"rope_parameters": MROPE} if family in WHOLE else {}
     values |= LLAMA4 if family == "llama4_text" else {}

@@ -9,6 +9,7 @@ from engine import kernels, reference
 from engine.errors import ContractError, DTypeError, ShapeError
 from engine.testing import cases
 from engine.testing.cases_elementwise import assert_guards, misaligned
+from engine.testing.cases_moe import distinct_logits
 from engine.testing.tolerances import assert_close
 
 # (T, k, N): one token, more experts than loads in flight, unvectorizable widths, empty.
@@ -79,6 +80,44 @@ def test_misaligned_and_views(xp, dtype):
     assert_close(kernels.moe_combine(view, **on_device), want, reduction=6)
 
 
+def _routing(num_tokens, num_experts, top_k):
+    logits = distinct_logits(num_tokens, num_experts, seed=6)
+    return reference.moe_route(logits, top_k, renormalize=False, scale=6.0)
+
+
+@pytest.mark.grid("dtype", cases.DTYPES)
+@pytest.mark.grid("is_added", [True, False])
+@pytest.mark.grid("shape", [(1, 4, 2048), (17, 12, 576), (5, 9, 101), (0, 2, 8)])
+def test_experts_that_return_their_input(xp, shape, is_added, dtype):
+    """Their rows of `pairs` are not read: they may hold anything."""
+    num_tokens, top_k, width = shape
+    routing = _routing(num_tokens, 20, top_k)
+    pairs, options = _inputs(shape, dtype)
+    x = cases.normal((num_tokens, width), dtype, seed=7)
+    own = {"identity": x} if is_added else {}
+    own |= {"num_identity": 8, "residual": options["residual"], "shared": options["shared"]}
+    want = reference.moe_combine(pairs, routing=routing, **own)
+    pairs[routing.experts >= 12] = np.nan
+    on_device = {name: xp.asarray(a) if name != "num_identity" else a for name, a in own.items()}
+    routed = type(routing)(*map(xp.asarray, routing))
+    got = kernels.moe_combine(xp.asarray(pairs), routing=routed, **on_device)
+    assert_close(got, want, reduction=shape[1] + 2)
+
+
+def test_mirror_adds_the_input_times_its_weight():
+    routing = _routing(9, 6, 3)
+    pairs, _ = _inputs((9, 3, 5), "float32")
+    x = cases.normal((9, 5), "float32", seed=8)
+    got = reference.moe_combine(pairs, routing=routing, num_identity=2, identity=x)
+    for token, experts in enumerate(routing.experts):
+        rows = [
+            routing.weights[token, j] * x[token] if expert >= 4 else pairs[token, j]
+            for j, expert in enumerate(experts)
+        ]
+        np.testing.assert_allclose(got[token], np.sum(rows, axis=0), rtol=1e-5, atol=1e-6)
+    assert (routing.experts >= 4).any() and (routing.experts < 4).any()
+
+
 @pytest.mark.gpu
 def test_more_rows_than_a_grid_has(cp):
     pairs = cp.ones((70_001, 2, 8), np.float32) * cp.arange(70_001, dtype=np.float32)[:, None, None]
@@ -114,5 +153,12 @@ def test_contract(xp):
         op(pairs, shared_gate=row[:, :1])
     with pytest.raises(ShapeError, match=r"shared_gate: must have shape \(T, 1\); got \(3, 8\)"):
         op(pairs, shared=row, shared_gate=row)
+    with pytest.raises(ContractError, match=r"routing: must be given with num_identity; got None"):
+        op(pairs, num_identity=1)
+    with pytest.raises(ContractError, match=r"identity: must be None without num_identity"):
+        op(pairs, identity=row)
+    routing = type(_routing(3, 4, 2))(*map(xp.asarray, _routing(3, 4, 2)))
+    with pytest.raises(ContractError, match=r"num_identity: must be a number from 0 to 4; got 5"):
+        op(pairs, routing=routing, num_identity=5)
     with pytest.raises(ShapeError, match=r"out: must have shape \(3, 8\); got \(2, 8\)"):
         op(pairs, out=row[:2])

@@ -32,6 +32,10 @@ SHAPES = (
     (300, 512, 16),
     (5000, 128, 8),
     (5000, 16, 1),
+    (1, 768, 12),
+    (16, 768, 16),
+    (300, 700, 12),
+    (5000, 768, 12),
 )
 _ARRAYS = ("correction", "expert_scale")
 # (options, number of experts)
@@ -240,8 +244,8 @@ def test_contract(xp):
         op(logits.astype(np.float16), 2)
     with pytest.raises(ShapeError, match=r"logits: must have shape \(T, E\)"):
         op(logits[0], 2)
-    with pytest.raises(ContractError, match=r"logits: must be of 1 to 512 experts; got 513"):
-        op(xp.zeros((1, 513), np.float32), 2)
+    with pytest.raises(ContractError, match=r"logits: must be of 1 to 768 experts; got 769"):
+        op(xp.zeros((1, 769), np.float32), 2)
     for top_k in (0, 9, True, 2.0):
         with pytest.raises(ContractError, match=rf"top_k: must be from 1 to 8; got {top_k}"):
             op(logits, top_k)

@@ -460,6 +460,9 @@ def _changed(config, change):
         ("granitemoehybrid", {"rope_layers": ()}),
         ("nemotron_h", {"activation": "silu"}),
         ("nemotron_h", {"rope_layers": ()}),
+        ("longcat_flash", {"moe.scale": 1.0}),
+        ("longcat_flash", {"moe.correction": False}),
+        ("longcat_flash", {"moe.renormalize": True}),
     ],
     ids=str,
 )

@@ -21,7 +21,7 @@ from tests.golden.tiny_weights import tiny_weight
 
 BLOCKS = fp8(block=True)
 # Matrices that published checkpoints keep in 16 bits.
-KEPT = re.compile(r"embed|lm_head|norm|mlp\.gate\.")
+KEPT = re.compile(r"embed|lm_head|norm|mlp\.gate\.|mlp\.router\.")
 TOKENS = np.random.default_rng(0).integers(4, 128, (2, 24))
 
 
@@ -33,7 +33,7 @@ def _write(folder, case, tensors, **keys):
     return folder
 
 
-@pytest.fixture(params=["deepseek_v3", "deepseek_v2", "glm4_moe_lite"])
+@pytest.fixture(params=["deepseek_v3", "deepseek_v2", "glm4_moe_lite", "longcat_flash"])
 def checkpoints(request, tmp_path):
     """A checkpoint in fp8 blocks, and its dequantized twin."""
     record = json.loads((GOLDEN / "models" / f"{request.param}.json").read_text())

@@ -34,6 +34,13 @@ LAST = {
     "hidden_norm": "model.layers.3.hnorm",
     "final_norm": "model.layers.3.shared_head.norm",
 }
+LONGCAT = {
+    "layer": "model.mtp.layers.0.",
+    "proj": "model.mtp.layers.0.eh_proj",
+    "embed_norm": "model.mtp.layers.0.enorm.m",
+    "hidden_norm": "model.mtp.layers.0.hnorm.m",
+    "final_norm": "model.mtp.norm",
+}
 # Golden model -> names of its head, keys that announce it, layers to copy attention and MLP from,
 # what is added to the norms' weights, and the keys of a model of the head's layer alone.
 ALONE = {"num_hidden_layers": 1, "layer_types": ["full_attention"], "tie_word_embeddings": False}
@@ -55,6 +62,19 @@ CASES = {
         *(2, 2, 0),
         {"num_hidden_layers": 1, "first_k_dense_replace": 0},
     ),
+    "longcat_flash_new_keys_yarn_biases": (
+        LONGCAT,
+        {},
+        *(1, 1, 0),
+        # Latent attention and an MLP.
+        {
+            "model_type": "youtu",
+            "num_hidden_layers": 1,
+            "intermediate_size": 96,
+            "zero_expert_num": 0,
+            "routed_scaling_factor": 1,
+        },
+    ),
     "glm4_moe_lite_new_keys": (
         LAST,
         {"num_nextn_predict_layers": 1},
@@ -74,6 +94,22 @@ def rms(x, weight, offset, eps):
     return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * (weight + offset)
 
 
+def name_in_head(names, name):
+    """The head's name of a tensor of a layer; None for one that it lacks."""
+    if names is not LONGCAT:
+        return name
+    if ".1." in name or name.startswith("mlp."):
+        return None
+    return name.replace(".0.", ".").replace("mlps.", "transformer_layer.mlp.")
+
+
+def alone_tensor(names, name, array, hidden_size):
+    """Name and values of a tensor of the head's layer in a model of that layer alone."""
+    if names is LONGCAT and re.search(r"(q|kv)_a_layernorm", name):
+        array = array * np.float32((hidden_size / len(array)) ** 0.5)
+    return name.removeprefix("transformer_layer."), array
+
+
 @pytest.fixture(params=CASES)
 def checkpoint(request, tmp_path):
     """The folder of a model with a head, and the case's record."""
@@ -87,8 +123,8 @@ def checkpoint(request, tmp_path):
     for name, array in list(tensors.items()):
         found = re.match(r"model\.(?:language_model\.)?layers\.(\d+)\.(.*)", name)
         source = mlp if found and found[2].startswith("mlp.") else attention
-        if found and int(found[1]) == source:
-            tensors[names["layer"] + found[2]] = noise(rng, array.shape)
+        if found and int(found[1]) == source and (own := name_in_head(names, found[2])):
+            tensors[names["layer"] + own] = noise(rng, array.shape)
     for kind in ("embed_norm", "hidden_norm", "final_norm"):
         tensors[f"{names[kind]}.weight"] = noise(rng, (n,)) + np.float32(0.7)
     tensors[f"{names['proj']}.weight"] = noise(rng, (n, 2 * n))
@@ -116,13 +152,13 @@ def layer_alone(folder, names, changes, x, offset):
     """States (T, N) of the rows x (T, N): the head's layer as a model whose embeddings they are."""
     values = text_of(folder) | changes
     tensors = load_file(folder / "model.safetensors")
-    made = {
-        name.replace(names["layer"], "model.layers.0."): array
-        for name, array in tensors.items()
-        if name.startswith(names["layer"])
-        and not re.search(r"eh_proj|enorm|hnorm|shared_head", name)
-    }
     n = values["hidden_size"]
+    made = {}
+    for name, array in tensors.items():
+        is_own = name.startswith(names["layer"])
+        if is_own and not re.search(r"eh_proj|enorm|hnorm|shared_head", name):
+            own, array = alone_tensor(names, name.removeprefix(names["layer"]), array, n)
+            made[f"model.layers.0.{own}"] = array
     made["model.embed_tokens.weight"] = np.zeros((128, n), np.float32)
     made["model.embed_tokens.weight"][: len(x)] = x
     made["model.norm.weight"] = tensors[f"{names['final_norm']}.weight"]
@@ -199,7 +235,7 @@ def test_drafts_need_a_head_that_the_config_announces(checkpoint):
     folder, (names, keys, *_) = checkpoint
     model = engine.load(folder, device="cpu", dtype="float32", progress=False)
     if not keys:
-        assert names is NEXT  # Qwen3-Next's config says nothing about it
+        assert names in (NEXT, LONGCAT)  # config.json says nothing about it
         return
     [key] = keys
     write_keys(folder, **{key: 0})
