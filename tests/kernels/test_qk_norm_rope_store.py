@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
@@ -159,7 +161,7 @@ def test_factors_multiply_the_rotated_queries_only(xp, case, norms, dtype):
     keywords = {name: to_numpy(array) for name, array in options.items()}
     rows = _split(host[0], case)
     reference.qk_norm_rope_store(*rows, *places, *host[1], slots, **keywords)
-    assert_close(got, host[0], reduction=case[3] if weights else 2)
+    assert_close(got, host[0], reduction=math.inf)  # rounded before the factor and behind it
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -444,11 +444,12 @@ def _check_bits(model, counts, starts):
     batch = _batch(counts, starts, model.device)
     decoder = model.decoder
     want_pages = _pages(model, len(counts) * 8)
-    decoder.extend_ropes(batch.max_context_len)
-    delta, residual = None, decoder.embed(batch.token_ids)
-    for layer, pages in zip(decoder.layers, want_pages, strict=True):
-        delta, residual = layer(delta, residual, batch, tuple(pages))
-    if delta is None:
+    delta, residual, caches = decoder._enter(batch, [tuple(pages) for pages in want_pages])
+    for layer, own in zip(decoder.layers, caches, strict=True):
+        delta, residual = layer(delta, residual, batch, own)
+    if decoder.streams is not None:
+        hidden = decoder.final_norm(decoder.streams.leave(delta, residual))
+    elif delta is None:
         hidden = decoder.final_norm(residual)
     else:
         hidden = decoder.final_norm.add(delta, residual)[0]
