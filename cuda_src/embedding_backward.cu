@@ -5,137 +5,148 @@
 //   dout       (T, N) scalar_t   contiguous
 //   sorted_ids (T,)   int32      token ids in ascending order; those outside [0, V) are skipped
 //   order      (T,)   int64      row of dout of each sorted id, ascending within an id
+//   parts      (ceil(T / kRows), 2, N) float   scratch
 //   out        (V, N) scalar_t   contiguous; is_large: larger than L2, so stored evict-first
 //
 // Numerics: summed in float in a fixed order (the result is reproducible), rounded once.
-// Parallelisation: a block owns kIds ids. A warp sums the rows of an id. Ids with more than
-// kMaxAlone rows (text has very frequent tokens) follow: each warp sums an eighth of the rows, and
-// the first warp adds the eight sums.
+// Parallelisation: _clear writes zeros. In _sum a block owns kRows sorted ids, so a frequent id (text
+// has very frequent ones) is as much work as many rare ones. It stores the sums of the ids that it
+// sees whole; of an id that began before it, or goes on behind it, it stores a part. In _join the
+// block where such an id begins adds the parts.
 // Mirror: engine/reference/embedding_backward.py
 #include "common/packed.cuh"
 #include "common/pdl.cuh"
 #include "common/types.cuh"
 
-constexpr int kThreads = 256;
-constexpr int kWarps = kThreads / 32;
-constexpr int kIds = 32;
-constexpr int kMaxAlone = 32;
+constexpr int kThreads = 256;  // most per block
+constexpr int kRows = 64;
+constexpr int kLoads = 8;   // rows in flight
+constexpr int kStores = 4;  // vectors that a thread of _clear stores
 
-// Returns the number of sorted ids below `id`: each round, the threads of the block probe evenly
-// spaced places of the range that is left.
-__device__ __forceinline__ int64_t lower_bound(const int* __restrict__ sorted_ids, int64_t count,
-                                               int64_t id) {
-  int64_t low = 0;
-  while (count > 0) {
-    const int64_t step = (count + kThreads - 1) / kThreads;
-    const int64_t place = (threadIdx.x + 1) * step - 1;  // last place of this thread's share
-    const int num_below = __syncthreads_count(place < count && sorted_ids[low + place] < id);
-    low += num_below * step;
-    count = min(count - num_below * step, step - 1);
-  }
-  return low;
-}
+struct EmbeddingBackwardParams {
+  const scalar_t* dout;
+  const int* sorted_ids;
+  const int64_t* order;
+  float* parts;
+  scalar_t* out;
+  int64_t num_tokens;
+  int64_t vocab_size;
+  int64_t padding_id;
+  int64_t n;
+  float scale;
+  int is_large;
+};
 
-// Adds the rows order[first:last] of dout, at this thread's columns, to acc.
-template <int kWidth>
-__device__ __forceinline__ void add_rows(const scalar_t* __restrict__ dout,
-                                         const int64_t* __restrict__ order, int64_t first,
-                                         int64_t last, int64_t n, float (&acc)[kWidth]) {
-  constexpr int kRows = kWidth == 1 ? 2 : 4;  // loads in flight
-  for (; first < last; first += kRows) {
-    int64_t tokens[kRows];
-    Packed<kWidth> rows[kRows];
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) tokens[i] = order[min(first + i, last - 1)];
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) rows[i] = load_packed<kWidth>(dout + tokens[i] * n);
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      if (first + i >= last) break;
-      const Vec<scalar_t, kWidth> row = unpack<kWidth>(rows[i]);
-#pragma unroll
-      for (int j = 0; j < kWidth; ++j) acc[j] += to_float(row.v[j]);
-    }
-  }
+// Returns the id at a place of the sorted ids, or -1 for one to skip and outside of them.
+__device__ __forceinline__ int id_at(const EmbeddingBackwardParams& p, int64_t place) {
+  if (place < 0 || place >= p.num_tokens) return -1;
+  const int id = p.sorted_ids[place];
+  return id < 0 || id >= p.vocab_size || id == p.padding_id ? -1 : id;
 }
 
 template <int kWidth>
-__device__ __forceinline__ void store(scalar_t* out, const float (&acc)[kWidth], float scale,
-                                      bool is_large) {
+__device__ __forceinline__ void store_row(const EmbeddingBackwardParams& p, int id, int64_t column,
+                                          const float (&acc)[kWidth]) {
   Vec<scalar_t, kWidth> row;
 #pragma unroll
-  for (int j = 0; j < kWidth; ++j) row.v[j] = from_float<scalar_t>(acc[j] * scale);
-  store_vec(out, row, is_large);
+  for (int j = 0; j < kWidth; ++j) row.v[j] = from_float<scalar_t>(acc[j] * p.scale);
+  store_vec(p.out + id * p.n + column, row, p.is_large);
 }
 
 template <int kWidth>
-__device__ __forceinline__ void embedding_backward(const scalar_t* __restrict__ dout,
-                                                   const int* __restrict__ sorted_ids,
-                                                   const int64_t* __restrict__ order,
-                                                   scalar_t* __restrict__ out, int64_t num_tokens,
-                                                   int64_t vocab_size, int64_t padding_id,
-                                                   int64_t n, float scale, bool is_large) {
-  __shared__ int64_t starts[kIds];
-  __shared__ int64_t ends[kIds];
-  __shared__ float sums[kWarps][32 * kWidth];
-  const int lane = threadIdx.x % 32;
-  const int warp = threadIdx.x / 32;
-  const int64_t first_id = static_cast<int64_t>(blockIdx.x) * kIds;
-  if (threadIdx.x < kIds) starts[threadIdx.x] = ends[threadIdx.x] = 0;
-  const int64_t begin = lower_bound(sorted_ids, num_tokens, first_id);
-  __syncthreads();
-  for (int64_t i = begin + threadIdx.x; i < num_tokens; i += kThreads) {
-    const int64_t id = sorted_ids[i] - first_id;
-    if (id >= kIds) break;
-    if (i == begin || sorted_ids[i - 1] != sorted_ids[i]) starts[id] = i;
-    if (i == num_tokens - 1 || sorted_ids[i + 1] != sorted_ids[i]) ends[id] = i + 1;
+__device__ __forceinline__ void clear(const EmbeddingBackwardParams& p) {
+  const int64_t first =
+      (static_cast<int64_t>(blockIdx.x) * kStores * kThreads + threadIdx.x) * kWidth;
+#pragma unroll
+  for (int i = 0; i < kStores; ++i) {
+    const int64_t at = first + i * kThreads * kWidth;
+    if (at < p.vocab_size * p.n) store_vec(p.out + at, Vec<scalar_t, kWidth>{}, p.is_large);
+  }
+}
+
+template <int kWidth>
+__device__ __forceinline__ void sum(const EmbeddingBackwardParams& p) {
+  __shared__ int ids[kRows + 2];  // of the place before the block, its own, and of the one behind
+  __shared__ int64_t rows[kRows];
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * kRows;
+  const int count = min(static_cast<int64_t>(kRows), p.num_tokens - first);
+  for (int i = threadIdx.x; i < count + 2; i += blockDim.x) {
+    ids[i] = id_at(p, first + i - 1);
+    if (i < count) rows[i] = p.order[first + i] * p.n;
   }
   __syncthreads();
-  const auto count = [&](int i) { return first_id + i == padding_id ? 0 : ends[i] - starts[i]; };
-  for (int i = warp; i < kIds && first_id + i < vocab_size; i += kWarps) {
-    if (count(i) > kMaxAlone) continue;
+  const int64_t column = (static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x) * kWidth;
+  if (column >= p.n) return;
+  float acc[kWidth] = {};
 #pragma unroll 1
-    for (int64_t column = lane * kWidth; column < n; column += 32 * kWidth) {
-      float acc[kWidth] = {};
-      add_rows<kWidth>(dout + column, order, starts[i], starts[i] + count(i), n, acc);
-      store<kWidth>(out + (first_id + i) * n + column, acc, scale, is_large);
-    }
-  }
-  for (int i = 0; i < kIds && first_id + i < vocab_size; ++i) {
-    if (count(i) <= kMaxAlone) continue;
-    const int64_t share = (count(i) + kWarps - 1) / kWarps;
-    const int64_t first = starts[i] + warp * share;
-    const int64_t last = min(first + share, ends[i]);
-#pragma unroll 1
-    for (int64_t begin_column = 0; begin_column < n; begin_column += 32 * kWidth) {
-      const int64_t column = begin_column + lane * kWidth;
-      float acc[kWidth] = {};
-      if (column < n) add_rows<kWidth>(dout + column, order, first, last, n, acc);
+  for (int i = 0; i < count; i += kLoads) {
+    Packed<kWidth> loaded[kLoads];
 #pragma unroll
-      for (int j = 0; j < kWidth; ++j) sums[warp][j * 32 + lane] = acc[j];
-      __syncthreads();
-      if (warp == 0 && column < n) {
-        for (int other = 1; other < kWarps; ++other) {
+    for (int j = 0; j < kLoads; ++j)
+      loaded[j] = load_packed<kWidth>(p.dout + rows[min(i + j, count - 1)] + column);
 #pragma unroll
-          for (int j = 0; j < kWidth; ++j) acc[j] += sums[other][j * 32 + lane];
-        }
-        store<kWidth>(out + (first_id + i) * n + column, acc, scale, is_large);
+    for (int j = 0; j < kLoads; ++j) {
+      if (i + j >= count) break;
+      const Vec<scalar_t, kWidth> row = unpack<kWidth>(loaded[j]);
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) acc[k] += to_float(row.v[k]);
+      const int id = ids[i + j + 1];
+      if (id == ids[i + j + 2] && i + j + 1 < count) continue;
+      if (id >= 0 && id != ids[0] && id != ids[count + 1]) {
+        store_row<kWidth>(p, id, column, acc);
+      } else if (id >= 0) {
+        float* part = p.parts + (2 * static_cast<int64_t>(blockIdx.x) + (id != ids[0])) * p.n;
+#pragma unroll
+        for (int k = 0; k < kWidth; ++k) part[column + k] = acc[k];
       }
-      __syncthreads();
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) acc[k] = 0.0f;
     }
   }
 }
 
-#define ENGINE_EMBEDDING_BACKWARD(name, width)                                                     \
-  extern "C" __global__ void __launch_bounds__(kThreads)                                           \
-      name(const scalar_t* dout, const int* sorted_ids, const int64_t* order, scalar_t* out,       \
-           int64_t num_tokens, int64_t vocab_size, int64_t padding_id, int64_t n, float scale,     \
-           int is_large) {                                                                         \
-    pdl_trigger();                                                                                 \
-    pdl_wait();                                                                                    \
-    embedding_backward<width>(dout, sorted_ids, order, out, num_tokens, vocab_size, padding_id, n, \
-                              scale, is_large);                                                    \
+// Adds the parts of the id that begins in this block and goes on behind it, if there is one.
+template <int kWidth>
+__device__ __forceinline__ void join(const EmbeddingBackwardParams& p) {
+  const int64_t block = blockIdx.x;
+  const int64_t behind = (block + 1) * kRows;
+  const int id = id_at(p, behind - 1);
+  if (id < 0 || id != id_at(p, behind) || id == id_at(p, block * kRows - 1)) return;
+  int64_t end = block + 1;  // the first block that does not begin with the id
+  for (int64_t high = (p.num_tokens + kRows - 1) / kRows; end < high;) {
+    const int64_t middle = (end + high) / 2;
+    if (p.sorted_ids[middle * kRows] == id) {
+      end = middle + 1;
+    } else {
+      high = middle;
+    }
+  }
+  const int64_t column = (static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x) * kWidth;
+  if (column >= p.n) return;
+  const auto part = [&](int64_t slot) {
+    return load_vec<float, kWidth>(p.parts + slot * p.n + column);
+  };
+  Vec<float, kWidth> total = part(2 * block + 1);
+#pragma unroll 4
+  for (int64_t other = block + 1; other < end; ++other) {
+    const Vec<float, kWidth> next = part(2 * other);
+#pragma unroll
+    for (int k = 0; k < kWidth; ++k) total.v[k] += next.v[k];
+  }
+  store_row<kWidth>(p, id, column, total.v);
+}
+
+#define ENGINE_EMBEDDING_BACKWARD(step, suffix, width)                        \
+  extern "C" __global__ void __launch_bounds__(kThreads)                      \
+      embedding_backward_##step##_##suffix(const EmbeddingBackwardParams p) { \
+    pdl_trigger();                                                            \
+    pdl_wait();                                                               \
+    step<width>(p);                                                           \
   }
 
-ENGINE_EMBEDDING_BACKWARD(embedding_backward_vector, kVec)
-ENGINE_EMBEDDING_BACKWARD(embedding_backward_scalar, 1)
+ENGINE_EMBEDDING_BACKWARD(clear, vector, kVec)
+ENGINE_EMBEDDING_BACKWARD(clear, scalar, 1)
+ENGINE_EMBEDDING_BACKWARD(sum, vector, kVec)
+ENGINE_EMBEDDING_BACKWARD(sum, scalar, 1)
+ENGINE_EMBEDDING_BACKWARD(join, vector, kVec)
+ENGINE_EMBEDDING_BACKWARD(join, scalar, 1)

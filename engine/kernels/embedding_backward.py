@@ -12,17 +12,26 @@ from engine.kernels._contract import INT32, MIRROR_FLOATS, Contract
 from engine.kernels._elementwise import is_aligned, is_large, vector_width
 from engine.kernels._launch import Kernel, ceil_div
 from engine.kernels._module import ModuleSpec
+from engine.kernels._workspace import workspace
 
 __all__ = ["embedding_backward", "specs"]
 
-_THREADS = 256  # kThreads in CUDA
-_IDS = 32  # kIds in CUDA
+_THREADS = 256  # kThreads in CUDA: most per block
+_ROWS = 64  # kRows in CUDA
+_STORES = 4  # kStores in CUDA
 _PARAMS = (
-    "dout:ptr sorted_ids:ptr order:ptr out:ptr num_tokens:i64 vocab_size:i64 padding_id:i64 n:i64 "
-    "scale:f32 is_large:i32"
+    "dout:ptr sorted_ids:ptr order:ptr parts:ptr out:ptr num_tokens:i64 vocab_size:i64 "
+    "padding_id:i64 n:i64 scale:f32 is_large:i32"
 )
-_VECTOR = Kernel("embedding_backward_vector", _PARAMS)
-_SCALAR = Kernel("embedding_backward_scalar", _PARAMS)
+_CLEAR, _SUM, _JOIN = (
+    {
+        suffix: Kernel(
+            f"embedding_backward_{step}_{suffix}", _PARAMS, struct="EmbeddingBackwardParams"
+        )
+        for suffix in ("vector", "scalar")
+    }
+    for step in ("clear", "sum", "join")
+)
 
 
 def specs(dtype: str, **_: Any) -> tuple[ModuleSpec, ...]:
@@ -96,15 +105,17 @@ def embedding_backward(
         return call.finish(out, result)
     n = call["N"]
     out = call.output("out", out, (vocab_size, n), dout.dtype)
-    fits = n % vector_width(dout) == 0 and is_aligned(dout, out)
-    (_VECTOR if fits else _SCALAR).launch(
-        specs(dtype_name(dout.dtype))[0],
-        (ceil_div(vocab_size, _IDS),),
-        (_THREADS,),
-        pdl=True,
+    width = vector_width(dout)
+    fits = n % width == 0 and is_aligned(dout, out)
+    num_blocks = ceil_div(call["T"], _ROWS)
+    _launch(
+        "vector" if fits else "scalar",
+        width if fits else 1,
+        num_blocks,
         dout=dout,
         sorted_ids=sorted_ids,
         order=order,
+        parts=workspace(max(num_blocks, 1) * 2 * n),
         out=out,
         num_tokens=call["T"],
         vocab_size=vocab_size,
@@ -114,3 +125,16 @@ def embedding_backward(
         is_large=is_large(out),
     )
     return out
+
+
+def _launch(suffix: str, width: int, num_blocks: int, **args: Any) -> None:
+    out, n = args["out"], args["n"]
+    spec = specs(dtype_name(out.dtype))[0]
+    clear = (ceil_div(out.size, width * _THREADS * _STORES),)
+    _CLEAR[suffix].launch(spec, clear, (_THREADS,), pdl=True, **args)
+    if num_blocks == 0:
+        return
+    threads = min(_THREADS, ceil_div(n, 32 * width) * 32)
+    grid = (num_blocks, ceil_div(n, threads * width))
+    _SUM[suffix].launch(spec, grid, (threads,), pdl=True, **args)
+    _JOIN[suffix].launch(spec, grid, (threads,), pdl=True, **args)

@@ -12,11 +12,12 @@ from engine.testing import cases
 from engine.testing.cases_elementwise import assert_guards, misaligned
 from engine.testing.tolerances import assert_close
 
-# (T, V, N): one row, rows of one id, a frequent id, unvectorizable sizes, an id range that ends
-# within a block, no tokens.
+# (T, V, N): one row, rows of one id in one block of sorted ids and in many, ids that end with a
+# block, begin in one and end in the next, unvectorizable sizes, several blocks of columns, and
+# no tokens.
 _CASES = (
-    *((1, 40, 576), (70, 1, 64), (900, 3, 300), (333, 31, 63), (2000, 65, 8)),
-    *((128, 500, 4096), (2, 3, 1), (0, 4, 64)),
+    *((1, 40, 576), (64, 1, 64), (70, 1, 64), (900, 3, 300), (333, 31, 63), (2000, 65, 8)),
+    *((128, 500, 4096), (3000, 2, 257), (2, 3, 1), (0, 4, 64)),
 )
 
 
@@ -55,7 +56,20 @@ def test_misaligned_rows(xp, dtype):
     assert_close(kernels.embedding_backward(*arrays, 4), want, reduction=9)
 
 
-def test_skipped_ids_read_no_row(xp):
+def test_runs_at_the_borders_of_blocks(xp):
+    """Ids that fill whole blocks of 64, and ids to skip before, between and behind them."""
+    runs = [(-3, 50), (0, 14), (1, 64), (2, 64), (4, 65), (5, 190), (6, 1), (9, 70)]
+    ids = np.repeat(*np.array(runs, np.int32).T)
+    order = np.random.default_rng(0).permutation(len(ids))
+    dout = np.random.default_rng(1).integers(-8, 9, (len(ids), 40)).astype(np.float32)
+    want = np.zeros((8, 40), np.float32)
+    np.add.at(want, ids[(ids >= 0) & (ids < 8)], dout[order[(ids >= 0) & (ids < 8)]])
+    want[5] = 0
+    got = kernels.embedding_backward(*cases.to_module(xp, dout, ids, order), 8, padding_id=5)
+    np.testing.assert_array_equal(to_numpy(got), want)
+
+
+def test_skipped_ids_leave_no_trace(xp):
     ids, order = _sorted(np.array([-1, 5, 2, 2**31 - 1, 2, 9, -(2**31), 5], np.int32))
     dout = cases.normal((8, 24), "float32", seed=3)
     dout[[0, 3, 5, 6]] = np.nan
