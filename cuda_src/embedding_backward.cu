@@ -9,10 +9,10 @@
 //   out        (V, N) scalar_t   contiguous; is_large: larger than L2, so stored evict-first
 //
 // Numerics: summed in float in a fixed order (the result is reproducible), rounded once.
-// Parallelisation: _clear writes zeros. In _sum a block owns kRows sorted ids, so a frequent id (text
-// has very frequent ones) is as much work as many rare ones. It stores the sums of the ids that it
-// sees whole; of an id that began before it, or goes on behind it, it stores a part. In _join the
-// block where such an id begins adds the parts.
+// Parallelisation: _clear writes zeros. In _sum a block owns kRows sorted ids, so a frequent id
+// (text has very frequent ones) is as much work as many rare ones. It stores the sums of the ids
+// that it sees whole; of an id that began before it, or goes on behind it, it stores a part. In
+// _join the block where such an id begins adds the parts.
 // Mirror: engine/reference/embedding_backward.py
 #include "common/packed.cuh"
 #include "common/pdl.cuh"

@@ -128,7 +128,8 @@ def embedding_backward(
 
 
 def _launch(suffix: str, width: int, num_blocks: int, **args: Any) -> None:
-    out, n = args["out"], args["n"]
+    out = args["out"]
+    n = args["n"]
     spec = specs(dtype_name(out.dtype))[0]
     clear = (ceil_div(out.size, width * _THREADS * _STORES),)
     _CLEAR[suffix].launch(spec, clear, (_THREADS,), pdl=True, **args)
