@@ -7,6 +7,7 @@
 //   order   = pair indices t * top_k + j, sorted by expert, then by token
 //   offsets = index in order of each expert's first pair
 //   load   += number of pairs per expert (if requested)
+// Every token's last expert may be a shared one, with the weight sigmoid(its logit).
 //
 // Arguments: MoeRouteParams, below.
 //

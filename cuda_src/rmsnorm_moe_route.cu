@@ -22,8 +22,8 @@ constexpr int kThreads = 512, kWarps = kThreads / kWarpSize;
 struct RmsnormMoeRouteParams {
   const scalar_t* x;            // (1, N)
   const scalar_t* norm_weight;  // (N,)
-  const scalar_t* weight;       // (E, N)
-  const scalar_t* bias;         // (E,), or null
+  const scalar_t* weight;       // (E + num_shared, N)
+  const scalar_t* bias;         // (E + num_shared,), or null
   scalar_t* y;                  // (1, N)
   // Same fields as MoeRouteParams, for one token.
   const float* correction;
@@ -34,7 +34,7 @@ struct RmsnormMoeRouteParams {
   int* offsets;
   const int64_t* slots;
   int64_t* load;
-  int n, num_experts, top_k, is_sigmoid, num_groups, top_groups, renormalize;
+  int n, num_experts, top_k, num_shared, is_sigmoid, num_groups, top_groups, renormalize;
   float scale, eps, weight_offset;
 };
 
@@ -48,9 +48,10 @@ __device__ __forceinline__ void rmsnorm_moe_route(const RmsnormMoeRouteParams& p
   __shared__ float smem_sums[kWarps];
   const int size = cluster_size(), rank = cluster_rank();
   const int warp_idx = threadIdx.x / kWarpSize, lane_idx = threadIdx.x % kWarpSize;
-  const int own = (p.num_experts + size - 1) / size;
-  const int first = min(p.num_experts, rank * own);
-  const int count = min(p.num_experts, first + own) - first;
+  const int num_rows = p.num_experts + p.num_shared;
+  const int own = (num_rows + size - 1) / size;
+  const int first = min(num_rows, rank * own);
+  const int count = min(num_rows, first + own) - first;
   const scalar_t* rows = reinterpret_cast<const scalar_t*>(smem);
   scalar_t* y = reinterpret_cast<scalar_t*>(smem) + static_cast<int64_t>(own) * p.n;
   float* logits = reinterpret_cast<float*>(y + p.n);
@@ -97,11 +98,13 @@ __device__ __forceinline__ void rmsnorm_moe_route(const RmsnormMoeRouteParams& p
   __syncwarp();
   cluster_sync(size);
   if (rank != 0) return;
-  route_few<kPer>(
-      MoeRouteParams{logits, p.correction, p.expert_scale, p.experts, p.weights, p.order, p.offsets,
-                     p.slots, p.load, nullptr, 1, p.num_experts, p.top_k, p.is_sigmoid,
-                     p.num_groups, p.top_groups, p.renormalize, p.scale, 0},
-      shared);
+  MoeRouteParams route{logits,  p.correction, p.expert_scale, p.experts, p.weights,
+                       p.order, p.offsets,    p.slots,        p.load};
+  route.num_tokens = 1, route.num_experts = p.num_experts, route.top_k = p.top_k;
+  route.num_shared = p.num_shared, route.is_sigmoid = p.is_sigmoid;
+  route.num_groups = p.num_groups, route.top_groups = p.top_groups;
+  route.renormalize = p.renormalize, route.scale = p.scale;
+  route_few<kPer>(route, shared);
 }
 
 // Entry points for up to 32 * per experts.

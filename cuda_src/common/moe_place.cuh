@@ -66,14 +66,16 @@ __device__ __forceinline__ void route_place(const MoeRouteParams& p) {
   const int begin = blockIdx.x * p.chunk_tokens, end = min(p.num_tokens, begin + p.chunk_tokens);
 #pragma unroll 1
   for (int first = begin; first < end; first += kMaskTokens) {
-    const int first_pair = first * p.top_k;
-    const int num_pairs = min(end - first, kMaskTokens) * p.top_k;
+    const int num_pairs = min(end - first, kMaskTokens) * p.top_k;  // without shared experts
+    const auto pair_of = [&](int i) {
+      return static_cast<int>(p.first_pair(first + i / p.top_k)) + i % p.top_k;
+    };
     for (int i = threadIdx.x; i < num_pairs; i += kPlaceThreads)
-      smem_masks.add(p.experts[first_pair + i], i / p.top_k);
+      smem_masks.add(p.experts[pair_of(i)], i / p.top_k);
     __syncthreads();
     for (int i = threadIdx.x; i < num_pairs; i += kPlaceThreads) {
-      const int expert = p.experts[first_pair + i];
-      p.order[smem_begins[expert] + smem_masks.rank(expert, i / p.top_k)] = first_pair + i;
+      const int pair = pair_of(i), expert = p.experts[pair];
+      p.order[smem_begins[expert] + smem_masks.rank(expert, i / p.top_k)] = pair;
     }
     __syncthreads();
     for (int e = threadIdx.x; e < kExperts; e += kPlaceThreads) {

@@ -10,24 +10,36 @@ constexpr int kMaskWords = 2;
 constexpr int kMaskTokens = 32 * kMaskWords;    // maximum number of tokens per block sort
 constexpr uint32_t kMinusInfKey = 0x007fffffu;  // key_of(-inf)
 
+// With a shared expert (num_shared 1), expert E is the last one of every token, and column E of the
+// logits is that of its gate. k is top_k + num_shared.
 struct MoeRouteParams {
-  const float* logits;        // (T, E)
+  const float* logits;        // (T, E + num_shared)
   const float* correction;    // (E,), or null
   const float* expert_scale;  // (E,) factor on each expert's weights, or null
-  int* experts;               // (T, top_k)
-  float* weights;             // (T, top_k)
-  int* order;                 // (T * top_k,)
-  int* offsets;               // (E + 1,)
+  int* experts;               // (T, k)
+  float* weights;             // (T, k)
+  int* order;                 // (T * k,)
+  int* offsets;               // (E + num_shared + 1,)
   const int64_t* slots;       // (T,), or null: tokens with a negative slot do not count in `load`
   int64_t* load;              // (E,) accumulated number of pairs per expert, or null
   int* counts;  // (chunks, E) pairs per token chunk and expert; unused with few tokens
   int num_tokens, num_experts, top_k;
+  int num_shared;  // 0 or 1
   int is_sigmoid;
   int num_groups, top_groups;  // num_groups <= 32; 1: no expert groups
   int renormalize;
   float scale;
   int chunk_tokens;  // tokens per block; the last block takes the rest
+
+  __device__ __forceinline__ int64_t first_pair(int token) const {
+    return static_cast<int64_t>(token) * (top_k + num_shared);
+  }
+  __device__ __forceinline__ const float* logits_of(int token) const {
+    return logits + static_cast<int64_t>(token) * (num_experts + num_shared);
+  }
 };
+
+__device__ __forceinline__ float sigmoid(float x) { return __frcp_rn(1.0f + expf(-x)); }
 
 // Maps a float to an unsigned key with the same order. 0 and -0 share a key; NaN maps to the lowest
 // key, 1; no float maps to 0.
@@ -53,14 +65,14 @@ struct Ranked {
 template <int kPer>
 __device__ __forceinline__ void load_scores(const MoeRouteParams& p, int token, Ranked<kPer>& r) {
   const int lane_idx = threadIdx.x % kWarpSize;
-  const float* row = p.logits + static_cast<int64_t>(token) * p.num_experts;
+  const float* row = p.logits_of(token);
   const auto exists = [&](int i) { return i * kWarpSize + lane_idx < p.num_experts; };
 #pragma unroll
   for (int i = 0; i < kPer; ++i)
     r.score[i] = exists(i) ? row[i * kWarpSize + lane_idx] : value_of(kMinusInfKey);
   if (p.is_sigmoid) {
 #pragma unroll
-    for (int i = 0; i < kPer; ++i) r.score[i] = __frcp_rn(1.0f + expf(-r.score[i]));
+    for (int i = 0; i < kPer; ++i) r.score[i] = sigmoid(r.score[i]);
   } else {
     float largest = r.score[0], sum = 0.0f;
 #pragma unroll
@@ -123,7 +135,8 @@ __device__ __forceinline__ void keep_best_groups(const MoeRouteParams& p, Ranked
     if (r.key[i] != 0 && (kept >> group[i] & 1) == 0) r.key[i] = kMinusInfKey;
 }
 
-// Writes a token's experts and weights and returns, in lane j < top_k, the j-th expert.
+// Writes a token's experts and weights, and the place of its shared expert in `order`. Returns, in
+// lane j < top_k, the j-th expert.
 template <int kPer>
 __device__ __forceinline__ int choose(const MoeRouteParams& p, int token) {
   const int lane_idx = threadIdx.x % kWarpSize;
@@ -158,12 +171,17 @@ __device__ __forceinline__ int choose(const MoeRouteParams& p, int token) {
   }
   if (lane_idx < p.top_k) {
     if (p.renormalize) weight /= total < 1e-20f ? 1e-20f : total;  // NaN stays NaN
-    const int64_t pair = static_cast<int64_t>(token) * p.top_k + lane_idx;
+    const int64_t pair = p.first_pair(token) + lane_idx;
     p.experts[pair] = expert;
     if (p.expert_scale != nullptr) weight *= p.expert_scale[expert];
     p.weights[pair] = weight * p.scale;
     if (p.load != nullptr && (p.slots == nullptr || p.slots[token] >= 0))
       atomicAdd(reinterpret_cast<unsigned long long*>(p.load + expert), 1ull);
+  } else if (lane_idx < p.top_k + p.num_shared) {
+    const int64_t pair = p.first_pair(token) + lane_idx;
+    p.experts[pair] = p.num_experts;
+    p.weights[pair] = sigmoid(p.logits_of(token)[p.num_experts]);
+    p.order[p.num_tokens * p.top_k + token] = static_cast<int>(pair);  // its pairs come last
   }
   return expert;
 }
@@ -244,7 +262,8 @@ __device__ __forceinline__ void store_offsets(const MoeRouteParams& p, const int
 #pragma unroll
   for (int i = 0; i < kPer; ++i)
     if (lane_idx * kPer + i < p.num_experts) p.offsets[lane_idx * kPer + i] = begins[i];
-  if (lane_idx == 0) p.offsets[p.num_experts] = p.num_tokens * p.top_k;
+  if (lane_idx <= p.num_shared)
+    p.offsets[p.num_experts + lane_idx] = p.num_tokens * (p.top_k + lane_idx);
 }
 
 template <int kPer>
@@ -283,6 +302,7 @@ __device__ __forceinline__ void route_few(const MoeRouteParams& p, RouteShared<k
       if (expert % kPer == i) begin = other;
     }
     if (lane_idx < p.top_k)
-      p.order[begin + shared.masks.rank(expert, token)] = token * p.top_k + lane_idx;
+      p.order[begin + shared.masks.rank(expert, token)] =
+          static_cast<int>(p.first_pair(token)) + lane_idx;
   }
 }

@@ -43,8 +43,8 @@ _ALL_WIDTHS = (*WIDTHS, MAX_CHOICES)
 
 PARAMS = (
     "logits:ptr correction:ptr expert_scale:ptr experts:ptr weights:ptr order:ptr offsets:ptr "
-    "slots:ptr load:ptr counts:ptr num_tokens:i32 num_experts:i32 top_k:i32 is_sigmoid:i32 "
-    "num_groups:i32 top_groups:i32 renormalize:i32 scale:f32 chunk_tokens:i32"
+    "slots:ptr load:ptr counts:ptr num_tokens:i32 num_experts:i32 top_k:i32 num_shared:i32 "
+    "is_sigmoid:i32 num_groups:i32 top_groups:i32 renormalize:i32 scale:f32 chunk_tokens:i32"
 )
 
 
@@ -72,6 +72,7 @@ def moe_route(
     top_groups: int = 1,
     renormalize: bool = True,
     scale: float = 1.0,
+    num_shared: int = 0,
     slots: Any = None,
     load: Any = None,
 ) -> Routing:
@@ -79,10 +80,11 @@ def moe_route(
 
     Parameters
     ----------
-    logits : (T, E) array of float32
-        The router's output, for at most 768 experts (of which `moe_gemm` multiplies 512).
+    logits : (T, E + num_shared) array of float32
+        The router's output, for at most 768 experts (of which `moe_gemm` multiplies 512), then the
+        logit of the shared expert.
     top_k : int
-        Experts per token (k), from 1 to 16 and at most E.
+        Experts that each token chooses, from 1 to 16 and at most E.
     score : "softmax" or "sigmoid"
         Scores of the experts: softmax of the logits, or the sigmoid of each.
     correction : (E,) array of float32, optional
@@ -97,7 +99,10 @@ def moe_route(
         Divide the weights of a token by their sum. With "softmax" this equals a softmax over the
         chosen experts' logits.
     scale : float
-        Factor on all weights.
+        Factor on all weights, except those of a shared expert.
+    num_shared : 0 or 1
+        1: every token's last expert is a shared one, with the index E and the sigmoid of its logit
+        as its weight. It is not counted in `load`.
     slots : (T,) array of int64, optional
         The `slot_mapping` of `kv_store`. A token with a negative slot is padding: it is routed but
         not counted in `load`.
@@ -107,8 +112,9 @@ def moe_route(
     Returns
     -------
     Routing
-        experts (T, k) int32, weights (T, k) float32, order (T·k,) int32, offsets (E + 1,) int32.
-        Ties are resolved in favour of the lower expert index.
+        experts (T, k) int32, weights (T, k) float32, order (T·k,) int32, with k = top_k +
+        num_shared; offsets (E + num_shared + 1,) int32. Ties are resolved in favour of the lower
+        expert index.
 
     Raises
     ------
@@ -141,6 +147,7 @@ def moe_route(
         call,
         "logits",
         top_k,
+        num_shared=num_shared,
         score=score,
         correction=correction,
         expert_scale=expert_scale,
@@ -153,19 +160,19 @@ def moe_route(
     )
     if call.on_cpu:
         return reference.moe_route(logits, top_k, **options)
-    routing = new_routing(call, top_k)
-    _launch(logits, routing, **options)
+    routing = new_routing(call, top_k, num_shared)
+    _launch(logits, routing, top_k, **options)
     return routing
 
 
-def new_routing(call: Contract, top_k: int) -> Routing:
-    """Return new arrays for the routing of T tokens to E experts, both bound by `call`."""
+def new_routing(call: Contract, top_k: int, num_shared: int = 0) -> Routing:
+    """Return new arrays for the routing of T tokens to E experts, shared ones included, both bound by `call`."""
     tokens = call["T"]
-    pairs = call["T"] * top_k
+    k = top_k + num_shared
     return Routing(
-        call.output("experts", None, (tokens, top_k), INT32),
-        call.output("weights", None, (tokens, top_k), FLOAT32),
-        call.output("order", None, (pairs,), INT32),
+        call.output("experts", None, (tokens, k), INT32),
+        call.output("weights", None, (tokens, k), FLOAT32),
+        call.output("order", None, (tokens * k,), INT32),
         call.output("offsets", None, (call["E"] + 1,), INT32),
     )
 
@@ -182,11 +189,14 @@ def checked_options(
     top_groups: int,
     renormalize: bool,
     scale: float,
+    num_shared: int = 0,
     slots: Any,
     load: Any,
 ) -> dict[str, Any]:
-    """Check and return the options of `moe_route`; argument `source` has bound T and E."""
-    num_experts = call["E"]
+    """Check and return the options of `moe_route`; argument `source` has bound T, and E with shared ones."""
+    call.check("num_shared", num_shared in (0, 1), "0 or 1", num_shared)
+    num_experts = call["E"] - num_shared
+    chosen = f"{num_experts}" if num_shared else "E"
     call.check(
         source, 1 <= num_experts <= MAX_CHOICES, f"of 1 to {MAX_CHOICES} experts", num_experts
     )
@@ -194,15 +204,15 @@ def checked_options(
     call.check("top_k", _is_int(top_k) and 1 <= top_k <= limit, f"from 1 to {limit}", top_k)
     call.check("score", score in SCORES, f"one of {SCORES}", score)
     if correction is not None:
-        correction = call.array("correction", correction, "E", FLOAT32)
+        correction = call.array("correction", correction, chosen, FLOAT32)
     if expert_scale is not None:
-        expert_scale = call.array("expert_scale", expert_scale, "E", FLOAT32)
-    _check_groups(call, top_k, num_groups, top_groups, has_correction=correction is not None)
+        expert_scale = call.array("expert_scale", expert_scale, chosen, FLOAT32)
+    _check_groups(call, num_experts, top_k, num_groups, top_groups, has_correction=correction is not None)
     call.number("scale", scale)
     if slots is not None:
         slots = call.array("slots", slots, "T", INT64)
     if load is not None:
-        load = call.written("load", load, "E", INT64)
+        load = call.written("load", load, chosen, INT64)
     return {
         "score": score,
         "correction": correction,
@@ -211,6 +221,7 @@ def checked_options(
         "top_groups": top_groups,
         "renormalize": bool(renormalize),
         "scale": scale,
+        "num_shared": int(num_shared),
         "slots": slots,
         "load": load,
     }
@@ -221,9 +232,14 @@ def _is_int(value: Any) -> bool:
 
 
 def _check_groups(
-    call: Contract, top_k: int, num_groups: int, top_groups: int, *, has_correction: bool
+    call: Contract,
+    num_experts: int,
+    top_k: int,
+    num_groups: int,
+    top_groups: int,
+    *,
+    has_correction: bool,
 ) -> None:
-    num_experts = call["E"]
     divides = _is_int(num_groups) and num_groups >= 1 and num_experts % num_groups == 0
     call.check("num_groups", divides, f"a divisor of the {num_experts} experts", num_groups)
     call.check("num_groups", num_groups <= MAX_GROUPS, f"at most {MAX_GROUPS}", num_groups)
@@ -253,6 +269,7 @@ def chunk_tokens(num_tokens: int) -> int:
 def _launch(
     logits: Any,
     routing: Routing,
+    top_k: int,
     *,
     score: str,
     correction: Any,
@@ -261,10 +278,12 @@ def _launch(
     top_groups: int,
     renormalize: bool,
     scale: float,
+    num_shared: int,
     slots: Any,
     load: Any,
 ) -> None:
-    (num_tokens, num_experts) = logits.shape
+    num_tokens = logits.shape[0]
+    num_experts = logits.shape[1] - num_shared
     chunk = chunk_tokens(logits.shape[0])
     num_chunks = ceil_div(num_tokens, chunk) if chunk else 1
     width = next(n for n in _ALL_WIDTHS if n >= num_experts)
@@ -276,7 +295,8 @@ def _launch(
         "counts": workspace(num_chunks * num_experts) if chunk else None,
         "num_tokens": num_tokens,
         "num_experts": num_experts,
-        "top_k": routing.experts.shape[1],
+        "top_k": top_k,
+        "num_shared": num_shared,
         "is_sigmoid": score == "sigmoid",
         "num_groups": num_groups,
         "top_groups": top_groups,

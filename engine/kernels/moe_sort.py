@@ -32,7 +32,7 @@ _PLACE = {
 # Fields of MoeRouteParams that only the choice of experts reads.
 _UNUSED: dict[str, Any] = {
     **dict.fromkeys(("logits", "correction", "expert_scale", "weights", "slots", "load")),
-    **dict.fromkeys(("is_sigmoid", "num_groups", "top_groups", "renormalize"), 0),
+    **dict.fromkeys(("num_shared", "is_sigmoid", "num_groups", "top_groups", "renormalize"), 0),
     "scale": 1.0,
 }
 

@@ -27,7 +27,7 @@ __all__ = ["rmsnorm_moe_route", "specs"]
 _PARAMS = (
     "x:ptr norm_weight:ptr weight:ptr bias:ptr y:ptr correction:ptr expert_scale:ptr experts:ptr "
     "weights:ptr order:ptr offsets:ptr slots:ptr load:ptr n:i32 num_experts:i32 top_k:i32 "
-    "is_sigmoid:i32 num_groups:i32 top_groups:i32 renormalize:i32 scale:f32 eps:f32 "
+    "num_shared:i32 is_sigmoid:i32 num_groups:i32 top_groups:i32 renormalize:i32 scale:f32 eps:f32 "
     "weight_offset:f32"
 )
 _KERNELS = {
@@ -66,6 +66,7 @@ def rmsnorm_moe_route(
     top_groups: int = 1,
     renormalize: bool = True,
     scale: float = 1.0,
+    num_shared: int = 0,
     slots: Any = None,
     load: Any = None,
     pdl: bool = False,
@@ -76,14 +77,15 @@ def rmsnorm_moe_route(
     ----------
     x : (T, N) array of float32, float16 or bfloat16
     norm_weight : (N,) array of x's dtype
-    weight : (E, N) array of x's dtype
-        The router's weight.
+    weight : (E + num_shared, N) array of x's dtype
+        The router's weight, then the gate of the shared expert.
     top_k : int
-    bias : (E,) array of x's dtype, optional
+    bias : (E + num_shared,) array of x's dtype, optional
         Added to the logits.
     eps, weight_offset : float
         See `rmsnorm`.
-    score, correction, expert_scale, num_groups, top_groups, renormalize, scale, slots, load
+    score, correction, expert_scale, num_groups, top_groups, renormalize, scale : optional
+    num_shared, slots, load : optional
         See `moe_route`.
     pdl : bool
         Promise that the preceding kernel on the stream writes neither `weight` nor `bias`, so that
@@ -135,6 +137,7 @@ def rmsnorm_moe_route(
         top_groups=top_groups,
         renormalize=renormalize,
         scale=scale,
+        num_shared=num_shared,
         slots=slots,
         load=load,
     )
@@ -150,14 +153,22 @@ def rmsnorm_moe_route(
         logits = gemm(y, weight, bias=bias, out_dtype=FLOAT32, pdl=pdl)
         return y, moe_route(logits, top_k, **options)
     y = call.output("y", None, x.shape, x.dtype)
-    routing = new_routing(call, top_k)
+    routing = new_routing(call, top_k, num_shared)
     arrays = {"x": x, "norm_weight": norm_weight, "weight": weight, "bias": bias, "y": y}
-    _launch(shared_bytes, routing, **arrays, **norm, **options)
+    _launch(shared_bytes, routing, top_k=top_k, **arrays, **norm, **options)
     return y, routing
 
 
-def _launch(shared_bytes: int, routing: Routing, *, weight: Any, score: str, **others: Any) -> None:
-    num_experts, n = weight.shape
+def _launch(
+    shared_bytes: int,
+    routing: Routing,
+    *,
+    weight: Any,
+    num_shared: int,
+    score: str,
+    **others: Any,
+) -> None:
+    num_experts = weight.shape[0] - num_shared
     _KERNELS[next(width for width in WIDTHS if width >= num_experts)].launch(
         _spec(dtype_name(weight.dtype)),
         (_CLUSTER,),
@@ -166,9 +177,9 @@ def _launch(shared_bytes: int, routing: Routing, *, weight: Any, score: str, **o
         cluster=_CLUSTER,
         pdl=True,
         weight=weight,
-        n=n,
+        n=weight.shape[1],
         num_experts=num_experts,
-        top_k=routing.experts.shape[1],
+        num_shared=num_shared,
         is_sigmoid=score == "sigmoid",
         **routing._asdict(),
         **others,
@@ -178,13 +189,13 @@ def _launch(shared_bytes: int, routing: Routing, *, weight: Any, score: str, **o
 def _shared_bytes(x: Any, norm_weight: Any, weight: Any) -> int:
     """Return the dynamic shared memory per block of the fused kernel; 0 if it is unsupported."""
     (num_tokens, n) = x.shape
-    num_experts = weight.shape[0]
-    is_single = num_tokens == 1 and num_experts <= MAX_EXPERTS
+    num_logits = weight.shape[0]
+    is_single = num_tokens == 1 and num_logits <= MAX_EXPERTS
     if not is_single or not limits().has_clusters or not is_aligned(x, norm_weight, weight):
         return 0
     width = vector_width(x)
     if n % width or n // width > _MAX_VECTORS:
         return 0
-    rows = ceil_div(num_experts, _CLUSTER) + 1
-    size = int(rows * n * x.itemsize + num_experts * 4)
+    rows = ceil_div(num_logits, _CLUSTER) + 1
+    size = int(rows * n * x.itemsize + num_logits * 4)
     return size if size + _STATIC_BYTES <= limits().shared_bytes else 0

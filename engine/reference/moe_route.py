@@ -47,11 +47,14 @@ def moe_route(
     top_groups: int = 1,
     renormalize: bool = True,
     scale: float = 1.0,
+    num_shared: int = 0,
     slots: Array | None = None,
     load: Array | None = None,
 ) -> Routing:
     """Choose the top_k experts of each token, and sort the pairs (token, expert) by expert."""
     real = accumulation_dtype(logits.dtype).type
+    num_experts = logits.shape[1] - num_shared
+    logits, gate = logits[:, :num_experts], logits[:, num_experts:]
     scores = router_scores(logits.astype(real, copy=False), score)
     ranked = scores if correction is None else scores + correction.astype(real, copy=False)
     if num_groups > 1:
@@ -66,11 +69,14 @@ def moe_route(
         weights = weights / np.maximum(total, real(LEAST_TOTAL))[:, None]
     if expert_scale is not None:
         weights = weights * expert_scale.astype(real, copy=False)[experts]
-    order, offsets = sorted_by_expert(experts, logits.shape[1])
     if load is not None:
         counted = experts if slots is None else experts[slots >= 0]
         load += np.bincount(counted.reshape(-1), minlength=len(load))
-    return Routing(experts, weights * real(scale), order, offsets)
+    weights = weights * real(scale)
+    if num_shared:
+        experts = np.hstack([experts, np.full(gate.shape, num_experts, np.int32)])
+        weights = np.hstack([weights, router_scores(gate.astype(real, copy=False), "sigmoid")])
+    return Routing(experts, weights, *sorted_by_expert(experts, num_experts + num_shared))
 
 
 def sorted_by_expert(experts: Array, num_experts: int) -> tuple[Array, Array]:

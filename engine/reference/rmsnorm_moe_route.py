@@ -30,6 +30,7 @@ def rmsnorm_moe_route(
     top_groups: int = 1,
     renormalize: bool = True,
     scale: float = 1.0,
+    num_shared: int = 0,
     slots: Array | None = None,
     load: Array | None = None,
 ) -> tuple[Array, Routing]:
@@ -48,6 +49,7 @@ def rmsnorm_moe_route(
         top_groups=top_groups,
         renormalize=renormalize,
         scale=scale,
+        num_shared=num_shared,
         slots=slots,
         load=load,
     )

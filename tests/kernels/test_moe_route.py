@@ -196,6 +196,26 @@ def test_load_counts_the_pairs_of_tokens_with_a_slot(xp, num_tokens):
     np.testing.assert_array_equal(to_numpy(load), once + again)
 
 
+@pytest.mark.grid("num_tokens", [0, 1, 16, 17, 64, 65, 300, 5000])
+@pytest.mark.grid(("num_experts", "top_k"), [(8, 2), (32, 4), (100, 16), (256, 8), (512, 10)])
+def test_a_shared_expert_comes_last(xp, num_tokens, num_experts, top_k):
+    logits = distinct_logits(num_tokens, num_experts + 1, seed=10)
+    logits[:, -1] = np.linspace(-9, 9, num_tokens)
+    options = {"score": "sigmoid", "scale": 2.5, "num_groups": 4, "top_groups": 3}
+    load = xp.zeros(num_experts, np.int64)
+    got = kernels.moe_route(xp.asarray(logits), top_k, num_shared=1, load=load, **options)
+    _assert_same(got, reference.moe_route(logits, top_k, num_shared=1, **options))
+    _assert_sorted(got, num_experts + 1)
+    others = reference.moe_route(np.ascontiguousarray(logits[:, :-1]), top_k, **options)
+    np.testing.assert_array_equal(to_numpy(got.experts)[:, :-1], others.experts)
+    weights = to_numpy(got.weights)
+    assert_close(weights[:, :-1].copy(), others.weights, reduction=64)
+    assert (to_numpy(got.experts)[:, -1] == num_experts).all()
+    gates = 1 / (1 + np.exp(-logits[:, -1].astype(np.float64)))
+    np.testing.assert_allclose(weights[:, -1], gates, rtol=2e-6)
+    np.testing.assert_array_equal(to_numpy(load), np.diff(others.offsets))
+
+
 def test_views(xp):
     logits = distinct_logits(30, 24, seed=7)
     view = xp.asarray(np.repeat(logits, 2, axis=1))[:, ::2]
@@ -269,5 +289,9 @@ def test_contract(xp):
         op(logits, 2, num_groups=4, top_groups=5)
     with pytest.raises(ContractError, match=r"top_groups: must be groups with 4 .*; got 1"):
         op(logits, 4, num_groups=4, top_groups=1)
+    with pytest.raises(ContractError, match=r"num_shared: must be 0 or 1; got 2"):
+        op(logits, 2, num_shared=2)
+    with pytest.raises(ShapeError, match=r"load: must have shape \(7\)"):
+        op(logits, 2, num_shared=1, load=xp.zeros(8, np.int64))
     with pytest.raises(ContractError, match=r"scale: must be a number from .*; got nan"):
         op(logits, 2, scale=float("nan"))
