@@ -166,7 +166,10 @@ def moe_route(
 
 
 def new_routing(call: Contract, top_k: int, num_shared: int = 0) -> Routing:
-    """Return new arrays for the routing of T tokens to E experts, shared ones included, both bound by `call`."""
+    """Return new arrays for the routing of T tokens to E experts (with a shared one).
+
+    `call` has bound both.
+    """
     tokens = call["T"]
     k = top_k + num_shared
     return Routing(
@@ -193,7 +196,10 @@ def checked_options(
     slots: Any,
     load: Any,
 ) -> dict[str, Any]:
-    """Check and return the options of `moe_route`; argument `source` has bound T, and E with shared ones."""
+    """Check and return the options of `moe_route`.
+
+    Argument `source` has bound T and E, the number of experts with a shared one.
+    """
     call.check("num_shared", num_shared in (0, 1), "0 or 1", num_shared)
     num_experts = call["E"] - num_shared
     chosen = f"{num_experts}" if num_shared else "E"
@@ -207,7 +213,9 @@ def checked_options(
         correction = call.array("correction", correction, chosen, FLOAT32)
     if expert_scale is not None:
         expert_scale = call.array("expert_scale", expert_scale, chosen, FLOAT32)
-    _check_groups(call, num_experts, top_k, num_groups, top_groups, has_correction=correction is not None)
+    _check_groups(
+        call, num_experts, top_k, num_groups, top_groups, has_correction=correction is not None
+    )
     call.number("scale", scale)
     if slots is not None:
         slots = call.array("slots", slots, "T", INT64)

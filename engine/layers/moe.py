@@ -40,6 +40,9 @@ class RoutingParams:
         Divide the weights by their sum.
     scale : float
         Factor on the weights.
+    num_shared : int
+        1: the last expert is a shared one, which computes every token and counts beside `top_k`.
+        Its gate is the last row of the router's weight.
     scales_input : bool
         The sigmoid of the only expert's logit multiplies its input, and the weight is 1. Requires
         `top_k` 1; the other fields must have their defaults.
@@ -51,6 +54,7 @@ class RoutingParams:
     top_groups: int = 1
     renormalize: bool = True
     scale: float = 1.0
+    num_shared: int = 0
     scales_input: bool = False
 
     def __post_init__(self) -> None:
@@ -239,7 +243,8 @@ class MoE:
     expert_scale : (E,) array of float32, optional
         Factor on the weights of each expert.
     shared : MLP, optional
-        Shared expert, applied to every token.
+        Shared expert, applied to every token. A shared expert like the others is one of `experts`
+        instead (`RoutingParams.num_shared`).
     shared_scale : float
         Factor on the output of `shared`.
     shared_gate : Linear, optional
@@ -250,7 +255,7 @@ class MoE:
     Attributes
     ----------
     load : (E,) array of int64
-        Number of tokens that each expert has computed, on the weights' device.
+        Number of tokens that each expert but a shared one has computed, on the weights' device.
     """
 
     __slots__ = (
@@ -282,7 +287,7 @@ class MoE:
         matrix = router.weight.data
         xp = array_module(matrix)
         self.shared_factor = None if shared_scale == 1.0 else xp.full(1, shared_scale, _FLOAT32)
-        self.load = xp.zeros(matrix.shape[0], np.int64)
+        self.load = xp.zeros(matrix.shape[0] - params.num_shared, np.int64)
 
     @property
     def input_format(self) -> Format | None:
@@ -292,7 +297,8 @@ class MoE:
     @property
     def num_multiplied(self) -> int:
         """Number of matrix elements multiplied per token."""
-        total = self.router.weight.num_elements + self.params.top_k * self.experts.num_elements
+        num_experts = self.params.top_k + self.params.num_shared
+        total = self.router.weight.num_elements + num_experts * self.experts.num_elements
         if self.shared is not None:
             total += self.shared.num_multiplied
         return total
@@ -356,6 +362,7 @@ class MoE:
             "top_groups": p.top_groups,
             "renormalize": p.renormalize,
             "scale": p.scale,
+            "num_shared": p.num_shared,
             "slots": slots,
             "load": self.load,
         }

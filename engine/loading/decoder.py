@@ -15,6 +15,7 @@ from engine.loading.download import ModelSource
 from engine.loading.load_config import LoadConfig
 from engine.loading.mlp_padding import pad_mlps
 from engine.loading.page_calibration import take_checkpoint_scales
+from engine.loading.shared_experts import join_shared_experts
 from engine.loading.weights import dummy_weights, load_weights
 from engine.models.decoder import Decoder
 from engine.models.kernel_set import prepare_kernels
@@ -96,6 +97,8 @@ def load_decoder(
     # by_output shards all-gather the MLP features, so their count must stay unpadded.
     if device.is_cuda and not (shard.by_output and not shard.is_whole):
         pad_mlps(weights, local, device, dtype)
+    if collectives is None:
+        join_shared_experts(weights, local, device)
     decoder = Decoder(
         local,
         weights,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from engine.layers.moe import DenseAndExperts, Experts, MoE, RoutingParams
 from engine.layers.norm import Norm
 from engine.models.sharding import WholeParts
 from engine.weights import Weight
+from engine.weights.stack import appended
 
 __all__ = ["build_dense_and_experts", "build_moe"]
 
@@ -61,6 +63,23 @@ def build_moe(
 
     correction = optional("router_correction", config.correction)
     expert_scale = optional("router_scale", config.beside_mlp)
+    router = linear("router", config.router_bias)
+    experts = Experts(
+        weight(f"{layer}.experts_gate_up"),
+        weight(f"{layer}.experts_down"),
+        optional("experts_gate_up_bias", config.expert_bias),
+        optional("experts_down_bias", config.expert_bias),
+        config.activation,
+        config.alpha,
+        config.limit,
+        config.num_identity,
+    )
+    shared = shared_expert() if config.shared_size else None
+    shared_gate = linear("shared_gate") if config.shared_gate else None
+    joined = _joined(router, experts, shared, shared_gate)
+    if joined is not None:
+        router, experts = joined
+        shared = shared_gate = None
     return parts.moe(
         RoutingParams(
             config.top_k,
@@ -69,26 +88,36 @@ def build_moe(
             config.top_groups,
             config.renormalize,
             config.scale,
+            0 if joined is None else 1,
             config.scales_input,
         ),
-        linear("router", config.router_bias),
-        Experts(
-            weight(f"{layer}.experts_gate_up"),
-            weight(f"{layer}.experts_down"),
-            optional("experts_gate_up_bias", config.expert_bias),
-            optional("experts_down_bias", config.expert_bias),
-            config.activation,
-            config.alpha,
-            config.limit,
-            config.num_identity,
-        ),
+        router,
+        experts,
         correction=None if correction is None else correction.data,
         expert_scale=None if expert_scale is None else expert_scale.data,
-        shared=shared_expert() if config.shared_size else None,
+        shared=shared,
         shared_scale=config.shared_scale,
-        shared_gate=linear("shared_gate") if config.shared_gate else None,
+        shared_gate=shared_gate,
         deterministic=deterministic,
     )
+
+
+def _joined(
+    router: Linear, experts: Experts, shared: MLP | None, gate: Linear | None
+) -> tuple[Linear, Experts] | None:
+    """Return a router and experts of which the shared expert is the last one, or None.
+
+    None if the weights do not lie side by side. See `loading.shared_experts`.
+    """
+    if shared is None or gate is None:
+        return None
+    matrix = appended(router.weight, gate.weight)
+    gate_up = appended(experts.gate_up, shared.gate_up.weight)
+    down = appended(experts.down, shared.down.weight)
+    if matrix is None or gate_up is None or down is None:
+        return None
+    joined = replace(experts, gate_up=gate_up, down=down)
+    return Linear(matrix, deterministic=router.deterministic), joined
 
 
 def build_dense_and_experts(

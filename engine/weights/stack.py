@@ -6,6 +6,7 @@ other formats the first axis of every array is E.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,7 +16,7 @@ from engine.errors import WeightsError
 from engine.weights.formats import TILE_ROWS
 from engine.weights.weight import Weight
 
-__all__ = ["matrices", "stack_matrices", "take_matrices"]
+__all__ = ["append", "appended", "matrices", "stack_matrices", "take_matrices"]
 
 _PLANES = ("data", "scales", "high", "super_scales")
 
@@ -54,6 +55,71 @@ def stack_matrices(parts: Sequence[Weight]) -> Weight:
         arrays = [getattr(part, name) for part in parts]
         planes[name] = None if arrays[0] is None else join(arrays)
     return replace(first, shape=(len(parts), *shape), **planes)
+
+
+def append(weight: Weight, last: Weight) -> tuple[Weight, Weight]:
+    """Copy both into one array, where the rows or matrices of `last` lie behind those of `weight`.
+
+    Returns
+    -------
+    (weight, last)
+        Views of that array. `appended` returns it as one weight.
+
+    Raises
+    ------
+    WeightsError
+        If their formats or sizes differ.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> pair = Weight.dense(np.zeros((2, 4, 8))), Weight.dense(np.ones((4, 8)))
+    >>> appended(*append(*pair)).data[:, 0, 0]
+    array([0., 0., 1.])
+    """
+    if not _continues(weight, last):
+        raise WeightsError(
+            f"last must have the format and sizes of weight, {weight.format.name} {weight.shape}; "
+            f"got {last.format.name} {last.shape}"
+        )
+    concatenate = array_module(weight.data).concatenate
+    before: dict[str, Any] = {}
+    behind: dict[str, Any] = {}
+    for name, array, rows in _plane_pairs(weight, last):
+        bits = f"u{array.itemsize}"  # CuPy cannot copy slices of every dtype
+        whole = concatenate([array.view(bits), rows.view(bits)]).view(array.dtype)
+        before[name] = whole[: len(array)]
+        behind[name] = whole[len(array) :].reshape(getattr(last, name).shape)
+    return replace(weight, **before), replace(last, **behind)
+
+
+def appended(weight: Weight, last: Weight) -> Weight | None:
+    """Return the whole of which `append` returned `weight` and `last`; None if it did not."""
+    if not _continues(weight, last):
+        return None
+    planes: dict[str, Any] = {}
+    for name, array, rows in _plane_pairs(weight, last):
+        whole = array.base
+        if whole is None or whole is not rows.base or whole.nbytes != array.nbytes + rows.nbytes:
+            return None
+        planes[name] = whole.view(array.dtype).reshape(-1, *array.shape[1:])
+    count = last.num_elements // math.prod(weight.shape[1:])
+    return replace(weight, shape=(weight.shape[0] + count, *weight.shape[1:]), **planes)
+
+
+def _continues(weight: Weight, last: Weight) -> bool:
+    """Tell whether `last` has the format of `weight`, and whole rows or matrices like it."""
+    is_alike = weight.format == last.format and weight.shape[-1] == last.shape[-1]
+    is_plain = not (weight.parts or last.parts) and weight.permutation is last.permutation is None
+    return is_alike and is_plain and last.num_elements % math.prod(weight.shape[1:]) == 0
+
+
+def _plane_pairs(weight: Weight, last: Weight) -> Iterator[tuple[str, Any, Any]]:
+    """Yield (name, array of `weight`, array of `last` with the same inner axes)."""
+    for name in _PLANES:
+        array = getattr(weight, name)
+        if array is not None:
+            yield name, array, getattr(last, name).reshape(-1, *array.shape[1:])
 
 
 def take_matrices(weight: Weight, first: int, last: int) -> Weight:

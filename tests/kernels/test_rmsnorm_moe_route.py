@@ -80,9 +80,7 @@ def test_matches_mirror(xp, shape, dtype):
             arrays = cases.to_module(xp, x, norm_weight, weight)
             on_device = None if own_bias is None else xp.asarray(own_bias)
             for _ in range(2):  # the second call may overlap the first
-                got = kernels.rmsnorm_moe_route(
-                    *arrays, top_k, bias=on_device, pdl=True, **options
-                )
+                got = kernels.rmsnorm_moe_route(*arrays, top_k, bias=on_device, pdl=True, **options)
             if shape[0] == 1:
                 _assert_same(got, want, f"{options}")
             else:
