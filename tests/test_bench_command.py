@@ -58,7 +58,7 @@ def test_the_workload_is_the_published_one():
         *(("qwen2.5-0.5b", 494), ("qwen3-0.6b", 596), ("llama-3.2-1b", 1236)),
         *(("llama-3.1-8b", 8030), ("gpt-oss-20b", 20915), ("qwen3-30b-a3b", 30532)),
         *(("mixtral-8x7b", 46703), ("llama-3.1-70b", 70554), ("gpt-oss-120b", 116829)),
-        ("qwen3-235b-a22b", 235094),
+        *(("qwen3-235b-a22b", 235094), ("qwen3.6-35b-a3b", 34661)),
     ],
 )
 def test_built_in_configurations_have_the_published_sizes(name, millions):

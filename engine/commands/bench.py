@@ -53,8 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--model",
         default="qwen3-0.6b",
         help="a built-in configuration (random weights): qwen2.5-0.5b, qwen3-0.6b, llama-3.2-1b, "
-        "llama-3.1-8b, gpt-oss-20b, qwen3-30b-a3b, mixtral-8x7b; or a name, folder, "
-        ".gguf file or hub id",
+        "llama-3.1-8b, gpt-oss-20b, qwen3-30b-a3b, qwen3.6-35b-a3b, mixtral-8x7b; or a name, "
+        "folder, .gguf file or hub id",
     )
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 or auto")
     parser.add_argument("--dtype", default="auto", help="float32, float16, bfloat16 or auto")

@@ -219,7 +219,7 @@ def _group_of(kind: str) -> str:
     ['attention', 'attention', 'experts', 'norms', 'norms']
     """
     for group, kinds in _GROUPS.items():
-        for each in kinds:
+        for each in () if "norm" in kind else kinds:
             if kind.removesuffix("_bias") == each or (each[-1] == "_" and kind.startswith(each)):
                 return group
     return _NORMS

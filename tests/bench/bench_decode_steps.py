@@ -21,34 +21,41 @@ _SIZES = (1, 8, 64, 256)
 _PROMPT, _WARM_STEPS, _STEPS = 500, 60, 20
 
 
-def _kernels_of(engine, size, torch):
-    """Return (end in us, name) of all device activity in `_STEPS` steps of `size` requests."""
-    params = SamplingParams(temperature=0.6, max_tokens=4 * _WARM_STEPS, ignore_eos=True)
-    prompts = {f"{size}-{i}": p for i, p in enumerate(Work.same(size, _PROMPT, 1).prompts)}
-    for request_id, prompt in prompts.items():
-        engine.add_request(request_id, prompt, params)
-    for _ in range(_WARM_STEPS):
-        engine.step()
+def kernels_of(run, torch):
+    """Return (end in us, name) of all device activity during `run()`."""
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        for _ in range(_STEPS):
-            engine.step()
+        run()
         torch.cuda.synchronize()
-    engine.abort_request(list(prompts))
     on_device = torch.autograd.DeviceType.CUDA
     found = [e for e in profile.events() if e.device_type == on_device]
     return sorted((event.time_range.end, event.name) for event in found)
 
 
-def _row(name, size, ends):
+def decode_steps(engine, size, torch, steps=_STEPS):
+    """Return (end in us, name) of all device activity in `steps` steps of `size` requests."""
+    params = SamplingParams(temperature=0.6, max_tokens=1000, ignore_eos=True)
+    prompts = {f"{size}-{i}": p for i, p in enumerate(Work.same(size, _PROMPT, 1).prompts)}
+    for request_id, prompt in prompts.items():
+        engine.add_request(request_id, prompt, params)
+    for _ in range(_WARM_STEPS):
+        engine.step()
+    ends = kernels_of(lambda: [engine.step() for _ in range(steps)], torch)
+    engine.abort_request(list(prompts))
+    return ends
+
+
+def row_of(op, case, ends, steps=_STEPS, most=12):
+    """Return a row: a step's time, and the kernels with the largest shares of `steps` steps."""
     added, counts = collections.Counter(), collections.Counter()
     for (before, _), (end, kernel) in itertools.pairwise(ends):
         added[kernel] += end - before
         counts[kernel] += 1
-    row = {"op": "decode_steps", "case": f"{name} {size} x {_PROMPT}"}
-    row["step us"] = (ends[-1][0] - ends[0][0]) / _STEPS
-    for kernel, us in added.most_common(12):
-        row[f"{kernel} a step"] = counts[kernel] / _STEPS
+    row = {"op": op, "case": case}
+    row["step us"] = (ends[-1][0] - ends[0][0]) / steps
+    row["launches a step"] = len(ends) / steps
+    for kernel, us in added.most_common(most):
+        row[f"{kernel} a step"] = counts[kernel] / steps
         row[f"{kernel} us"] = us / counts[kernel]
     return row
 
@@ -66,7 +73,12 @@ def main(device):
         model = load(config=config, load_format="dummy", max_model_len=1024, device="cuda")
         with LLMEngine(model, max_num_seqs=max(_SIZES)) as engine:
             serve(engine, Work.same(2, 64, 20))
-            rows += [_row(name, size, _kernels_of(engine, size, torch)) for size in _SIZES]
+            rows += [
+                row_of(
+                    "decode_steps", f"{name} {size} x {_PROMPT}", decode_steps(engine, size, torch)
+                )
+                for size in _SIZES
+            ]
         model.close()
     for row in rows:
         print("  ".join(f"{k} {v:.4g}" if isinstance(v, float) else v for k, v in row.items()))
