@@ -61,15 +61,15 @@ __device__ __forceinline__ void route_choose(const MoeRouteParams& p) {
 
 // Entry points for up to 32 * per experts.
 #define ENGINE_MOE_ROUTE(per, experts)                                       \
-  extern "C" __global__ void __launch_bounds__(kFewThreads)                  \
+  extern "C" __global__ void __launch_bounds__(kFewThreads, 1)               \
       moe_route_few_##experts(const __grid_constant__ MoeRouteParams p) {    \
     route_in_one_block<per>(p);                                              \
   }                                                                          \
-  extern "C" __global__ void __launch_bounds__(kThreads)                     \
+  extern "C" __global__ void __launch_bounds__(kThreads, 1)                  \
       moe_route_choose_##experts(const __grid_constant__ MoeRouteParams p) { \
     route_choose<per>(p);                                                    \
   }                                                                          \
-  extern "C" __global__ void __launch_bounds__(kThreads)                     \
+  extern "C" __global__ void __launch_bounds__(kThreads, 1)                  \
       moe_route_place_##experts(const __grid_constant__ MoeRouteParams p) {  \
     route_place<per>(p);                                                     \
   }
