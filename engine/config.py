@@ -177,12 +177,18 @@ class MoeConfig:
     router_bias, expert_bias, shared_bias : bool
         Whether the router, the experts and the shared expert have biases.
     activation : str
-        Activation of the experts: "swiglu", "geglu" (tanh), or gpt-oss's "swiglu_clamped".
+        Activation of the experts: "swiglu", "geglu" (tanh), gpt-oss's "swiglu_clamped", or, without
+        a gate, "relu2" (the square of ReLU).
     alpha, limit : float
         Parameters of "swiglu_clamped".
     beside_mlp : bool
         Whether sparse layers have an MLP too, beside the experts: each branch has norms of its own,
         and the router reads the residual stream through a norm and scales every expert's weight.
+    latent_size : int
+        Features of the experts' input and output, which are projected from and to the token's; 0
+        if they are the token's (Nemotron 3).
+    latent_bias : bool
+        Whether these projections have biases.
     num_identity : int
         Zero-compute experts, which return their input: the router chooses among them too, as
         experts E and following (LongCat).
@@ -210,7 +216,14 @@ class MoeConfig:
     alpha: float = 1.702
     limit: float = 7.0
     beside_mlp: bool = False
+    latent_size: int = 0
+    latent_bias: bool = False
     num_identity: int = 0
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether an expert's first matrix includes a gate."""
+        return self.activation != "relu2"
 
     @property
     def num_choices(self) -> int:
@@ -413,7 +426,8 @@ class ModelConfig:
         Per layer: "attention" or the kind that replaces it: "gated_delta", "short_conv", "mamba2"
         or "mla"; "attention_mamba2" is both side by side, () is all attention. "shortcut" is two
         of "mla", each followed by an MLP, with experts beside the first MLP whose output is added
-        at the end of the layer (LongCat). With `single_branch`, also "mlp".
+        at the end of the layer (LongCat). With `single_branch`, also "mlp"
+        and "moe".
     gated_delta : GatedDeltaConfig or None
         Sizes of the "gated_delta" layers.
     short_conv : ShortConvConfig or None

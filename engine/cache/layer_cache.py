@@ -185,6 +185,7 @@ CACHES_OF_KIND: dict[str, Callable[[ModelConfig, int, str, str], LayerCache]] = 
     "mamba2": _mamba2,
     "attention_mamba2": _attention_mamba2,
     "mlp": lambda config, layer, dtype, states: LayerCache(),
+    "moe": lambda config, layer, dtype, states: LayerCache(),
     "mla": _mla,
     "shortcut": _shortcut,
 }

@@ -10,6 +10,7 @@ from engine.layers.arrays import arrays_of
 from engine.layers.batch import ForwardBatch
 from engine.layers.linear import Linear
 from engine.layers.mlp import MLP
+from engine.layers.moe import MoE
 from engine.layers.norm import Norm
 from engine.weights import Format
 
@@ -107,18 +108,18 @@ class JointMixer:
 
 
 class FeedForward:
-    """An MLP in the place of attention, in a layer that has one branch only.
+    """An MLP or experts in the place of attention, in a layer that has one branch only.
 
     Parameters
     ----------
-    mlp : MLP
+    mlp : MLP or MoE
     """
 
     __slots__ = ("mlp", "o")
 
-    def __init__(self, mlp: MLP) -> None:
+    def __init__(self, mlp: MLP | MoE) -> None:
         self.mlp = mlp
-        self.o = mlp.down
+        self.o = mlp.down if isinstance(mlp, MLP) else mlp.router
 
     @property
     def input_format(self) -> Format | None:
@@ -126,7 +127,7 @@ class FeedForward:
         return self.mlp.input_format
 
     def arrays(self) -> Iterator[tuple[str, Any]]:
-        """Yield (name, array) for every array of the MLP."""
+        """Yield (name, array) for every array of the branch."""
         return self.mlp.arrays()
 
     def __call__(
@@ -139,5 +140,5 @@ class FeedForward:
         rows: Any = None,
     ) -> Any:
         """Return the output (T, N) for `x` (T, N). See `Mixer`."""
-        y = self.mlp(x, norm=norm, residual=residual)
+        y = self.mlp(x, norm=norm, residual=residual, slots=batch.slot_mapping)
         return y if rows is None else kernels.embedding(rows, y)

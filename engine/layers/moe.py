@@ -69,13 +69,13 @@ class Experts:
     Attributes
     ----------
     gate_up : Weight
-        (E, 2I, N): for each expert the rows of gate, then the rows of up.
+        (E, 2I, N): for each expert the rows of gate, then the rows of up; or (E, I, N), up alone.
     down : Weight
         (E, N, I).
     gate_up_bias, down_bias : Weight, optional
         (E, 2I) and (E, N), dense.
     activation : str
-        "swiglu", "geglu" or "swiglu_clamped", as in `kernels.moe_gemm`.
+        "swiglu", "geglu" or "swiglu_clamped", as in `kernels.moe_gemm`; or "relu2" without a gate.
     alpha, limit : float
         Parameters of "swiglu_clamped".
     num_identity : int
@@ -175,18 +175,21 @@ class Experts:
         deterministic: bool,
         num_experts: int | None = None,
     ) -> Any:
-        """Return act(gate) * up of every pair (token, expert), (T k, I), sorted by expert.
+        """Return act(gate) * up, or act(up), of every pair (token, expert), sorted by expert.
+
+        The result is (T k, I).
 
         `num_experts`: number of experts in the layer, if this rank holds only some of them.
         """
         # pdl is safe: no kernel writes the weights or biases. The second product follows the first,
         # which triggers its launch only once the routing is complete.
-        return kernels.moe_gemm(
+        is_gated = self.activation != "relu2"
+        rows = kernels.moe_gemm(
             x,
             self.gate_up,
             routing,
             bias=None if self.gate_up_bias is None else self.gate_up_bias.data,
-            activation=self.activation,
+            activation=self.activation if is_gated else None,
             alpha=self.alpha,
             limit=self.limit,
             deterministic=deterministic,
@@ -194,6 +197,7 @@ class Experts:
             quantize_x=_quantizes(self.gate_up, routing, deterministic=deterministic),
             num_experts=num_experts,
         )
+        return rows if is_gated else kernels.relu(rows, squared=True, out=rows)
 
     def second_product(
         self,
@@ -249,6 +253,9 @@ class MoE:
         Factor on the output of `shared`.
     shared_gate : Linear, optional
         (1, N): the sigmoid of its output scales the output of `shared`.
+    latent : (Linear, Linear), optional
+        (L, N) and (N, L): the experts read the first one's output, and the second one reads the
+        weighted sum of theirs.
     deterministic : bool
         Batch invariance: a token's bits do not depend on the rest of the batch.
 
@@ -260,7 +267,7 @@ class MoE:
 
     __slots__ = (
         *("correction", "deterministic", "expert_scale", "experts", "load", "params", "router"),
-        *("shared", "shared_factor", "shared_gate"),
+        *("latent", "shared", "shared_factor", "shared_gate"),
     )
 
     def __init__(
@@ -274,9 +281,11 @@ class MoE:
         shared: MLP | None = None,
         shared_scale: float = 1.0,
         shared_gate: Linear | None = None,
+        latent: tuple[Linear, Linear] | None = None,
         deterministic: bool = False,
     ) -> None:
         self.params = params
+        self.latent = latent
         self.router = router
         self.experts = experts
         self.correction = correction
@@ -301,7 +310,7 @@ class MoE:
         total = self.router.weight.num_elements + num_experts * self.experts.num_elements
         if self.shared is not None:
             total += self.shared.num_multiplied
-        return total
+        return total + sum(one.weight.num_elements for one in self.latent or ())
 
     def arrays(self) -> Iterator[tuple[str, Any]]:
         """Yield (name, array) for every array."""
@@ -311,6 +320,8 @@ class MoE:
             shared=self.shared,
             shared_gate=self.shared_gate,
         )
+        if self.latent is not None:
+            yield from arrays_of(latent_in=self.latent[0], latent_out=self.latent[1])
         yield "load", self.load
         for name in ("correction", "expert_scale", "shared_factor"):
             if getattr(self, name) is not None:
@@ -328,6 +339,8 @@ class MoE:
 
     def combined(self, x: Any, routing: kernels.Routing, rows: Any, *, residual: Any = None) -> Any:
         """Return the output (T, N) for tokens `x` (T, N), of which experts read `rows` (T, N)."""
+        if self.latent is not None:
+            return self._combined_latents(x, routing, rows, residual)
         return self.experts.combined(
             rows,
             routing,
@@ -337,6 +350,15 @@ class MoE:
             residual=residual,
             out=residual,
         )
+
+    def _combined_latents(self, x: Any, routing: kernels.Routing, rows: Any, residual: Any) -> Any:
+        """Do the same with experts that read projected rows."""
+        assert self.latent is not None and self.shared_gate is None
+        into, out_of = self.latent
+        y = out_of(self.experts.combined(into(rows), routing, deterministic=self.deterministic))
+        if self.shared is not None:
+            y = kernels.residual_add(self._shared_output(x), y, out=y)
+        return y if residual is None else kernels.residual_add(y, residual, out=residual)
 
     def _shared_output(self, x: Any) -> Any:
         """Return the shared expert's output (T, N), or None."""

@@ -17,6 +17,8 @@ _MAX_SHARED = 64
 _COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 _SILU = ("silu", "swish")
 _GELU = ("gelu_pytorch_tanh", "gelu_new")
+_ACTIVATIONS = {"swiglu": _SILU, "geglu": _GELU, "relu2": ("relu2",)}
+_ACTIVATIONS = {"swiglu": _SILU, "geglu": _GELU, "relu2": ("relu2",)}
 
 
 def moe_config(fields: Fields, kind: MoeFamily | None, num_layers: int) -> MoeConfig | None:
@@ -69,6 +71,8 @@ def moe_config(fields: Fields, kind: MoeFamily | None, num_layers: int) -> MoeCo
         shared_bias=declared(kind.shared_bias),
         activation=kind.activation,
         beside_mlp=kind.beside_mlp,
+        latent_size=_latent_size(fields, kind),
+        latent_bias=bool(kind.latent_bias) and fields.flag(kind.latent_bias, False),
         num_identity=num_identity,
     )
     per_group = config.num_choices // num_groups
@@ -79,7 +83,7 @@ def moe_config(fields: Fields, kind: MoeFamily | None, num_layers: int) -> MoeCo
         return replace(
             config, alpha=alpha, limit=fields.real("swiglu_limit", 1e-3, 1e6, config.limit)
         )
-    known = _GELU if kind.activation == "geglu" else _SILU
+    known = _ACTIVATIONS[kind.activation]
     key = "hidden_activation" if fields.has("hidden_activation") else "hidden_act"
     if fields.text(key, known[0]) not in known:
         raise fields.error(key, f"one of {', '.join(known)}, as the experts need")
@@ -109,6 +113,11 @@ def _num_experts(fields: Fields, default: int, num_layers: int) -> int:
     if count * num_layers > _MAX_TENSORS:
         raise fields.error(key, f"at most {_MAX_TENSORS // num_layers} (of {num_layers} layers)")
     return count
+
+
+def _latent_size(fields: Fields, kind: MoeFamily) -> int:
+    """Return the features of the experts' input; 0 if they are the token's."""
+    return fields.integer(kind.latent_width, 1, _MAX_WIDTH, 0) if kind.latent_width else 0
 
 
 def _num_identity(fields: Fields, kind: MoeFamily, num_experts: int) -> int:
@@ -153,6 +162,9 @@ def _sparse_layers(fields: Fields, kind: MoeFamily, num_layers: int) -> tuple[bo
         return tuple(i >= first for i in range(num_layers))
     if kind.sparse_layers == "moe_layers":
         return _moe_layers(fields, num_layers)
+    if kind.sparse_layers == "layer_types":
+        types = fields.raw("layer_types")
+        return tuple(one == "moe" for one in types) if isinstance(types, list) else ()
     step = fields.integer("decoder_sparse_step", 1, 1 << 31, 1)
     dense = fields.raw("mlp_only_layers") or []
     if not isinstance(dense, list) or any(type(one) is not int or one < 0 for one in dense):

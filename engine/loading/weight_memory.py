@@ -32,6 +32,7 @@ _QUANTIZED_KINDS = (
     *("delta_in", "delta_out", "conv_in", "conv_out", "mamba_in", "mamba_out"),
     *("mla_in", "mla_q_up", "mla_out"),  # not mla_kv_up: its heads are multiplied one by one
     *(SECOND + kind for kind in ("mla_in", "mla_q_up", "mla_out", "gate_up", "down")),
+    *("moe_latent_in", "moe_latent_out"),
     *_EXPERT_KINDS,
 )
 

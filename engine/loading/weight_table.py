@@ -73,6 +73,7 @@ _ROW_PARTS = {
 _ROW_PARTS |= {
     SECOND + kind: _ROW_PARTS[kind] for kind in ("mla_in", "mla_q_up", "mla_kv_up", "gate_up")
 }
+_UNGATED_PARTS = {"shared_gate_up": ("shared_up",), "experts_gate_up": ("expert_up",)}
 # Weights sharded by columns -> the part that produces these input features.
 _COLUMN_PART = {
     "o": "heads",
@@ -161,8 +162,10 @@ class _Parts:
 
     def __init__(self, config: ModelConfig, shard: Shard, layer: int | None = None) -> None:
         self._row_parts = _ROW_PARTS
+        if config.moe is not None and not config.moe.is_gated:
+            self._row_parts = self._row_parts | _UNGATED_PARTS
         if layer is not None:
-            self._row_parts = _ROW_PARTS | {"qkv": config.qkv_parts(layer)}
+            self._row_parts = self._row_parts | {"qkv": config.qkv_parts(layer)}
             config = config.at(layer)
         d = config.head_dim
         self._factors = {name: (own, bias) for name, own, bias in config.weight_factors}
@@ -584,12 +587,18 @@ def _mlp_shapes(config: ModelConfig, parts: _Parts) -> dict[str, tuple[int, ...]
     return shapes
 
 
+def _experts_shapes(config: ModelConfig, parts: _Parts) -> dict[str, tuple[int, ...]]:
+    assert config.moe is not None
+    return _moe_shapes(config.moe, config.hidden_size, parts)
+
+
 _MIXER_SHAPES: dict[str, Callable[[ModelConfig, _Parts], dict[str, tuple[int, ...]]]] = {
     "gated_delta": _gated_delta_shapes,
     "short_conv": _short_conv_shapes,
     "mamba2": _mamba2_shapes,
     "mla": _mla_shapes,
     "shortcut": _shortcut_shapes,
+    "moe": _experts_shapes,
     "mlp": _mlp_shapes,
 }
 
@@ -602,9 +611,14 @@ def _moe_shapes(moe: MoeConfig, n: int, parts: _Parts) -> dict[str, tuple[int, .
         shapes["router_bias"] = (e,)
     if moe.correction:
         shapes["router_correction"] = (e,)
-    down = parts.second_shape("experts_down", n)
+    width = moe.latent_size or n
+    down = parts.second_shape("experts_down", width)
     e = parts.experts[1] - parts.experts[0]
-    shapes |= {"experts_gate_up": (e, gate_up, n), "experts_down": (e, *down)}
+    shapes |= {"experts_gate_up": (e, gate_up, width), "experts_down": (e, *down)}
+    if moe.latent_size:
+        shapes |= {"moe_latent_in": (width, n), "moe_latent_out": (n, width)}
+    if moe.latent_bias and moe.latent_size:
+        shapes |= {"moe_latent_in_bias": (width,), "moe_latent_out_bias": (n,)}
     if moe.expert_bias:
         shapes |= {"experts_gate_up_bias": (e, gate_up), "experts_down_bias": (e, down[0])}
     if moe.shared_size:

@@ -479,9 +479,11 @@ class Decoder:
         -----
         The call waits for all earlier launches on the current stream.
         """
-        loads = [
-            layer.mlp.load for layer in self.layers if isinstance(layer.mlp, MoE | DenseAndExperts)
-        ]
+        branches = (
+            layer.attn.mlp if isinstance(layer.attn, FeedForward) else layer.mlp
+            for layer in self.layers
+        )
+        loads = [one.load for one in branches if isinstance(one, MoE | DenseAndExperts)]
         if not loads:
             return np.zeros((0, 0), np.int64)
         return to_numpy(self.xp.stack(loads))
@@ -690,9 +692,9 @@ class Decoder:
             return self._attention(index)
         if kind == "mla":
             return self._mla(index)
-        if kind == "mlp":
+        if kind in ("mlp", "moe"):
             mlp = self._mlp(index)
-            assert isinstance(mlp, MLP)
+            assert not isinstance(mlp, DenseAndExperts)
             return FeedForward(mlp)
         is_joint = kind == "attention_mamba2"
         build = MIXERS["mamba2" if is_joint else kind]

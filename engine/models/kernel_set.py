@@ -35,6 +35,7 @@ _KIND_OPS: dict[str, tuple[str, ...]] = {
     "mamba2": ("causal_conv", "mamba2", "gated_norm", "swiglu"),
     "attention_mamba2": ("causal_conv", "mamba2", "gated_norm", "swiglu", "residual_add"),
     "mlp": (),
+    "moe": ("relu", "residual_add"),
     "shortcut": ("residual_add", *_LATENT_OPS),
     "mla": _LATENT_OPS,
 }

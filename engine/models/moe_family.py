@@ -7,7 +7,7 @@ from typing import Literal
 
 __all__ = ["MoeFamily", "SparseRule"]
 
-SparseRule = Literal["all", "steps", "after_first", "interval", "moe_layers"]
+SparseRule = Literal["all", "steps", "after_first", "interval", "moe_layers", "layer_types"]
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,9 @@ class MoeFamily:
     sparse_layers : str
         Layers with experts: "all", "steps" (by `decoder_sparse_step` and `mlp_only_layers`),
         "after_first" (all but the first `first_k_dense_replace`), "interval" (every
-        `moe_layer_interval`-th from `moe_layer_start_index` to `moe_layer_end_index`), or
-        "moe_layers" (those that key lists; without it, every `interleave_moe_layer_step`-th).
+        `moe_layer_interval`-th from `moe_layer_start_index` to `moe_layer_end_index`),
+        "moe_layers" (those that key lists; without it, every `interleave_moe_layer_step`-th), or
+        "layer_types" (those that it calls "moe").
     lists_layers : bool
         Whether `mlp_layer_types` ("sparse" or "dense" per layer) takes precedence if given.
     score_key : str
@@ -57,10 +58,12 @@ class MoeFamily:
     shared_gate, router_bias, expert_bias, shared_bias : bool or str
         Whether these weights exist; `shared_bias` may be the key of that flag.
     activation : str
-        Activation of the experts: "swiglu" or "geglu" (`hidden_act` must agree), or
+        Activation of the experts: "swiglu", "geglu" or "relu2" (`hidden_act` must agree), or
         "swiglu_clamped" (with `swiglu_alpha` and `swiglu_limit`).
     beside_mlp : bool
         Layers with experts have an MLP too. See `MoeConfig`.
+    latent_width, latent_bias : str
+        Key of `MoeConfig.latent_size`, "" if there is none; and key of the flag `latent_bias`.
     identity_count : str
         Key of the number of zero-compute experts; "" if there are none.
     """
@@ -88,4 +91,6 @@ class MoeFamily:
     shared_bias: bool | str = False
     activation: str = "swiglu"
     beside_mlp: bool = False
+    latent_width: str = ""
+    latent_bias: str = ""
     identity_count: str = ""

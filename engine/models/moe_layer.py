@@ -59,6 +59,15 @@ def build_moe(
             linear("shared_gate_up", config.shared_bias),
             parts.shared_down(down, bias, deterministic=deterministic),
             activation,
+            is_gated=config.is_gated,
+        )
+
+    def latent() -> tuple[Linear, Linear]:
+        bias = optional("moe_latent_out_bias", config.latent_bias)
+        out_of = weight(f"{layer}.moe_latent_out")
+        return (
+            linear("moe_latent_in", config.latent_bias),
+            parts.shared_down(out_of, bias, deterministic=deterministic),
         )
 
     correction = optional("router_correction", config.correction)
@@ -98,6 +107,7 @@ def build_moe(
         shared=shared,
         shared_scale=config.shared_scale,
         shared_gate=shared_gate,
+        latent=latent() if config.latent_size else None,
         deterministic=deterministic,
     )
 

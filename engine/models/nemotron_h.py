@@ -1,15 +1,17 @@
-"""Nemotron-H: layers of one branch, Mamba-2, attention without rope, or an ungated MLP."""
+"""Nemotron-H and 3: layers of one branch, Mamba-2, attention without rope, an MLP, or experts."""
 
 from __future__ import annotations
 
 from engine.models.family import Family, TensorName, linear_names
 from engine.models.granitemoehybrid import mamba_names
 from engine.models.mixer_family import FULL_ATTENTION, MixerFamily
+from engine.models.moe_family import MoeFamily
 
 __all__ = ["NEMOTRON_H"]
 
 _LAYER = "backbone.layers.{i}"
 _MIXER = f"{_LAYER}.mixer"
+_EXPERT = f"{_MIXER}.experts.{{e}}"
 
 NEMOTRON_H = Family(
     model_type="nemotron_h",
@@ -25,6 +27,14 @@ NEMOTRON_H = Family(
         *linear_names(f"{_MIXER}.up_proj", "up"),
         *linear_names(f"{_MIXER}.down_proj", "down"),
         *mamba_names(_MIXER),
+        TensorName(f"{_MIXER}.gate.weight", "router"),
+        TensorName(f"{_MIXER}.gate.e_score_correction_bias", "router_correction"),
+        TensorName(f"{_EXPERT}.up_proj.weight", "experts_gate_up", "expert_up"),
+        TensorName(f"{_EXPERT}.down_proj.weight", "experts_down"),
+        *linear_names(f"{_MIXER}.shared_experts.up_proj", "shared_gate_up", "shared_up"),
+        *linear_names(f"{_MIXER}.shared_experts.down_proj", "shared_down"),
+        *linear_names(f"{_MIXER}.fc1_latent_proj", "moe_latent_in"),
+        *linear_names(f"{_MIXER}.fc2_latent_proj", "moe_latent_out"),
     ),
     gguf_names=(),
     defaults={
@@ -39,6 +49,10 @@ NEMOTRON_H = Family(
         "mamba_d_state": 128,
         "mamba_d_conv": 4,
         "mamba_expand": 2,
+        "moe_intermediate_size": 7688,
+        "moe_shared_expert_intermediate_size": 7688,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
     },
     key_aliases={
         "layers_block_type": "layer_types",
@@ -63,9 +77,25 @@ NEMOTRON_H = Family(
             "linear_attention": "mamba2",
             "mamba": "mamba2",
             "mlp": "mlp",
+            "moe": "moe",
         },
         pattern="hybrid_override_pattern",
-        letters={"M": "linear_attention", "*": FULL_ATTENTION, "-": "mlp"},
+        letters={"M": "linear_attention", "*": FULL_ATTENTION, "-": "mlp", "E": "moe"},
         single_branch=True,
+    ),
+    moe=MoeFamily(
+        num_experts=8,
+        width="moe_intermediate_size",
+        renormalize="norm_topk_prob",
+        sparse_layers="layer_types",
+        score="sigmoid",
+        correction=True,
+        scale="routed_scaling_factor",
+        has_groups=True,
+        shared_width="moe_shared_expert_intermediate_size",
+        shared_bias="mlp_bias",
+        activation="relu2",
+        latent_width="moe_latent_size",
+        latent_bias="mlp_bias",
     ),
 )

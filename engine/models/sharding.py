@@ -112,6 +112,11 @@ def check_support(config: ModelConfig, shard: Shard) -> None:
     reads_others = config.per_layer_input or config.altup or config.kv_sources
     if shard.stage.num_layers and reads_others:
         raise ConfigError(f"pipeline stages are not supported for {config.model_type}")
+    if config.moe is not None and config.moe.latent_size and shard.by_output and shard.count > 1:
+        raise ConfigError(
+            f"batch-invariant tensor parallelism of {shard.count} ranks is not supported for "
+            f"{config.model_type} with moe_latent_size"
+        )
     # Ranks that share a key/value head hold all its query heads: as many in every layer, or none.
     is_uneven = shard.by_output and any(
         one.head_dim != config.head_dim or one.num_kv_heads < shard.count

@@ -78,6 +78,15 @@ _NEMOTRON_H = {
 for key in ("rms_norm_eps", "hidden_act", "num_hidden_layers"):
     del _NEMOTRON_H[key]
 
+_NEMOTRON_EXPERTS = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 20,
+    "routed_scaling_factor": 1.7,
+    "n_group": 4,
+    "topk_group": 2,
+}
+
 _FALCON_H1 = {
     **{key: value for key, value in _TINY.items() if not key.startswith("linear_")},
     "model_type": "falcon_h1",
@@ -213,6 +222,22 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "use_bias": True,
         "mlp_bias": True,
         "conv_kernel": 4,
+    },
+    "nemotron_h_experts": {
+        **_NEMOTRON_H,
+        **_NEMOTRON_EXPERTS,
+        "hybrid_override_pattern": "ME*E-",
+        "moe_shared_expert_intermediate_size": 28,
+    },
+    "nemotron_h_experts_latent_new_keys_biases": {
+        **_NEMOTRON_H,
+        **_NEMOTRON_EXPERTS,
+        "layers_block_type": ["moe", "full_attention", "linear_attention", "moe"],
+        "moe_shared_expert_intermediate_size": 36,
+        "moe_latent_size": 32,
+        "norm_topk_prob": False,
+        "attention_bias": True,  # there are none
+        "mlp_bias": True,
     },
     "falcon_h1": {**_FALCON_H1, "rope_theta": 500.0},
     "falcon_h1_new_keys_norm_biases": {

@@ -75,7 +75,9 @@ HYBRIDS = {
     },
     "falcon_h1": {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_state": 8, "mamba_n_groups": 2},
     "nemotron_h": {
-        "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"],
+        "layers_block_type": ["linear_attention", "mlp", "full_attention", "moe"],
+        "n_routed_experts": 8, "moe_intermediate_size": 16, "n_group": 4, "topk_group": 2,
+        "moe_shared_expert_intermediate_size": 16,
         "mamba_num_heads": 4, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 8,
     },
 }  # fmt: skip

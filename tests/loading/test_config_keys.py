@@ -35,7 +35,7 @@ EXTRA = {name: EXPERTS for name in SPARSE} | {
 }
 EXTRA |= {
     "granitemoehybrid": {"mamba_n_heads": 4, "num_local_experts": 8},
-    "nemotron_h": {"hybrid_override_pattern": "M-*M-*"},
+    "nemotron_h": {"num_experts": 32, "hybrid_override_pattern": "ME*M-E"},
 }
 # Values that no family has by default, where 3 is none, and where a file must hold more with them.
 VALUES = {
@@ -117,8 +117,7 @@ def test_windows_that_contradict_are_refused():
 def test_what_changes_the_logits_in_transformers_is_read_or_refused(family):
     values = {"model_type": family, **MEASURED[family]["config"]}
     plain = config_from_dict(values)
-    few = ("nemotron_h",)  # no rope, no experts; its dimensions are those of tensors
-    assert len(MEASURED[family]["changed"]) >= (2 if family in few else 3)
+    assert len(MEASURED[family]["changed"]) >= 3
     for key, value in MEASURED[family]["changed"].items():
         try:
             assert config_from_dict({**values, key: value}) != plain, key

@@ -96,10 +96,10 @@ def test_the_width_of_lfm2_is_adjusted(keys, width):
         ("granitemoehybrid", {"mamba_n_heads": 4, "mamba_n_groups": 3}, "a divisor of the 4 heads"),
         ("granitemoehybrid", {"mamba_n_heads": 4, "time_step_limit": [2, 1]}, "in order"),
         ("granitemoehybrid", {"mamba_n_heads": 4, "time_step_limit": [0]}, "must be two numbers"),
-        ("nemotron_h", {"hybrid_override_pattern": "MEM*E"},
-         r"hybrid_override_pattern must be a string of 'M', '\*', '-'; got 'MEM\*E'"),
+        ("nemotron_h", {"hybrid_override_pattern": "MXM*E"},
+         r"hybrid_override_pattern must be a string of 'M', '\*', '-', 'E'; got 'MXM\*E'"),
         ("nemotron_h", {}, "hybrid_override_pattern must be a string"),
-        ("nemotron_h", {"layers_block_type": ["moe"]}, "layers_block_type must be 1 of"),
+        ("nemotron_h", {"layers_block_type": ["moe", "x"]}, "layers_block_type must be 2 of"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused(family, keys, words):
