@@ -235,6 +235,8 @@ class MoeConfig:
 class GatedDeltaConfig:
     """Gated delta net: linear attention that replaces attention in layers of kind "gated_delta".
 
+    Kimi delta attention is a gated delta net whose decays belong to key channels.
+
     Attributes
     ----------
     num_key_heads, num_value_heads : int
@@ -247,10 +249,19 @@ class GatedDeltaConfig:
         Largest update strength: 1, or 2 to allow negative eigenvalues of the transition.
     norm_eps : float
         Epsilon of the output norm; 0 means `rms_norm_eps`.
+    norm_activation : str
+        Activation of the output's gate: "silu" or "sigmoid".
+    channel_gate : bool
+        Whether each value head has a decay per key channel instead of one.
+    gate_rank : int
+        Features of two latents from which the decays and the output's gate are projected; 0
+        projects both directly.
+    gate_bound : float
+        Lower bound of a decay's logarithm; 0 for none.
 
     References
     ----------
-    Yang et al.: Gated Delta Networks, arXiv:2412.06464.
+    Yang et al.: Gated Delta Networks, arXiv:2412.06464; Kimi Team: Kimi Linear, arXiv:2510.26692.
     """
 
     num_key_heads: int
@@ -260,6 +271,10 @@ class GatedDeltaConfig:
     conv_size: int = 4
     beta_scale: float = 1.0
     norm_eps: float = 0.0
+    norm_activation: str = "silu"
+    channel_gate: bool = False
+    gate_rank: int = 0
+    gate_bound: float = 0.0
 
     @property
     def key_dim(self) -> int:
@@ -277,9 +292,15 @@ class GatedDeltaConfig:
         return 2 * self.key_dim + self.value_dim
 
     @property
+    def decay_dim(self) -> int:
+        """Number of a token's decays."""
+        return self.num_value_heads * (self.key_head_dim if self.channel_gate else 1)
+
+    @property
     def in_dim(self) -> int:
-        """Rows of the input projection: q, k, v, z, b and a."""
-        return self.conv_dim + self.value_dim + 2 * self.num_value_heads
+        """Rows of the input projection: q, k, v, the output's gate or a latent, decays, and b."""
+        gates = 2 * self.gate_rank or self.value_dim + self.decay_dim
+        return self.conv_dim + gates + self.num_value_heads
 
 
 @dataclass(frozen=True)
@@ -371,6 +392,9 @@ class MlaConfig:
         Features of a head's value.
     norm_eps : float
         Epsilon of the latents' norms.
+    head_gate : bool
+        Whether each head's output is multiplied by the sigmoid of a gate, before the output
+        projection.
 
     References
     ----------
@@ -383,6 +407,7 @@ class MlaConfig:
     rope_dim: int
     v_dim: int
     norm_eps: float = 1e-6
+    head_gate: bool = False
 
     @property
     def cache_dim(self) -> int:

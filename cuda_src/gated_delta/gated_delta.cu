@@ -254,7 +254,7 @@ class Recurrence {
     kq = q_factor * k_factor * lanes_sum(kq);
 #pragma unroll
     for (int i = 0; i < kGates; ++i)
-      decay_[i] = expf(log_decay(token.a[i], gate_params_.a_log, gate_params_.dt_bias[i]));
+      decay_[i] = expf(log_decay(p_, token.a[i], gate_params_.a_log, gate_params_.dt_bias[i]));
 
     float sk[kRows] = {}, sq[kRows] = {};
 #pragma unroll

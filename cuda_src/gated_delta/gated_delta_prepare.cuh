@@ -14,8 +14,9 @@
 
 // Base-2 logarithm of a decay, at least -128, which is a decay of 0 already: differences of running
 // sums stay exact, and finite.
-__device__ __forceinline__ float log2_decay(scalar_t a, float a_log, float dt_bias) {
-  return fmaxf(kLog2E * log_decay(to_float(a), a_log, dt_bias), -128.0f);
+__device__ __forceinline__ float log2_decay(const GatedDeltaParams& p, scalar_t a, float a_log,
+                                            float dt_bias) {
+  return fmaxf(kLog2E * log_decay(p, to_float(a), a_log, dt_bias), -128.0f);
 }
 
 class Preparation {
@@ -88,7 +89,7 @@ class Preparation {
       if (i < count_) {
         beta = update_strength(to_float(p_.b[t * p_.b_stride_t + head_]), p_.beta_scale);
         if constexpr (!kHasChannelGate)
-          g = log2_decay(p_.a[t * p_.a_stride_t + head_], p_.a_log[head_], p_.dt_bias[head_]);
+          g = log2_decay(p_, p_.a[t * p_.a_stride_t + head_], p_.a_log[head_], p_.dt_bias[head_]);
       }
       smem_.beta[i] = beta;
       if constexpr (!kHasChannelGate) smem_.log_decay[i] = running_sum(g);
@@ -117,7 +118,7 @@ class Preparation {
 #pragma unroll 8
     for (int i = 0; i < kChunkTokens; ++i) {
       const scalar_t gate = a[(i < count_ ? i : 0) * p_.a_stride_t];
-      if (i < count_) sum += log2_decay(gate, a_log, bias);
+      if (i < count_) sum += log2_decay(p_, gate, a_log, bias);
       smem_.channel_decay[i * kChannelPitch + d] = sum;
     }
   }

@@ -40,6 +40,7 @@ struct GatedDeltaParams {
   int key_dim, value_dim;       // dk, dv
   int max_steps;                // sequences of more tokens go to the chunk kernels
   float beta_scale, scale, eps;
+  float gate_bound;  // lower bound of g with a gate per channel, or 0
   // The gated norm of the output, in the kernel that applies it.
   const scalar_t* z;            // (T, Hv, dv), last axis contiguous
   const scalar_t* norm_weight;  // (dv,)
@@ -53,9 +54,13 @@ struct GatedDeltaParams {
   int launch;                   // number of the launch
 };
 
-// g = -e^a_log softplus(a + dt_bias), the logarithm of a decay.
-__device__ __forceinline__ float log_decay(float a, float a_log, float dt_bias) {
+// g = -e^a_log softplus(a + dt_bias), the logarithm of a decay; or gate_bound sigmoid(e^a_log (a +
+// dt_bias)).
+__device__ __forceinline__ float log_decay(const GatedDeltaParams& p, float a, float a_log,
+                                           float dt_bias) {
   const float x = a + dt_bias;
+  if (kHasChannelGate && p.gate_bound != 0.0f)
+    return p.gate_bound / (1.0f + expf(-expf(a_log) * x));
   return -expf(a_log) * (fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x))));
 }
 

@@ -150,11 +150,20 @@ def gated(
     return out
 
 
-def launch_gated(kernels: dict[str, Kernel], file: str, *, gate: Any, up: Any, out: Any) -> None:
-    """Launch one of a gated op's `kernels` on rows (T, F), each array with its own row stride."""
-    num_rows, f = gate.shape
-    fits = f % vector_width(gate) == 0 and is_aligned(gate, up, out)
-    items = f // vector_width(gate) if fits else f
+def launch_gated(
+    kernels: dict[str, Kernel], file: str, *, gate: Any, up: Any, out: Any, head_dim: int = 0
+) -> None:
+    """Launch one of a gated op's `kernels` on rows (T, F), each array with its own row stride.
+
+    With a `head_dim`, each element of `gate` (T, F / head_dim) is for that many features.
+    """
+    num_rows, f = up.shape
+    width = vector_width(gate)
+    if head_dim:
+        fits = head_dim % width == 0 and is_aligned(up, out)
+    else:
+        fits = f % width == 0 and is_aligned(gate, up, out)
+    items = f // width if fits else f
     kernels["vector" if fits else "scalar"].launch(
         ModuleSpec(file, dtype_name(gate.dtype)),
         (ceil_div(items, ROW_THREADS), min(num_rows, MAX_GRID_Y)),
@@ -168,6 +177,7 @@ def launch_gated(kernels: dict[str, Kernel], file: str, *, gate: Any, up: Any, o
         gate_stride=element_strides(gate)[0],
         up_stride=element_strides(up)[0],
         out_stride=element_strides(out)[0],
+        **({"head_dim": head_dim} if head_dim else {}),
     )
 
 

@@ -12,7 +12,12 @@ from engine.kernels._module import ModuleSpec
 
 __all__ = ["sigmoid_gate", "specs"]
 
-_KERNELS = {width: Kernel(f"sigmoid_gate_{width}", GATED_PARAMS) for width in ("vector", "scalar")}
+_WIDTHS = ("vector", "scalar")
+_KERNELS = {width: Kernel(f"sigmoid_gate_{width}", GATED_PARAMS) for width in _WIDTHS}
+_OF_HEADS = {
+    width: Kernel(f"sigmoid_gate_heads_{width}", f"{GATED_PARAMS} head_dim:i32")
+    for width in _WIDTHS
+}
 
 
 def specs(dtype: str, **_: Any) -> tuple[ModuleSpec, ...]:
@@ -25,10 +30,13 @@ def sigmoid_gate(x: Any, gate: Any, *, out: Any = None) -> Any:
 
     Parameters
     ----------
-    x, gate : (T, F) array of float32, float16 or bfloat16 (NumPy: or float64)
-        Of one dtype; the rows of each may be strided (a view).
+    x : (T, F) array of float32, float16 or bfloat16 (NumPy: or float64)
+        The rows may be strided (a view).
+    gate : (T, F) or (T, H) array of x's dtype
+        A gate per feature, or one for F / H features: a head. The rows may be strided.
     out : (T, F) array of x's dtype, optional
-        Array for the result; may be `x` or `gate`, but must not overlap them otherwise.
+        Array for the result; may be `x` or a `gate` of its shape, but must not overlap them
+        otherwise.
 
     Returns
     -------
@@ -55,9 +63,17 @@ def sigmoid_gate(x: Any, gate: Any, *, out: Any = None) -> Any:
     """
     call = Contract("sigmoid_gate")
     x = call.array("x", x, "T F", MIRROR_FLOATS, layout="rows")
-    gate = call.array("gate", gate, "T F", x.dtype, layout="rows")
+    gate = call.array("gate", gate, "T H", x.dtype, layout="rows")
+    num_features = call["F"]
+    num_gates = call["H"]
+    ok = num_gates == num_features or (num_gates > 0 and num_features % num_gates == 0)
+    call.check("gate", ok, f"of a divisor of x's {num_features} features", num_gates)
     if call.on_cpu:
         return call.finish(out, reference.sigmoid_gate(x, gate), layout="rows")
     out = call.output("out", out, x.shape, x.dtype, layout="rows")
-    launch_gated(_KERNELS, "sigmoid_gate.cu", gate=gate, up=x, out=out)
+    if num_gates == num_features:
+        launch_gated(_KERNELS, "sigmoid_gate.cu", gate=gate, up=x, out=out)
+    else:
+        options = {"head_dim": num_features // num_gates}
+        launch_gated(_OF_HEADS, "sigmoid_gate.cu", gate=gate, up=x, out=out, **options)
     return out

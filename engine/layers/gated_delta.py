@@ -21,30 +21,34 @@ class GatedDelta:
     """One layer's gated delta net.
 
     The input projection computes all that a token contributes: q, k and v, which pass a short
-    causal convolution and SiLU, the output gate z, and per value head the update strength b and the
-    decay a.
+    causal convolution and SiLU, the output's gate z, the decays a, and per value head the update
+    strength b. With a `gate_rank`, it computes a latent of z and one of a instead.
 
     Parameters
     ----------
     config : GatedDeltaConfig
         Sizes, of this rank's heads.
     in_proj : Linear
-        (2 Hk dk + 2 Hv dv + 2 Hv, N): the rows of q, k, v, z, b and a.
+        (in_dim, N): the rows of q, k, v, z, a and b.
     conv : (2 Hk dk + Hv dv, conv_size) array
         Taps of every channel of q, k and v.
-    decay, dt : (Hv,) arrays of float32
-        Logarithm of each head's decay rate, and the bias of its time step a.
+    decay : (Hv,) array of float32
+        Logarithm of each head's decay rate.
+    dt : (Hv,) or (Hv, dk) array of float32
+        Bias of the time steps a.
     norm : Norm
         Norm of each head's output, (dv,).
     o : Linear
         Output projection (N, Hv dv).
+    z_up, a_up : Linear, optional
+        Projections of the latents of z and a: (Hv dv, gate_rank), (Hv dk, gate_rank).
 
     References
     ----------
-    Yang et al.: Gated Delta Networks, arXiv:2412.06464.
+    Yang et al.: Gated Delta Networks, arXiv:2412.06464; Kimi Team: Kimi Linear, arXiv:2510.26692.
     """
 
-    __slots__ = ("config", "conv", "decay", "dt", "in_proj", "norm", "o")
+    __slots__ = (*("a_up", "config", "conv", "decay", "dt", "in_proj", "norm", "o", "z_up"),)
 
     def __init__(
         self,
@@ -55,6 +59,8 @@ class GatedDelta:
         dt: Any,
         norm: Norm,
         o: Linear,
+        z_up: Linear | None = None,
+        a_up: Linear | None = None,
     ) -> None:
         self.config = config
         self.in_proj = in_proj
@@ -63,6 +69,8 @@ class GatedDelta:
         self.dt = dt
         self.norm = norm
         self.o = o
+        self.z_up = z_up
+        self.a_up = a_up
 
     @property
     def input_format(self) -> Format | None:
@@ -75,6 +83,7 @@ class GatedDelta:
         yield "decay", self.decay
         yield "dt", self.dt
         yield from arrays_of(in_proj=self.in_proj, norm=self.norm, o=self.o)
+        yield from arrays_of(z_up=self.z_up, a_up=self.a_up)
 
     def __call__(
         self,
@@ -95,6 +104,7 @@ class GatedDelta:
         c = self.config
         projected = self.in_proj(x) if norm is None else self.in_proj.of_normed(x, norm)
         num_tokens = projected.shape[0]
+        z, a = self._gates(projected)
         places = state_places(batch)
         mixed = kernels.causal_conv(
             projected[:, : c.conv_dim],
@@ -104,21 +114,21 @@ class GatedDelta:
             pdl=True,
             **places,
         )
-        b = c.conv_dim + c.value_dim
-        a = b + c.num_value_heads
         heads = kernels.gated_delta(
             mixed[:, : c.key_dim].reshape(num_tokens, -1, c.key_head_dim),
             mixed[:, c.key_dim : 2 * c.key_dim].reshape(num_tokens, -1, c.key_head_dim),
             mixed[:, 2 * c.key_dim :].reshape(num_tokens, -1, c.value_head_dim),
-            projected[:, a:],
-            projected[:, b:a],
+            a,
+            projected[:, -c.num_value_heads :],
             a_log=self.decay,
             dt_bias=self.dt,
             states=states,
             beta_scale=c.beta_scale,
-            z=projected[:, c.conv_dim : b].reshape(num_tokens, -1, c.value_head_dim),
+            gate_bound=c.gate_bound,
+            z=z,
             norm_weight=self.norm.weight,
             norm_eps=self.norm.eps,
+            norm_activation=c.norm_activation,
             max_seqlen_q=batch.max_seqlen_q,
             deterministic=self.in_proj.deterministic,
             pdl=True,
@@ -128,3 +138,16 @@ class GatedDelta:
         if rows is not None:
             heads = kernels.embedding(rows, heads)
         return self.o(heads, residual=residual)
+
+    def _gates(self, projected: Any) -> tuple[Any, Any]:
+        """Return the output's gate (T, Hv, dv), and the decays (T, Hv) or (T, Hv, dk)."""
+        c = self.config
+        gates = projected[:, c.conv_dim : -c.num_value_heads]
+        if self.z_up is not None and self.a_up is not None:
+            z = self.z_up(gates[:, : c.gate_rank])
+            a = self.a_up(gates[:, c.gate_rank :])
+        else:
+            z = gates[:, : c.value_dim]
+            a = gates[:, c.value_dim :]
+        z = z.reshape(z.shape[0], -1, c.value_head_dim)
+        return z, a.reshape(a.shape[0], -1, c.key_head_dim) if c.channel_gate else a

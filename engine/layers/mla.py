@@ -42,7 +42,7 @@ class Mla:
         Heads of this rank, each with keys of its own once they are expanded; scale.
     in_proj : Linear
         Rows of the query's latent (or, if `q_up` is None, of the queries), the latent of keys and
-        values, and the shared key.
+        values, the shared key and, with a `head_gate`, each head's gate.
     kv_norm : Norm
     kv_up : (H (nope + v), L) array
         Wk_h and Wv_h of every head.
@@ -119,9 +119,8 @@ class Mla:
 
         See `Mixer`.
         """
-        q = self._stored(x, batch, pages, norm)
-        heads = self._attend(q, batch, pages)
-        heads = heads.reshape(heads.shape[0], -1)
+        q, gate = self._stored(x, batch, pages, norm)
+        heads = self._joined(self._attend(q, batch, pages), gate)
         if rows is not None:
             heads = kernels.embedding(rows, heads)
         return self.o(heads, residual=residual)
@@ -145,7 +144,7 @@ class Mla:
         width = c.kv_rank + c.rope_dim
         pages = array_module(self.kv_up).zeros((1, 16, width), self.kv_up.dtype)
         nowhere = np.full(x.shape[0], -1, np.int64)
-        q, kv = self._rows(x)
+        q, kv, _ = self._rows(x)
         places = (rope_positions, self.cos_sin, pages, nowhere)
         weight = self.kv_norm.weight
         kernels.mla_store(q[..., c.nope_dim :], kv, weight, *places, eps=self.kv_norm.eps)
@@ -153,13 +152,20 @@ class Mla:
         return q, k, v[..., : c.v_dim]
 
     def joined(self, heads: Any, x: Any) -> Any:
-        """Return the input of `o` for the heads' outputs (T, H, v): no gate multiplies them."""
-        return heads.reshape(heads.shape[0], -1)
+        """Return the input of `o` for the heads' outputs (T, H, v) and the input `x` (T, N)."""
+        return self._joined(heads, self._rows(x)[2] if self.config.head_gate else None)
 
-    def _stored(self, x: Any, batch: ForwardBatch, pages: Any, norm: Norm | None = None) -> Any:
-        """Return the rotated queries (T, H, nope + R), and store the latents."""
+    def _joined(self, heads: Any, gate: Any) -> Any:
+        """Return the heads' outputs side by side, gated."""
+        heads = heads.reshape(heads.shape[0], -1)
+        return heads if gate is None else kernels.sigmoid_gate(heads, gate, out=heads)
+
+    def _stored(
+        self, x: Any, batch: ForwardBatch, pages: Any, norm: Norm | None = None
+    ) -> tuple[Any, Any]:
+        """Return the rotated queries (T, H, nope + R) and the gate; store the latents."""
         c = self.config
-        q, kv = self._rows(x, norm)
+        q, kv, gate = self._rows(x, norm)
         kernels.mla_store(
             q[..., c.nope_dim :],
             kv,
@@ -170,17 +176,22 @@ class Mla:
             batch.slot_mapping,
             eps=self.kv_norm.eps,
         )
-        return q
+        return q, gate
 
-    def _rows(self, x: Any, norm: Norm | None = None) -> tuple[Any, Any]:
-        """Return the queries (T, H, nope + R), and latents with keys (T, L + R), not rotated."""
+    def _rows(self, x: Any, norm: Norm | None = None) -> tuple[Any, Any, Any]:
+        """Return q (T, H, nope + R), latents with keys (T, L + R), and the gate (T, H) or None.
+
+        They are not rotated, and may be views of fused rows.
+        """
         c = self.config
         fused = self.in_proj(x) if norm is None else self.in_proj.of_normed(x, norm)
-        q = fused[:, : -(c.kv_rank + c.rope_dim)]
-        kv = fused[:, -(c.kv_rank + c.rope_dim) :]
+        end = fused.shape[1] - (self.params.num_heads if c.head_gate else 0)
+        start = end - c.cache_dim
+        q = fused[:, :start]
         if self.q_up is not None and self.q_norm is not None:
             q = self.q_up(self.q_norm(q))
-        return q.reshape(x.shape[0], self.params.num_heads, c.nope_dim + c.rope_dim), kv
+        q = q.reshape(x.shape[0], self.params.num_heads, c.nope_dim + c.rope_dim)
+        return q, fused[:, start:end], fused[:, end:] if c.head_gate else None
 
     @property
     def _up(self) -> Any:

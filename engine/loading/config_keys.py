@@ -77,6 +77,8 @@ CONFIG_KEYS: Mapping[str, tuple[Any, ...]] = {
     "use_parallel_block": _OFF,
     "parallel_attn": _OFF,
     "use_gated_activation": (True,),
+    "mla_use_nope": (True,),
+    "gated_attention_proj_granularity_type": ("head_wise",),
     "q_lora_rank": _OFF,
     "mla_scale_q_lora": _OFF,
     "mla_scale_kv_lora": _OFF,
@@ -102,6 +104,7 @@ CONFIG_KEYS: Mapping[str, tuple[Any, ...]] = {
     "experts_per_token": _NONE,
     "first_k_dense_replace": _OFF,
     "moe_layer_freq": (1,),
+    "moe_shared_expert_intermediate_size": _NONE,
     "interleave_moe_layer_step": (1,),
     "decoder_sparse_step": (1,),
     "mlp_only_layers": _NONE,
@@ -210,6 +213,7 @@ def _implied(kind: Family, config: ModelConfig) -> dict[str, tuple[Any, ...]]:
         implied["norm_topk_prob"] = (moe.renormalize,)
         implied["scoring_func"] = (moe.score,)
         implied["topk_method"] = _topk_methods(moe)
+        implied["moe_shared_expert_intermediate_size"] = (moe.intermediate_size,)
     if (mla := config.mla) is not None:
         implied["v_head_dim"] = (mla.v_dim,)
     return implied

@@ -252,11 +252,10 @@ def build_config(
         no_rope=_no_rope(fields, kind),
         **_switches(fields, kind),
         **mixer_config(fields, kind.mixers, sizes["num_layers"]),
-        **_latent_attention(mla, kind, sizes["num_layers"]),
         moe=moe,
         num_extra_layers=fields.integer(kind.extra_layers, 0, 64, 0) if kind.extra_layers else 0,
         **_scales(fields, kind, sizes["hidden_size"])
-        | ({} if mla is None else {"attn_scale": mla_scale(mla, rope)})
+        | _latent_attention(mla, kind, rope if any(rope_layers) else None, sizes["num_layers"])
         | (latent_factors(fields, mla) if mla is not None and kind.latent_scales else {}),
         **_tokens(fields, sizes["vocab_size"]),
         dtype=_dtype(fields),
@@ -292,10 +291,14 @@ def _eps_key(fields: Fields, kind: Family) -> str:
     return kind.rms_norm_key if has_other else kind.eps_key
 
 
-def _latent_attention(mla: MlaConfig | None, kind: Family, num_layers: int) -> dict[str, Any]:
+def _latent_attention(
+    mla: MlaConfig | None, kind: Family, rope: RopeConfig | None, num_layers: int
+) -> dict[str, Any]:
     if mla is None:
         return {}
-    return {"mla": mla, "layer_kinds": ("shortcut" if kind.shortcut else "mla",) * num_layers}
+    name = "shortcut" if kind.shortcut else "mla"
+    kinds = {} if kind.mixers else {"layer_kinds": (name,) * num_layers}
+    return {"mla": mla, "attn_scale": mla_scale(mla, rope), **kinds}
 
 
 def _sizes(fields: Fields, kind: Family, latent_head_dim: int) -> dict[str, Any]:

@@ -11,12 +11,13 @@ from engine.checks import shown
 from engine.config import GatedDeltaConfig, Mamba2Config, ShortConvConfig
 from engine.errors import ConfigError
 from engine.loading._fields import Fields
-from engine.models.mixer_family import MixerFamily
+from engine.models.mixer_family import FULL_ATTENTION, MixerFamily
 
 __all__ = ["mixer_config", "with_layer_types"]
 
 _MAX_HEADS = 4096
 _MAX_HEAD_DIM = 1024
+_MAX_DELTA_DIM = 256  # features of a head that `kernels.gated_delta` supports
 _MAX_STATE = 256  # columns that `kernels.mamba2` supports
 _MAX_CONV = 4  # taps that `kernels.causal_conv` supports
 
@@ -35,7 +36,7 @@ def mixer_config(fields: Fields, kind: MixerFamily | None, num_layers: int) -> d
         return {}
     kinds = _layer_kinds(fields, kind, num_layers)
     readers: dict[str, Callable[[Fields], Any]] = {
-        "gated_delta": partial(_gated_delta, norm_eps=kind.norm_eps),
+        "gated_delta": partial(_kimi_delta if kind.is_kda else _gated_delta, kind=kind),
         "short_conv": _short_conv,
         "mamba2": _mamba2,
     }
@@ -47,16 +48,20 @@ def mixer_config(fields: Fields, kind: MixerFamily | None, num_layers: int) -> d
 def with_layer_types(
     values: Mapping[str, Any], kind: MixerFamily | None, where: str
 ) -> Mapping[str, Any]:
-    """Return a config.json in which a pattern of letters is spelled out as `layer_types`.
+    """Return a config.json in which another declaration of kinds is spelled out as `layer_types`.
 
-    `num_hidden_layers` is the length of that list, whatever the file says.
+    `num_hidden_layers` is the length of a pattern of letters, whatever the file says.
 
     Raises
     ------
     ConfigError
-        If the pattern is no string, or has an unknown letter.
+        If the pattern is no string, or has an unknown letter; or lists of layers are damaged.
     """
-    if kind is None or not kind.pattern:
+    if kind is None:
+        return values
+    if kind.config_key:
+        return _with_listed_layers(values, kind.config_key, where)
+    if not kind.pattern:
         return values
     types = values.get("layer_types")
     if types is None:
@@ -71,12 +76,45 @@ def with_layer_types(
     return {**values, "layer_types": types, "num_hidden_layers": count}
 
 
+_LINEAR_KEYS = {
+    "head_dim": "linear_head_dim",
+    "num_heads": "linear_num_heads",
+    "short_conv_kernel_size": "linear_conv_kernel_dim",
+}
+
+
+def _with_listed_layers(values: Mapping[str, Any], key: str, where: str) -> Mapping[str, Any]:
+    """Return a config.json with the content of its object `key` under the keys of other files."""
+    given = values.get(key)
+    if given is not None and not isinstance(given, Mapping):
+        raise ConfigError(f"{where}: {key} must be an object; got {shown(given)}")
+    listed = given or {}
+    sizes = {own: listed[name] for name, own in _LINEAR_KEYS.items() if name in listed}
+    count = values.get("num_hidden_layers")
+    if values.get("layer_types") is not None or type(count) is not int:
+        return {**values, **sizes}
+    is_full = [layer > 0 and layer % 4 == 0 for layer in range(count)]
+    full = listed.get("full_attn_layers")
+    others = listed.get("kda_layers")
+    if full is not None and others is not None:
+        is_list = isinstance(full, list) and isinstance(others, list)
+        if not is_list or sorted(map(str, full + others)) != sorted(map(str, range(1, count + 1))):
+            raise ConfigError(
+                f"{where}: {key} must name each of {count} layers once, from 1 on, in "
+                f"full_attn_layers or kda_layers; got {shown([full, others])}"
+            )
+        is_full = [layer + 1 in full for layer in range(count)]
+    types = [FULL_ATTENTION if full else "linear_attention" for full in is_full]
+    return {**values, **sizes, "layer_types": types}
+
+
 def _layer_kinds(fields: Fields, kind: MixerFamily, num_layers: int) -> tuple[str, ...]:
     """Return the kind of each layer."""
     is_full = _full_layers(fields, kind, num_layers)
     if not fields.has("layer_types"):
-        other = next(name for name in kind.kinds.values() if name != "attention")
-        return tuple("attention" if full else other for full in is_full)
+        attention = kind.kinds.get(FULL_ATTENTION, "attention")
+        other = next(name for name in kind.kinds.values() if name != attention)
+        return tuple(attention if full else other for full in is_full)
     types = fields.raw("layer_types")
     if (
         not isinstance(types, list)
@@ -164,7 +202,30 @@ def _step_limit(fields: Fields) -> tuple[float, float]:
     return low, high
 
 
-def _gated_delta(fields: Fields, norm_eps: float) -> GatedDeltaConfig:
+def _kimi_delta(fields: Fields, kind: MixerFamily) -> GatedDeltaConfig:
+    if fields.text("hidden_act", "silu") not in ("silu", "swish"):  # of the convolution too
+        raise fields.error("hidden_act", "silu in a model with Kimi delta attention")
+    if not fields.flag("no_kda_lora", True):
+        raise fields.error("no_kda_lora", "true")
+    heads = fields.integer("num_attention_heads", 1, _MAX_HEADS)
+    heads = fields.integer("linear_num_heads", 1, _MAX_HEADS, heads)
+    width = fields.integer("head_dim", 1, _MAX_DELTA_DIM, 128)
+    width = fields.integer("linear_head_dim", 1, _MAX_DELTA_DIM, width)
+    is_bounded = fields.flag("kda_safe_gate", False)
+    return GatedDeltaConfig(
+        heads,
+        heads,
+        width,
+        width,
+        fields.integer("linear_conv_kernel_dim", 2, _MAX_CONV, 4),
+        norm_activation="sigmoid",
+        channel_gate=True,
+        gate_rank=width if kind.has_gate_latents else 0,
+        gate_bound=fields.real("kda_lower_bound", -1e3, -1e-3) if is_bounded else 0.0,
+    )
+
+
+def _gated_delta(fields: Fields, kind: MixerFamily) -> GatedDeltaConfig:
     if fields.text("hidden_act", "silu") not in ("silu", "swish"):  # of the convolution too
         raise fields.error("hidden_act", "silu in a model with gated delta nets")
     heads = fields.integer("num_attention_heads", 1, _MAX_HEADS)
@@ -183,5 +244,5 @@ def _gated_delta(fields: Fields, norm_eps: float) -> GatedDeltaConfig:
         fields.integer("linear_value_head_dim", 1, _MAX_HEAD_DIM, 2 * key_dim),
         fields.integer("linear_conv_kernel_dim", 2, _MAX_CONV),
         2.0 if fields.flag("linear_allow_neg_eigval", False) else 1.0,
-        norm_eps,
+        kind.norm_eps,
     )

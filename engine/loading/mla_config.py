@@ -43,6 +43,7 @@ def mla_config(fields: Fields, kind: Family) -> MlaConfig | None:
         nope_dim=nope,
         rope_dim=rope,
         v_dim=fields.integer("v_head_dim", 1, nope + rope, by_width),
+        head_gate=kind.mla_gate,
     )
 
 
@@ -65,8 +66,10 @@ def latent_factors(fields: Fields, mla: MlaConfig) -> dict[str, Any]:
     return {"weight_factors": factors}
 
 
-def mla_scale(mla: MlaConfig, rope: RopeConfig) -> float:
+def mla_scale(mla: MlaConfig, rope: RopeConfig | None) -> float:
     """Return the factor on q·k: YaRN's temperature is in it, squared, not in cos and sin.
+
+    `rope` is None if nothing is rotated.
 
     Examples
     --------
@@ -76,6 +79,6 @@ def mla_scale(mla: MlaConfig, rope: RopeConfig) -> float:
     1.874
     """
     scale: float = (mla.nope_dim + mla.rope_dim) ** -0.5
-    if rope.scaling == "default" or rope.factor <= 1.0:
+    if rope is None or rope.scaling == "default" or rope.factor <= 1.0:
         return scale
     return scale * (0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0) ** 2

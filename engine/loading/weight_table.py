@@ -50,10 +50,15 @@ XIELU_KINDS = ("xielu_alpha_p", "xielu_alpha_n", "xielu_beta", "xielu_eps")
 _ROW_PARTS = {
     "qkv": ("q", "k", "v", "attn_gate"),
     "sinks": ("sink",),
-    "delta_in": ("delta_q", "delta_k", "delta_v", "delta_z", "delta_b", "delta_a"),
+    "delta_in": (
+        *("delta_q", "delta_k", "delta_v", "delta_z", "delta_a"),
+        *("delta_z_latent", "delta_a_latent", "delta_b"),
+    ),
+    "delta_z_up": ("delta_v",),
+    "delta_a_up": ("delta_dt",),
     "delta_conv": ("delta_q", "delta_k", "delta_v"),
-    "delta_decay": ("delta_a",),
-    "delta_dt": ("delta_a",),
+    "delta_decay": ("delta_b",),
+    "delta_dt": ("delta_dt",),
     "conv_in": ("conv_b", "conv_c", "conv_x"),
     "conv_taps": ("conv_x",),
     "mamba_in": ("mamba_z", "mamba_x", "mamba_b", "mamba_c", "mamba_dt"),
@@ -62,7 +67,7 @@ _ROW_PARTS = {
     "mamba_decay": ("mamba_dt",),
     "mamba_skip": ("mamba_dt",),
     "mamba_step": ("mamba_dt",),
-    "mla_in": ("mla_q_latent", "mla_q", "mla_kv_latent"),
+    "mla_in": ("mla_q_latent", "mla_q", "mla_kv_latent", "mla_gate"),
     "mla_q_up": ("mla_q_of_latent",),
     "mla_kv_up": ("mla_kv",),
     "gate_up": ("gate", "up"),
@@ -125,8 +130,6 @@ _TWINS = {
     "shared_up": "shared_gate",
     "expert_up": "expert_gate",
     "delta_k": "delta_q",
-    "delta_z": "delta_v",
-    "delta_b": "delta_a",
     "conv_b": "conv_x",
     "conv_c": "conv_x",
     "mamba_z": "mamba_x",
@@ -218,8 +221,15 @@ class _Parts:
     def _add_delta(self, delta: GatedDeltaConfig, shard: Shard) -> None:
         """Add the parts of gated delta layers, which are divided by key heads."""
         count = delta.num_key_heads
+        rank = delta.gate_rank
         first, last = shard.cut("linear_num_key_heads", count)
-        whole = {"q": delta.key_dim, "v": delta.value_dim, "a": delta.num_value_heads}
+        whole = {"q": delta.key_dim, "v": delta.value_dim, "b": delta.num_value_heads}
+        whole |= {"dt": delta.decay_dim, "z": delta.value_dim, "a": delta.decay_dim}
+        if rank:
+            whole |= {"z": 0, "a": 0}
+        for part in ("delta_z_latent", "delta_a_latent"):
+            self.whole[part] = rank
+            self.local[part] = 0, rank
         for part, size in whole.items():
             each = size // count
             self.whole[f"delta_{part}"] = size
@@ -241,7 +251,7 @@ class _Parts:
         first, last = heads
         d = mla.nope_dim + mla.rope_dim
         each = {"mla_q": d, "mla_q_of_latent": d, "mla_v": mla.v_dim}
-        each["mla_kv"] = mla.nope_dim + mla.v_dim
+        each |= {"mla_kv": mla.nope_dim + mla.v_dim, "mla_gate": int(mla.head_gate)}
         absent = "mla_q" if mla.q_rank else "mla_q_of_latent"
         for part, size in (each | {absent: 0}).items():
             self.whole[part] = num_heads * size
@@ -496,15 +506,14 @@ def _gated_delta_shapes(config: ModelConfig, parts: _Parts) -> dict[str, tuple[i
     delta = config.gated_delta
     assert delta is not None
     n = config.hidden_size
-    heads = parts.size("delta_a")
-    return {
-        "delta_in": (parts.rows("delta_in"), n),
-        "delta_conv": (parts.rows("delta_conv"), 1, delta.conv_size),  # as a Conv1d stores it
-        "delta_decay": (heads,),
-        "delta_dt": (heads,),
-        "delta_norm": (delta.value_head_dim,),
-        "delta_out": parts.second_shape("delta_out", n),
-    }
+    shapes: dict[str, tuple[int, ...]] = {"delta_in": (parts.rows("delta_in"), n)}
+    if delta.gate_rank:
+        shapes |= {up: (parts.rows(up), delta.gate_rank) for up in ("delta_z_up", "delta_a_up")}
+    shapes["delta_conv"] = parts.rows("delta_conv"), 1, delta.conv_size  # as a Conv1d stores it
+    shapes |= {"delta_decay": (parts.size("delta_b"),), "delta_dt": (parts.size("delta_dt"),)}
+    shapes["delta_norm"] = (delta.value_head_dim,)
+    shapes["delta_out"] = parts.second_shape("delta_out", n)
+    return shapes
 
 
 def _short_conv_shapes(config: ModelConfig, parts: _Parts) -> dict[str, tuple[int, ...]]:
@@ -741,12 +750,20 @@ def place_tensors(
     _refuse(where, "missing", [name for name in wanted if name not in found])
     _refuse(where, f"not part of a {config.model_type} model with this config", unexpected)
     for name, (shape, _) in wanted.items():
-        if (found[name] or (1,)) != shape:  # a number without axes counts as a row of one
+        if found[name] not in _stored_shapes(shape):
             raise WeightsError(
                 f"{where}: tensor {name!r} must have shape {shape}, as the config says; "
                 f"got {found[name]}"
             )
     return [place for name in found if name in wanted for place in wanted[name][1]()]
+
+
+def _stored_shapes(shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """Return the shapes in which checkpoints store an array: a number also without axes, a vector
+    also as Kimi Linear's decays."""
+    if shape == (1,):
+        return (1,), ()
+    return (shape, (1, 1, *shape, 1)) if len(shape) == 1 else (shape,)
 
 
 def _is_extra(config: ModelConfig, name: str) -> bool:
@@ -809,8 +826,12 @@ def _wanted(
     }
     wanted: _Wanted = {}
     for alternatives in forms.values():
-        present = (form for form, names in alternatives.items() if names.keys() & found.keys())
-        first = alternatives[next(present, next(iter(alternatives)))]
+        present = [form for form, names in alternatives.items() if names.keys() & found.keys()]
+        first = alternatives[next(iter(present or alternatives))]
+        # Forms may share names: another one with all of these in the checkpoint may be complete.
+        stored = first.keys() & found.keys()
+        others = (names for names in alternatives.values() if stored <= names.keys())
+        first = next((names for names in others if names.keys() <= found.keys()), first)
         # Forms with the same names differ in shapes. A form fits if all of its tensors do, since a
         # single matrix may be square.
         alike = [form for form, names in alternatives.items() if names.keys() == first.keys()]

@@ -14,21 +14,31 @@ from engine.models.family import HF_NAMES, Family, TensorName, linear_names
 from engine.models.moe_family import MoeFamily
 from engine.models.mtp_family import NEXTN
 
-__all__ = ["DEEPSEEK_V2", "DEEPSEEK_V3", "KIMI_K2", "MLA_NAMES"]
+__all__ = ["DEEPSEEK_V2", "DEEPSEEK_V3", "KIMI_K2", "MLA_NAMES", "latent_names"]
 
-_ATTENTION = "model.layers.{i}.self_attn"
+
+def latent_names(block: str, *, form: str = "") -> tuple[TensorName, ...]:
+    """Name the tensors of latent attention in `block`, without its output projection.
+
+    `form`: see `TensorName`.
+    """
+    names = (
+        *linear_names(f"{block}.q_proj", "mla_in", "mla_q"),
+        *linear_names(f"{block}.q_a_proj", "mla_in", "mla_q_latent"),
+        *linear_names(f"{block}.kv_a_proj_with_mqa", "mla_in", "mla_kv_latent"),
+        TensorName(f"{block}.q_a_layernorm.weight", "mla_q_norm"),
+        TensorName(f"{block}.q_b_proj.weight", "mla_q_up", "mla_q_of_latent"),
+        TensorName(f"{block}.kv_a_layernorm.weight", "mla_kv_norm"),
+        TensorName(f"{block}.kv_b_proj.weight", "mla_kv_up", "mla_kv"),
+    )
+    return tuple(name._replace(form=form) for name in names)
+
 
 MLA_NAMES: tuple[TensorName, ...] = (
     *(name for name in HF_NAMES if name.kind not in ("o", "o_bias")),
     TensorName("model.layers.{i}.post_attention_layernorm.weight", "mlp_norm"),
-    *linear_names(f"{_ATTENTION}.q_proj", "mla_in", "mla_q"),
-    *linear_names(f"{_ATTENTION}.q_a_proj", "mla_in", "mla_q_latent"),
-    *linear_names(f"{_ATTENTION}.kv_a_proj_with_mqa", "mla_in", "mla_kv_latent"),
-    TensorName(f"{_ATTENTION}.q_a_layernorm.weight", "mla_q_norm"),
-    TensorName(f"{_ATTENTION}.q_b_proj.weight", "mla_q_up", "mla_q_of_latent"),
-    TensorName(f"{_ATTENTION}.kv_a_layernorm.weight", "mla_kv_norm"),
-    TensorName(f"{_ATTENTION}.kv_b_proj.weight", "mla_kv_up", "mla_kv"),
-    *linear_names(f"{_ATTENTION}.o_proj", "mla_out"),
+    *latent_names("model.layers.{i}.self_attn"),
+    *linear_names("model.layers.{i}.self_attn.o_proj", "mla_out"),
     *linear_names("model.layers.{i}.mlp.gate_proj", "gate_up", "gate"),
     *linear_names("model.layers.{i}.mlp.up_proj", "gate_up", "up"),
 )

@@ -104,8 +104,8 @@ class TensorName(NamedTuple):
         Storage layout of the experts' matrices.
     form : str
         Name of this form, if the family's checkpoints store a weight in several forms. A weight is
-        read in the first form for which the checkpoint holds a tensor; among forms with the same
-        names, in the first one whose shapes fit.
+        read in the first form for which the checkpoint holds a tensor, or in one with that tensor
+        of which it holds all; among forms with the same names, in the first one whose shapes fit.
     third : int
         0, 1 or 2: the tensor has this third of the rows of `part`, whatever they belong to. -1: all
         of them.
@@ -350,7 +350,9 @@ class Family:
     mixers : MixerFamily or None
         Declaration of the layers that replace attention.
     mla : bool
-        Every layer has multi-head latent attention.
+        Every layer has multi-head latent attention, or those that `mixers` says.
+    mla_gate : bool
+        See `MlaConfig.head_gate`.
     latent_scales : bool
         Normalised latents are scaled up to the residual stream's size, unless `mla_scale_q_lora` or
         `mla_scale_kv_lora` is off.
@@ -429,6 +431,7 @@ class Family:
     mla: bool = False
     latent_scales: bool = False
     shortcut: bool = False
+    mla_gate: bool = False
     attn_gate: str = ""
     moe: MoeFamily | None = None
     adjusts_width: bool = False

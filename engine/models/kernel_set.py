@@ -91,7 +91,7 @@ def kernel_specs(
         chosen += ["altup_predict", "altup_correct", "match_rms", "gaussian_topk"]
     if config.clip_qkv:
         chosen.append("clamp")
-    if config.attn_gate:
+    if config.attn_gate or (config.mla is not None and config.mla.head_gate):
         chosen.append("sigmoid_gate")
     specs: list[ModuleSpec] = []
     for kind in dict.fromkeys(config.layer_kinds):
@@ -126,7 +126,7 @@ def _delta_heads(config: ModelConfig) -> dict[str, Any]:
     delta = config.gated_delta
     assert delta is not None
     dims = {"key_dim": delta.key_head_dim, "value_dim": delta.value_head_dim}
-    return {**dims, "has_channel_gate": False}
+    return {**dims, "has_channel_gate": delta.channel_gate}
 
 
 def _scales_rows(config: ModelConfig) -> bool:

@@ -35,6 +35,13 @@ class MixerFamily:
         See `ModelConfig.single_branch`.
     norm_eps : float
         Epsilon of the norms in gated delta nets; 0 means the model's.
+    is_kda : bool
+        Gated delta nets are Kimi delta attention, of heads of `linear_head_dim` features.
+    has_gate_latents : bool
+        Kimi delta attention projects its gates from latents of `linear_head_dim` features.
+    config_key : str
+        Key of an object with the sizes of such layers, and lists of both kinds, counted from 1:
+        without these, every fourth layer after the first is full attention. "" for no such key.
     """
 
     kinds: Mapping[str, str]
@@ -45,3 +52,6 @@ class MixerFamily:
     letters: Mapping[str, str] = field(default_factory=dict)
     single_branch: bool = False
     norm_eps: float = 0.0
+    is_kda: bool = False
+    has_gate_latents: bool = False
+    config_key: str = ""

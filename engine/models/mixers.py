@@ -32,14 +32,17 @@ def _gated_delta(
 ) -> GatedDelta:
     delta = config.gated_delta
     assert delta is not None
+    steps = weight(f"{layer}delta_dt").data
     return GatedDelta(
         delta,
         linear(f"{layer}delta_in", False),
         _taps(weight(f"{layer}delta_conv")),
         weight(f"{layer}delta_decay").data,
-        weight(f"{layer}delta_dt").data,
+        steps.reshape(delta.num_value_heads, -1) if delta.channel_gate else steps,
         Norm(weight(f"{layer}delta_norm").data, delta.norm_eps or config.rms_norm_eps),
         linear(f"{layer}delta_out", False, parts.down),
+        linear(f"{layer}delta_z_up", False) if delta.gate_rank else None,
+        linear(f"{layer}delta_a_up", False) if delta.gate_rank else None,
     )
 
 

@@ -6,6 +6,7 @@ from engine.errors import ConfigError
 from engine.models.afmoe import AFMOE
 from engine.models.apertus import APERTUS
 from engine.models.arcee import ARCEE
+from engine.models.bailing_hybrid import BAILING_HYBRID
 from engine.models.cohere2 import COHERE2
 from engine.models.cohere2_moe import COHERE2_MOE
 from engine.models.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2
@@ -33,6 +34,7 @@ from engine.models.hunyuan_v1 import HUNYUAN_V1_DENSE, HUNYUAN_V1_MOE
 from engine.models.hy_v3 import HY_V3
 from engine.models.hyperclovax import HYPERCLOVAX
 from engine.models.jais2 import JAIS2
+from engine.models.kimi_linear import KIMI_LINEAR
 from engine.models.lfm2 import LFM2, LFM2_MOE
 from engine.models.llama import LLAMA
 from engine.models.llama4 import LLAMA4_TEXT
@@ -149,6 +151,8 @@ _SPARSE = (
     KIMI_K2,
     GLM4_MOE_LITE,
     LONGCAT_FLASH,
+    KIMI_LINEAR,
+    BAILING_HYBRID,
 )
 
 _OF_WRAPPERS = (

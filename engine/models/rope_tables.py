@@ -103,4 +103,6 @@ def ropes(config: ModelConfig) -> tuple[RopeConfig, ...]:
         return own
     # For layers without rope, a table of zero angles is simpler than a second path through the
     # fused ops. It covers whole heads: the decode kernel requires that to store keys itself.
-    return *own, replace(config.no_rope, rotary_dim=config.head_dim)
+    width = config.head_dim if config.mla is None else config.mla.rope_dim
+    none = replace(config.no_rope, rotary_dim=width)
+    return (*own, none) if any(config.rope_layers) else (none,)

@@ -34,6 +34,7 @@ def gated_delta(
     snapshot_offsets: Array | None = None,
     beta_scale: float = 1.0,
     scale: float | None = None,
+    gate_bound: float = 0.0,
     eps: float = 1e-6,
     z: Array | None = None,
     norm_weight: Array | None = None,
@@ -42,8 +43,9 @@ def gated_delta(
 ) -> Array:
     """S = S e^g; u = beta (v - S k); S = S + u k^T; out = S q, per token and value head.
 
-    S is (dv, dk), the transpose of the papers' state; g = -e^a_log softplus(a + dt_bias) and
-    beta = beta_scale sigmoid(b). With `z`, `gated_norm` follows.
+    S is (dv, dk), the transpose of the papers' state; g = -e^a_log softplus(a + dt_bias) or, with
+    a bound, gate_bound sigmoid(e^a_log (a + dt_bias)); and beta = beta_scale sigmoid(b). With `z`,
+    `gated_norm` follows.
     """
     real = accumulation_dtype(v.dtype).type
     targets = state_slots if state_targets is None else state_targets
@@ -51,7 +53,7 @@ def gated_delta(
     q, k = (np.repeat(_unit(x.astype(real), eps), heads_per_key, axis=1) for x in (q, k))
     q = q * real(q.shape[2] ** -0.5 if scale is None else scale)
     rate = np.exp(a_log.astype(real)).reshape(-1, *(1,) * (a.ndim - 2))
-    decay = np.exp(-rate * np.logaddexp(0, a.astype(real) + dt_bias.astype(real)))
+    decay = np.exp(_log_decay(a.astype(real) + dt_bias.astype(real), rate, real(gate_bound)))
     decay = decay.reshape(*decay.shape[:2], 1, -1)  # (T, Hv, 1, 1) or, with a vector, (.., dk)
     beta = real(beta_scale) / (1 + np.exp(-b.astype(real)))
     out = np.empty(v.shape, v.dtype)
@@ -68,6 +70,12 @@ def gated_delta(
     if z is not None and norm_weight is not None:
         out = gated_norm(out, z, norm_weight, eps=norm_eps, activation=norm_activation)
     return out
+
+
+def _log_decay(x: Array, rate: Array, bound: Any) -> Array:
+    """-rate softplus(x) or, with a bound, bound sigmoid(rate x)."""
+    scaled: Array = rate * x
+    return -rate * np.logaddexp(0, x) if bound == 0 else bound * np.exp(-np.logaddexp(0, -scaled))
 
 
 def _unit(x: Array, eps: float) -> Array:

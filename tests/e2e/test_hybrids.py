@@ -22,8 +22,11 @@ CASES = (
     "nemotron_h",
     "olmo_hybrid",
     "falcon_h1",
+    "kimi_linear",
+    "bailing_hybrid",
 )
 VOCAB = 128
+ROOM = {"max_position_embeddings": 512, "model_max_length": 512}
 
 
 PLACES = [
@@ -40,7 +43,7 @@ def model(request, tmp_path_factory):
         pytest.skip("no GPU")
     folder = write_checkpoint(case, tmp_path_factory.mktemp(case))
     values = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(values | {"max_position_embeddings": 512}))
+    (folder / "config.json").write_text(json.dumps(values | ROOM))
     return engine.load(folder, device=where, dtype="float32", deterministic=True, progress=False)
 
 

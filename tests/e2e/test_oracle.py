@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from engine import SamplingParams
-from engine.config import GatedDeltaConfig, ShortConvConfig
+from engine.config import GatedDeltaConfig, MlaConfig, ShortConvConfig
 from tests.e2e.tiny import CONFIG, alone, check_drained, make_engine, swap_gb, tiny_model
 
 
@@ -137,18 +137,30 @@ def _check(model, engine, requests):
             assert got == want, (r, engine.config)
 
 
+KIMI_DELTA = GatedDeltaConfig(
+    *(2, 2, 8, 8), norm_activation="sigmoid", channel_gate=True, gate_rank=8, gate_bound=-4.0
+)
 RECURRENT = {
     "gated_delta": {"gated_delta": GatedDeltaConfig(2, 4, 8, 16)},
     "short_conv": {"short_conv": ShortConvConfig(48)},
+    "kimi_delta": {  # beside latent attention, without rope
+        "layer_kinds": ("gated_delta", "mla", "gated_delta"),
+        "gated_delta": KIMI_DELTA,
+        "mla": MlaConfig(12, 16, 4, 4, 6, head_gate=True),
+        "attn_scale": 8**-0.5,
+        "rope_layers": (False,) * 3,
+    },
 }
 
 
 @pytest.mark.parametrize(
     ("where", "kind", "seed"),
-    [("cpu", kind, seed) for kind in RECURRENT for seed in (0, 2, 3, 5, 7)]
+    [("cpu", kind, seed) for kind in ("gated_delta", "short_conv") for seed in (0, 2, 3, 5, 7)]
+    + [("cpu", "kimi_delta", seed) for seed in (0, 2, 5, 7)]
     + [
-        pytest.param("cuda", "gated_delta", seed, marks=pytest.mark.gpu)
-        for seed in (0, 2, 3, 5, 6, 7)
+        pytest.param("cuda", kind, seed, marks=pytest.mark.gpu)
+        for kind, seeds in (("gated_delta", (0, 2, 3, 5, 6, 7)), ("kimi_delta", (0, 2, 5, 7)))
+        for seed in seeds
     ],
 )
 def test_hybrids_under_random_load(where, kind, seed):
@@ -156,7 +168,7 @@ def test_hybrids_under_random_load(where, kind, seed):
 
     Seed 0 runs without prefix caching; with the others some snapshots are used.
     """
-    fields = {"num_layers": 3, "layer_kinds": (kind, "attention", kind), **RECURRENT[kind]}
+    fields = {"num_layers": 3, "layer_kinds": (kind, "attention", kind)} | RECURRENT[kind]
     model = tiny_model(where, replace(CONFIG, **fields), deterministic=where == "cuda")
     rng = random.Random(seed)
     requests = list(_random_requests(rng, 12, num_stems=1, shortest=70, longest=130))

@@ -109,6 +109,35 @@ _OLMO = {key: value for key, value in _TINY.items() if not key.startswith("linea
 _OLMO |= {"model_type": "olmo_hybrid", "rms_norm_eps": 1e-3}
 del _OLMO["head_dim"]
 
+_LATENT = {
+    **{key: value for key, value in _TINY.items() if not key.startswith(("linear_", "head_"))},
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 40,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 14,
+    "moe_intermediate_size": 20,
+    "num_experts": 8,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.7,
+}
+_KIMI = {
+    **{key: value for key, value in _LATENT.items() if key != "max_position_embeddings"},
+    "model_type": "kimi_linear",
+    "model_max_length": 64,
+    "num_expert_group": 4,
+    "num_experts_per_token": 3,
+    "num_shared_experts": 2,
+}
+
+_BAILING = {
+    **_LATENT,
+    "model_type": "bailing_hybrid",
+    "layer_group_size": 2,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 24,
+}
+
 _TOWER = {"depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 2, "patch_size": 4}
 _TOWER |= {"out_hidden_size": 64, "num_position_embeddings": 4}
 
@@ -278,6 +307,73 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "linear_allow_neg_eigval": False,
         "attention_bias": True,
         "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+    },
+    "kimi_linear": {
+        **_KIMI,
+        "first_k_dense_replace": 1,
+        "head_dim": 16,
+        "q_lora_rank": None,
+        "linear_attn_config": {
+            "full_attn_layers": [2, 4],
+            "kda_layers": [1, 3],
+            "head_dim": 10,
+            "num_heads": 6,
+            "short_conv_kernel_size": 3,
+        },
+        "mla_use_nope": True,
+        "moe_layer_freq": 1,
+        "moe_renormalize": True,
+        "moe_router_activation_func": "sigmoid",
+        "num_nextn_predict_layers": 0,
+        "rope_scaling": None,
+        "rope_theta": 10000.0,
+        "use_grouped_topk": True,
+    },
+    "kimi_linear_new_keys": {
+        **_KIMI,
+        "layer_types": _TYPES,
+        "mlp_layer_types": ["sparse", "dense", "sparse", "sparse"],
+        "linear_head_dim": 8,
+        "linear_num_heads": 2,
+        "linear_conv_kernel_dim": 4,
+        "q_lora_rank": 24,
+        "moe_renormalize": False,
+        "num_shared_experts": 1,
+        "rope_parameters": None,
+    },
+    "bailing_hybrid": {
+        **_BAILING,
+        "head_dim": 12,
+        "short_conv_kernel_size": 3,
+        "no_kda_lora": True,
+        "kda_safe_gate": True,
+        "kda_lower_bound": -3.0,
+        "gated_attention_proj_granularity_type": "head_wise",
+        "num_experts_per_tok": 3,
+        "num_shared_experts": 2,
+        "n_group": 4,
+        "score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "num_nextn_predict_layers": 0,
+        "rope_theta": 500.0,
+        "rope_interleave": True,
+    },
+    "bailing_hybrid_new_keys": {
+        **_BAILING,
+        "layer_types": _TYPES,
+        "mlp_layer_types": ["sparse", "dense", "sparse", "sparse"],
+        "head_dim": 8,
+        "linear_head_dim": 10,
+        "linear_num_heads": 4,
+        "linear_conv_kernel_dim": 4,
+        "short_conv_kernel_size": 4,
+        "kda_safe_gate": False,
+        "q_lora_rank": None,
+        "num_experts_per_token": 3,
+        "num_shared_experts": 1,
+        "num_expert_group": 4,
+        "moe_renormalize": False,
         "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
     },
     "qwen3_5": {

@@ -25,6 +25,7 @@ SPARSE = (
     *("flex_olmo", "granitemoeshared", "llama4_text", "cohere2_moe", "mimo_v2_flash"),
     *("qwen3_next", "qwen3_5_moe_text", "lfm2_moe", "granitemoehybrid"),
     *("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash"),
+    *("kimi_linear", "bailing_hybrid"),
 )
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu", "longcat_flash")
 SWITCHED = ("qwen2", "qwen3", "smollm3", "qwen2_moe", "qwen3_moe")
@@ -64,6 +65,13 @@ _LINEAR = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
     "linear_value_head_dim": 8, "full_attention_interval": 2,
 }  # fmt: skip
+_DELTA = {
+    "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8, "v_head_dim": 12, "n_group": 2, "topk_group": 1,
+    "linear_num_heads": 4, "linear_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+}  # fmt: skip
 _TYPES = ["conv", "full_attention", "conv", "full_attention"]
 HYBRIDS = {
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), _LINEAR),
@@ -73,6 +81,7 @@ HYBRIDS = {
         "layer_types": ["linear_attention", "full_attention"] * 2,
         "mamba_n_heads": 4, "mamba_d_state": 8, "shared_intermediate_size": 16,
     },
+    **dict.fromkeys(("kimi_linear", "bailing_hybrid"), _DELTA),
     "falcon_h1": {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_state": 8, "mamba_n_groups": 2},
     "nemotron_h": {
         "layers_block_type": ["linear_attention", "mlp", "full_attention", "moe"],

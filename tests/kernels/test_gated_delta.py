@@ -95,6 +95,8 @@ def test_matches_mirror(xp, batch, heads, state_dtype, dtype):
     arrays, states, slots = _case(batch, heads, dtype, state_dtype)
     want_states = states.copy()
     options = {"beta_scale": 2.0} if heads.key_heads == 2 else {"scale": 0.3}
+    if heads.has_channel_gate and heads.key_heads == 1:
+        options["gate_bound"] = -5.0
     want = reference.gated_delta(**arrays, states=want_states, **slots, **options)
     assert np.isfinite(want.astype(np.float32)).all()
     states = xp.asarray(states)
@@ -260,9 +262,9 @@ def _chunked(q, k, v, g, beta, state, chunk):
     return np.concatenate(out), state
 
 
-@pytest.mark.parametrize("has_channel_gate", [False, True])
+@pytest.mark.parametrize(("has_channel_gate", "bound"), [(False, 0.0), (True, 0.0), (True, -3.0)])
 @pytest.mark.parametrize("chunk", [1, 16, 64])
-def test_mirror_is_the_chunked_form(chunk, has_channel_gate):
+def test_mirror_is_the_chunked_form(chunk, has_channel_gate, bound):
     heads = Heads(1, 2, 12, 10, has_channel_gate)
     batch = StateBatch((100,), (9,))
     arrays, states, slots = _case(batch, heads, "float32", "float32")
@@ -270,11 +272,13 @@ def test_mirror_is_the_chunked_form(chunk, has_channel_gate):
     states = states.astype(np.float64)
     slot = int(slots["state_slots"][0])
     first = states[slot].copy()
-    got = reference.gated_delta(**arrays, states=states, **slots, eps=0.0)
+    got = reference.gated_delta(**arrays, states=states, **slots, eps=0.0, gate_bound=bound)
     q, k = (x / np.linalg.norm(x, axis=2, keepdims=True) for x in (arrays["q"], arrays["k"]))
     for h in range(2):
-        rate = np.log1p(np.exp(arrays["a"][:, h] + arrays["dt_bias"][h]))
-        g = (-np.exp(arrays["a_log"][h]) * rate).reshape(100, -1)
+        x = arrays["a"][:, h] + arrays["dt_bias"][h]
+        rate = np.exp(arrays["a_log"][h])
+        g = bound / (1 + np.exp(-rate * x)) if bound else -rate * np.log1p(np.exp(x))
+        g = g.reshape(100, -1)
         beta = 1 / (1 + np.exp(-arrays["b"][:, h]))
         inputs = q[:, 0] * 12**-0.5, k[:, 0], arrays["v"][:, h], g, beta
         out, state = _chunked(*inputs, first[h], chunk)
@@ -405,5 +409,7 @@ def test_contract(xp):
         op(**call, z=call["v"])
     with pytest.raises(ContractError, match="norm_activation: must be one of"):
         op(**call, norm_activation="relu")
+    with pytest.raises(ContractError, match="gate_bound: must be 0, or negative with a gate per"):
+        op(**call, gate_bound=-5.0)
     with pytest.raises(ContractError, match="max_seqlen_q: must be an int of 0 or more; got -1"):
         op(**call, max_seqlen_q=-1)

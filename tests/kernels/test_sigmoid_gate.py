@@ -9,7 +9,7 @@ import pytest
 
 from engine import kernels, reference
 from engine.device import to_numpy
-from engine.errors import DTypeError, ShapeError
+from engine.errors import ContractError, DTypeError, ShapeError
 from engine.testing import cases
 from engine.testing.cases_elementwise import assert_guards, extremes
 from engine.testing.tolerances import assert_close
@@ -49,6 +49,20 @@ def test_a_gate_that_is_part_of_wider_rows(xp, f, first, dtype):
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize(("rows", "heads", "head_dim"), [(5, 4, 128), (1, 3, 24), (70000, 2, 7)])
+def test_a_gate_per_head(xp, rows, heads, head_dim, dtype):
+    """The gates are columns of wider rows, which no vector is aligned to."""
+    x, _ = _inputs((rows, heads * head_dim), dtype)
+    wide = cases.normal((rows, heads + 3), dtype, seed=3, scale=3.0)
+    want = reference.sigmoid_gate(x, np.repeat(wide[:, 1 : heads + 1], head_dim, axis=1))
+    np.testing.assert_array_equal(reference.sigmoid_gate(x, wide[:, 1 : heads + 1]), want)
+    array = xp.array(x)
+    got = kernels.sigmoid_gate(array, xp.asarray(wide)[:, 1 : heads + 1], out=array)
+    assert got is array
+    assert_close(got, want)
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
 def test_over_the_gate(xp, dtype):
     x, gate = _inputs((5, 128), dtype)
     array = xp.array(gate)
@@ -73,8 +87,8 @@ def test_mirror_is_the_formula():
 
 def test_contract(xp):
     x = xp.zeros((2, 8), np.float32)
-    with pytest.raises(ShapeError, match=r"gate: must have shape \(T, F\); F = 8 .*\(2, 4\)"):
-        kernels.sigmoid_gate(x, x[:, :4])
+    with pytest.raises(ContractError, match="gate: must be of a divisor of x's 8 features; got 3"):
+        kernels.sigmoid_gate(x, x[:, :3])
     with pytest.raises(DTypeError, match="gate: must be float32; got float16"):
         kernels.sigmoid_gate(x, x.astype(np.float16))
     with pytest.raises(ShapeError, match=r"x: must have shape \(T, F\); got \(8,\)"):

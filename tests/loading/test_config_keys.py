@@ -32,6 +32,7 @@ EXTRA = {name: EXPERTS for name in SPARSE} | {
     "ministral": {"layer_types": ["sliding_attention"] * 6},
     "deepseek_v3": GROUPED,
     "kimi_k2": GROUPED,
+    "bailing_hybrid": GROUPED,
 }
 EXTRA |= {
     "granitemoehybrid": {"mamba_n_heads": 4, "num_local_experts": 8},

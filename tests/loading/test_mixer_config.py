@@ -16,7 +16,7 @@ SIZES = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
-A, D, C, M = "attention", "gated_delta", "short_conv", "mamba2"
+A, D, C, M, L = "attention", "gated_delta", "short_conv", "mamba2", "mla"
 
 
 def config_of(family, **keys):
@@ -39,6 +39,13 @@ def config_of(family, **keys):
          (M, A, M, M)),
         ("nemotron_h", {"hybrid_override_pattern": "M-*-M"}, (M, "mlp", A, "mlp", M)),
         ("nemotron_h", {"layers_block_type": ["mlp", "linear_attention"]}, ("mlp", M)),
+        ("kimi_linear", {}, (D, D, D, D)),
+        ("kimi_linear", {"num_hidden_layers": 5}, (D, D, D, D, L)),
+        ("kimi_linear", {"linear_attn_config": {"full_attn_layers": [2], "kda_layers": [1, 3, 4]}},
+         (D, L, D, D)),
+        ("kimi_linear", {"layer_types": ["full_attention", *["linear_attention"] * 3]},
+         (L, D, D, D)),
+        ("bailing_hybrid", {"layer_group_size": 2}, (D, L, D, L)),
     ],
 )  # fmt: skip
 def test_kinds_of_layers(family, keys, kinds):
@@ -64,6 +71,16 @@ def test_sizes_of_kinds():
     limited = config_of("granitemoehybrid", **keys, time_step_limit=[0.25, 3]).mamba2
     assert (limited.dt_min, limited.dt_max) == (0.25, 3.0)
     own = {"mamba_num_heads": 6, "mamba_head_dim": 12, "n_groups": 3, "ssm_state_size": 10}
+    keys = {"head_dim": 72, "linear_attn_config": {"head_dim": 8, "num_heads": 6}}
+    kimi = config_of("kimi_linear", **keys).gated_delta
+    assert kimi == GatedDeltaConfig(6, 6, 8, 8, 4, 1.0, 0.0, "sigmoid", True, 8)
+    assert (kimi.decay_dim, kimi.in_dim) == (48, 3 * 48 + 2 * 8 + 6)
+    ling = config_of("bailing_hybrid", head_dim=10, short_conv_kernel_size=3).gated_delta
+    assert ling == GatedDeltaConfig(4, 4, 10, 10, 3, 1.0, 0.0, "sigmoid", True, 0, -5.0)
+    assert ling.in_dim == 3 * 40 + 40 + 40 + 4
+    saved = {"head_dim": 10, "linear_head_dim": 12, "kda_safe_gate": False}
+    assert config_of("bailing_hybrid", **saved).gated_delta.key_head_dim == 12
+    assert config_of("bailing_hybrid", **saved).gated_delta.gate_bound == 0.0
     nemotron = config_of("nemotron_h", hybrid_override_pattern="M", **own).mamba2
     assert nemotron == Mamba2Config(6, 12, 3, 10)
 
@@ -100,6 +117,19 @@ def test_the_width_of_lfm2_is_adjusted(keys, width):
          r"hybrid_override_pattern must be a string of 'M', '\*', '-', 'E'; got 'MXM\*E'"),
         ("nemotron_h", {}, "hybrid_override_pattern must be a string"),
         ("nemotron_h", {"layers_block_type": ["moe", "x"]}, "layers_block_type must be 2 of"),
+        ("kimi_linear", {"linear_attn_config": 3}, "linear_attn_config must be an object; got 3"),
+        ("kimi_linear", {"linear_attn_config": {"full_attn_layers": [2], "kda_layers": [1, 3, 5]}},
+         "linear_attn_config must name each of 4 layers once, from 1 on, in full_attn_layers or"),
+        ("kimi_linear", {"linear_attn_config": {"full_attn_layers": 2, "kda_layers": []}},
+         "must name each of 4 layers once"),
+        ("kimi_linear", {"mla_use_nope": False}, "mla_use_nope must be null or True"),
+        ("kimi_linear", {"moe_router_activation_func": "softmax"},
+         "moe_router_activation_func must be null or 'sigmoid'"),
+        ("bailing_hybrid", {"no_kda_lora": False}, "no_kda_lora must be true; got False"),
+        ("bailing_hybrid", {"gated_attention_proj_granularity_type": "element_wise"},
+         "gated_attention_proj_granularity_type must be null or 'head_wise'"),
+        ("bailing_hybrid", {"kda_lower_bound": 0.5}, "kda_lower_bound must be a number from -1000"),
+        ("bailing_hybrid", {"head_dim": 512}, "head_dim must be a whole number from 1 to 256"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused(family, keys, words):

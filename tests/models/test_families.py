@@ -79,6 +79,7 @@ def test_every_row_of_every_weight_has_exactly_one_name(kind, biases):
     keys = {"attention_bias": biases, "mlp_bias": biases, "tie_word_embeddings": False}
     # The only layer has attention, or what replaces it.
     types = kind.mixers.kinds if kind.mixers else ()
+    keys |= {"q_lora_rank": 8} if kind.mla else {}
     configs = [config_of(kind, **keys, **EXTRA, layer_types=[one]) for one in types]
     configs = configs or [config_of(kind, **keys)]
     for config, table in itertools.product(configs, (kind.names, kind.gguf_names)):
@@ -90,9 +91,12 @@ def test_every_row_of_every_weight_has_exactly_one_name(kind, biases):
         for (target, _), parts in found.items():
             splits = ("qkv", {"q", "k", "v"}), ("shared_gate_up", {"shared_gate", "shared_up"})
             splits += ("experts_gate_up", {"expert_gate", "expert_up"}), ("gate_up", {"gate", "up"})
-            splits += (("delta_in", {f"delta_{one}" for one in "qkvzba"}),)
+            gates = ("z_latent", "a_latent") if "delta_z_up" in str(wanted) else ("z", "a")
+            splits += (("delta_in", {f"delta_{one}" for one in ("q", "k", "v", "b", *gates)}),)
             splits += (("delta_conv", {f"delta_{one}" for one in "qkv"}),)
-            splits += (("mla_in", {"mla_q", "mla_q_latent", "mla_kv_latent"}),)
+            latents = {"mla_q", "mla_q_latent", "mla_kv_latent"}
+            latents |= {"mla_gate"} if kind.mla_gate else set()
+            splits += (("mla_in", latents),)
             splits += ("mla_q_up", {"mla_q_of_latent"}), ("mla_kv_up", {"mla_kv"})
             split = next((parts for kind, parts in splits if kind in target), set())
             if config.moe is not None and not config.moe.is_gated and len(split) == 2:

@@ -289,6 +289,7 @@ def test_kernels_that_store_keys_are_compiled_before_the_first_step(golden, monk
 
 
 # Names in published checkpoints -> in those saved with save_original_format=False.
+DECAYS = {f"self_attn.{one}": f"self_attn.forget_gate.{one}" for one in ("A_log", "dt_bias", "f_")}
 FUSED = {
     "minimax_m2": {"block_sparse_moe.": "mlp."},
     "hy_v3_biases_new_keys": {
@@ -300,19 +301,30 @@ FUSED = {
     "exaone_moe": {"mlp.e_score": "mlp.gate.e_score"},
     "mimo_v2_flash_new_keys": {"attention_sink_bias": "sinks"},
     "gpt_neox": {"embed_out": "lm_head"},
+    "kimi_linear_new_keys": {"block_sparse_moe.": "mlp.", **DECAYS},
+    "bailing_hybrid": {
+        "word_embeddings": "embed_tokens",
+        ".attention.": ".self_attn.",
+        ".dense.": ".o_proj.",
+        "gate.expert_bias": "gate.e_score_correction_bias",
+        **DECAYS,
+    },
     **{case: {} for case in ("afmoe", "cohere2_moe", "hunyuan_v1_moe")},
 }
+CONVOLUTION = re.compile(r"(.*\.self_attn)\.[qkv]_conv1d\.weight")
 EXPERT = re.compile(r"(.*\.mlp\.experts)\.\d+\.(gate_proj|w1|up_proj|w3|down_proj|w2)\.weight")
 
 
 def _fused(tensors, names):
     """Return the tensors under transformers' own names, with the matrices of all experts in one."""
-    out, experts = {}, {}
+    out, experts, convolutions = {}, {}, {}
     for name, value in tensors.items():
         for old, new in names.items():
             name = name.replace(old, new)
         found = EXPERT.fullmatch(name)
-        if found is None:
+        if (conv := CONVOLUTION.fullmatch(name)) is not None:  # in the order k, q, v
+            convolutions.setdefault(conv[1], []).append(value)
+        elif found is None:
             out[name] = value
         else:  # experts and their matrices are in order: gate, up
             first = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}.get(found[2], found[2])
@@ -321,6 +333,8 @@ def _fused(tensors, names):
         gate, up, down = (np.stack(matrices[f"{one}_proj"]) for one in ("gate", "up", "down"))
         out[f"{prefix}.gate_up_proj"] = np.concatenate([gate, up], axis=1)
         out[f"{prefix}.down_proj"] = down
+    for prefix, (k, q, v) in convolutions.items():
+        out[f"{prefix}.conv1d.weight"] = np.concatenate([q, k, v])
     return out
 
 
@@ -396,6 +410,10 @@ def _changed(config, change):
         ("cohere2", {"logits_scale": 1.0}),
         ("phi", {"lm_head_bias": False}),
         ("llama4", {"layer_chunks": ()}),
+        ("kimi_linear", {"rope_layers": ()}),
+        ("kimi_linear", {"gated_delta.norm_activation": "silu"}),
+        ("bailing_hybrid", {"gated_delta.gate_bound": -2.5}),
+        ("bailing_hybrid", {"gated_delta.gate_bound": 0.0}),
         ("llama4", {"qk_norm": False}),
         ("llama4_biases_new_keys", {"no_rope": RopeConfig(scaling="none")}),
         ("phi", {"norm_bias": False}),

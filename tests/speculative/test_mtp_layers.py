@@ -41,6 +41,10 @@ LONGCAT = {
     "hidden_norm": "model.mtp.layers.0.hnorm.m",
     "final_norm": "model.mtp.norm",
 }
+LING = {
+    name: module.replace("layers.3", "layers.4").replace("shared_head.norm", "final_layernorm")
+    for name, module in LAST.items()
+}
 # Golden model -> names of its head, keys that announce it, layers to copy attention and MLP from,
 # what is added to the norms' weights, and the keys of a model of the head's layer alone.
 ALONE = {"num_hidden_layers": 1, "layer_types": ["full_attention"], "tie_word_embeddings": False}
@@ -74,6 +78,12 @@ CASES = {
             "zero_expert_num": 0,
             "routed_scaling_factor": 1,
         },
+    ),
+    "bailing_hybrid": (
+        LING,
+        {"num_nextn_predict_layers": 1},
+        *(1, 1, 0),
+        ALONE | {"mlp_layer_types": ["sparse"]},
     ),
     "glm4_moe_lite_new_keys": (
         LAST,
@@ -128,8 +138,8 @@ def checkpoint(request, tmp_path):
     for kind in ("embed_norm", "hidden_norm", "final_norm"):
         tensors[f"{names[kind]}.weight"] = noise(rng, (n,)) + np.float32(0.7)
     tensors[f"{names['proj']}.weight"] = noise(rng, (n, 2 * n))
-    if names is LAST:
-        tensors["model.layers.3.shared_head.head.weight"] = tensors["lm_head.weight"]
+    if names in (LAST, LING):
+        tensors[f"{names['layer']}shared_head.head.weight"] = tensors["lm_head.weight"]
     (tmp_path / "config.json").write_text(json.dumps(values))
     save_file(tensors, tmp_path / "model.safetensors")
     return tmp_path, record
@@ -156,7 +166,7 @@ def layer_alone(folder, names, changes, x, offset):
     made = {}
     for name, array in tensors.items():
         is_own = name.startswith(names["layer"])
-        if is_own and not re.search(r"eh_proj|enorm|hnorm|shared_head", name):
+        if is_own and not re.search(r"eh_proj|enorm|hnorm|shared_head|final_layernorm", name):
             own, array = alone_tensor(names, name.removeprefix(names["layer"]), array, n)
             made[f"model.layers.0.{own}"] = array
     made["model.embed_tokens.weight"] = np.zeros((128, n), np.float32)
@@ -183,7 +193,7 @@ def test_states_are_those_of_the_formula(checkpoint):
     states = rng.standard_normal((NUM_TOKENS, n)).astype(np.float32)
 
     tensors, eps = load_file(folder / "model.safetensors"), config.rms_norm_eps
-    table = next(name for name in tensors if name.endswith("embed_tokens.weight"))
+    table = next(name for name in tensors if re.search(r"(embed_tokens|word_embeddings)\.w", name))
     embedding = tensors[table][ids]
     both = [
         rms(embedding, tensors[f"{names['embed_norm']}.weight"], offset, eps),

@@ -64,6 +64,7 @@ def gated_delta(
     snapshot_offsets: Any = None,
     beta_scale: float = 1.0,
     scale: float | None = None,
+    gate_bound: float = 0.0,
     eps: float = 1e-6,
     z: Any = None,
     norm_weight: Any = None,
@@ -99,6 +100,8 @@ def gated_delta(
         1, or 2 to allow negative eigenvalues of the transition.
     scale : float, optional
         Factor on the normalised queries, by default dk**-0.5.
+    gate_bound : float
+        Lower bound of g, at most 0, with a gate per channel; 0 for none.
     eps : float
         Added to the sum of squares of a query or key.
     z : (T, Hv, dv) array of q's dtype, optional
@@ -135,11 +138,12 @@ def gated_delta(
 
         S = S e^g;  u = beta (v - S k);  S = S + u k^T;  out = scale S q
 
-    with g = -e^a_log softplus(a + dt_bias) and beta = beta_scale sigmoid(b). All of it is float32;
-    a state is rounded when it is written, and out once. Sequences of at most 8 tokens run this
-    recurrence. Longer ones run in chunks that end at multiples of 64 in the sequence, whose
-    products have operands of q's dtype: float32, or 16 bits with float32 sums. A result depends on
-    the sequence's own tokens only, so not on the rest of the batch.
+    with beta = beta_scale sigmoid(b), and g = -e^a_log softplus(a + dt_bias) or, with a bound,
+    gate_bound sigmoid(e^a_log (a + dt_bias)). All of it is float32; a state is rounded when it is
+    written, and out once. Sequences of at most 8 tokens run this recurrence. Longer ones run in
+    chunks that end at multiples of 64 in the sequence, whose products have operands of q's dtype:
+    float32, or 16 bits with float32 sums. A result depends on the sequence's own tokens only, so
+    not on the rest of the batch.
 
     References
     ----------
@@ -193,8 +197,11 @@ def gated_delta(
     numbers: dict[str, Any] = {
         "beta_scale": call.number("beta_scale", beta_scale),
         "scale": call["dk"] ** -0.5 if scale is None else call.number("scale", scale),
+        "gate_bound": call.number("gate_bound", gate_bound),
         "eps": call.number("eps", eps, low=0.0),
     }
+    ok = gate_bound == 0 or (gate_bound < 0 and a.ndim == 3)
+    call.check("gate_bound", ok, "0, or negative with a gate per channel", gate_bound)
     norm = OutputNorm.checked(call, q.dtype, z, norm_weight, norm_eps, norm_activation)
     longest = call["T"]
     if max_seqlen_q is not None:

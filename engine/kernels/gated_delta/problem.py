@@ -20,6 +20,7 @@ PARAMS = (
     "k_stride_t:i64 k_stride_h:i64 v_stride_t:i64 v_stride_h:i64 a_stride_t:i64 a_stride_h:i64 "
     f"b_stride_t:i64 {STATE_PARAMS} num_tokens:i32 num_sequences:i32 num_key_heads:i32 "
     "num_heads:i32 key_dim:i32 value_dim:i32 max_steps:i32 beta_scale:f32 scale:f32 eps:f32 "
+    "gate_bound:f32 "
     "z:ptr norm_weight:ptr z_stride_t:i64 z_stride_h:i64 norm_eps:f32 norm_is_silu:i32 "
     "scratch:ptr first_chunk:i32 num_chunks:i32 max_chunks:i32 launch:i32"
 )
