@@ -28,7 +28,7 @@ class Product:
         ``plain(x, weight, bias=, residual=, activation=, out=, out_dtype=, deterministic=)``:
         activation(x Wᵀ + b) + residual, the contract of `kernels.gemm`.
     of_normed : callable
-        ``of_normed(x, norm, weight, bias=, activation=)``: the product of ``norm(x)``.
+        ``of_normed(x, norm, weight, bias=, activation=, out=)``: the product of ``norm(x)``.
     """
 
     plain: Callable[..., Any]
@@ -95,25 +95,44 @@ def _stacked(
     y = out
     if y is None or is_gated:
         y = empty_like(x, out_dtype, (x.shape[0], weight.shape[0]))
-    first = 0
-    for part in weight.parts:
-        last = first + part.shape[0]
+    for part, rows in _parts(weight):
         PRODUCTS[part.format.name].plain(
             x,
             part,
-            bias=None if bias is None else bias[first:last],
-            residual=None if residual is None or is_gated else residual[:, first:last],
+            bias=None if bias is None else bias[rows],
+            residual=None if residual is None or is_gated else residual[:, rows],
             activation=None if is_gated else activation,
-            out=y[:, first:last],
+            out=y[:, rows],
             out_dtype=out_dtype,
             deterministic=deterministic,
         )
-        first = last
     return kernels.swiglu(y, out=out) if is_gated else y
 
 
-def _stacked_of_normed(x: Any, norm: Norm, weight: Weight, **options: Any) -> Any:
-    return _stacked(norm(x), weight, **options)
+def _stacked_of_normed(
+    x: Any, norm: Norm, weight: Weight, *, bias: Any = None, activation: str | None = None
+) -> Any:
+    """Multiply norm(x) by each part of a stacked weight; every product computes the norm itself."""
+    is_gated = activation == "swiglu"
+    y = empty_like(x, None, (x.shape[0], weight.shape[0]))
+    for part, rows in _parts(weight):
+        PRODUCTS[part.format.name].of_normed(
+            x,
+            norm,
+            part,
+            bias=None if bias is None else bias[rows],
+            activation=None if is_gated else activation,
+            out=y[:, rows],
+        )
+    return kernels.swiglu(y) if is_gated else y
+
+
+def _parts(weight: Weight) -> Iterator[tuple[Weight, slice]]:
+    """Yield each part of a stacked weight, and its rows."""
+    first = 0
+    for part in weight.parts:
+        yield part, slice(first, first + part.shape[0])
+        first += part.shape[0]
 
 
 _DENSE = Product(_dense, _dense_of_normed)

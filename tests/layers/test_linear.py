@@ -79,3 +79,24 @@ def test_a_norm_quantizes_as_the_product_does(form, groups):
     codes, h = norm.add_for(made.weight.format, x.copy(), residual.copy())
     assert codes.scales.shape == (5, groups)
     np.testing.assert_array_equal(made(codes), made(norm(h)))
+
+
+@pytest.mark.parametrize("activation", [None, "swiglu"])
+@pytest.mark.parametrize("rows", [1, 5])
+def test_every_part_of_a_stack_has_its_rows(activation, rows):
+    """A stacked weight gives what its parts give, also behind a norm."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((rows, 256)).astype(np.float32)
+    dense = rng.standard_normal((12, 256)).astype(np.float32)
+    parts = [Weight.dense(dense), quantize(dense[::-1] / 3, FORMATS["fp8"]), Weight.dense(-dense)]
+    bias = rng.standard_normal(36).astype(np.float32)
+    made = Linear(Weight.stacked(parts), Weight.dense(bias))
+    norm = Norm(rng.standard_normal(256).astype(np.float32), 1e-6)
+    want = np.concatenate([Linear(part)(norm(x)) for part in parts], axis=1) + bias
+    if activation:
+        gate, up = np.split(want, 2, axis=1)
+        want = gate / (1 + np.exp(-gate)) * up
+    np.testing.assert_allclose(made(norm(x), activation=activation), want, rtol=2e-5, atol=2e-5)
+    np.testing.assert_allclose(
+        made.of_normed(x, norm, activation=activation), want, rtol=2e-5, atol=2e-5
+    )
