@@ -163,6 +163,9 @@ class MoeConfig:
     num_groups, top_groups : int
         Group-limited routing: a token's experts come from its `top_groups` best of `num_groups`
         groups.
+    sums_groups : bool
+        Whether groups rank by the sum of their two best scores, which a correction implies, and not
+        by the best one.
     correction : bool
         Whether a bias per expert is added to the scores for the choice of experts.
     scales_input : bool
@@ -204,6 +207,7 @@ class MoeConfig:
     scale: float = 1.0
     num_groups: int = 1
     top_groups: int = 1
+    sums_groups: bool = False
     correction: bool = False
     scales_input: bool = False
     shared_size: int = 0

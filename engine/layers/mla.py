@@ -51,6 +51,8 @@ class Mla:
     cos_sin : (P, R) float32 array
     q_norm, q_up : Norm, Linear, optional
         Norm of the query's latent, and its up-projection (H (nope + R), Lq).
+    q_factors : (P,) float32 array, optional
+        Factor on the queries at each position.
 
     References
     ----------
@@ -65,6 +67,7 @@ class Mla:
         "kv_up",
         "o",
         "params",
+        "q_factors",
         "q_norm",
         "q_up",
     )
@@ -82,6 +85,7 @@ class Mla:
         cos_sin: Any,
         q_norm: Norm | None = None,
         q_up: Linear | None = None,
+        q_factors: Any = None,
     ) -> None:
         self.config = config
         self.params = params
@@ -92,6 +96,7 @@ class Mla:
         self.cos_sin = cos_sin
         self.q_norm = q_norm
         self.q_up = q_up
+        self.q_factors = q_factors
 
     @property
     def input_format(self) -> Format | None:
@@ -104,6 +109,8 @@ class Mla:
         yield "kv_up", self.kv_up
         yield from arrays_of(in_proj=self.in_proj, kv_norm=self.kv_norm, o=self.o)
         yield from arrays_of(q_norm=self.q_norm, q_up=self.q_up)
+        if self.q_factors is not None:
+            yield "q_factors", self.q_factors
 
     def __call__(
         self,
@@ -148,6 +155,7 @@ class Mla:
         places = (rope_positions, self.cos_sin, pages, nowhere)
         weight = self.kv_norm.weight
         kernels.mla_store(q[..., c.nope_dim :], kv, weight, *places, eps=self.kv_norm.eps)
+        self._scale(q, rope_positions)
         k, v = self._expanded(kv, slice(None))
         return q, k, v[..., : c.v_dim]
 
@@ -176,7 +184,16 @@ class Mla:
             batch.slot_mapping,
             eps=self.kv_norm.eps,
         )
+        self._scale(q, batch.rope_positions)
         return q, gate
+
+    def _scale(self, q: Any, rope_positions: Any) -> None:
+        """Multiply the queries (T, H, nope + R) by the factors of their positions, in place."""
+        if self.q_factors is not None:
+            # A lookup by an op, which a launch plan records.
+            factors = kernels.embedding(rope_positions, self.q_factors[:, None])
+            rows = q.reshape(q.shape[0], -1)
+            kernels.scale_rows(rows, factors[:, 0], out=rows)
 
     def _rows(self, x: Any, norm: Norm | None = None) -> tuple[Any, Any, Any]:
         """Return q (T, H, nope + R), latents with keys (T, L + R), and the gate (T, H) or None.

@@ -402,6 +402,8 @@ def _scales(fields: Fields, kind: Family, hidden_size: int) -> dict[str, Any]:
         scales["embed_scale"] = float(np.float32(math.sqrt(hidden_size)))
     if kind.multipliers:
         scales |= _multipliers(fields)
+    if kind.depth_scales:
+        scales |= _depth_scales(fields, hidden_size)
     if kind.weight_multipliers:
         heads = fields.integer("num_attention_heads", 1, _MAX_HEADS)
         head_dim = fields.integer("head_dim", 2, _MAX_HEAD_DIM, hidden_size // heads)
@@ -431,6 +433,17 @@ def _multipliers(fields: Fields) -> dict[str, float]:
         "branch_scale": factor("residual_multiplier"),
         "attn_scale": factor("attention_multiplier", 0.0),
         "logits_scale": 1.0 / factor("logits_scaling"),
+    }
+
+
+def _depth_scales(fields: Fields, hidden_size: int) -> dict[str, float]:
+    """Return MiniCPM's factors; a key that is null is none."""
+    depth = fields.real("scale_depth", 1e-6, 1e6, 0.0)
+    num_layers = fields.integer("num_hidden_layers", 1, _MAX_LAYERS)
+    return {
+        "embed_scale": fields.real("scale_emb", 1e-6, 1e6, 1.0),
+        "branch_scale": depth / math.sqrt(num_layers) if depth else 1.0,
+        "logits_scale": fields.integer("dim_model_base", 1, 1 << 20, hidden_size) / hidden_size,
     }
 
 

@@ -61,6 +61,7 @@ def moe_config(fields: Fields, kind: MoeFamily | None, num_layers: int) -> MoeCo
         scale=scale,
         num_groups=num_groups,
         top_groups=top_groups,
+        sums_groups=kind.sums_groups,
         correction=declared(kind.correction),
         scales_input=kind.scales_input,
         shared_size=shared_size,

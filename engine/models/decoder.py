@@ -706,6 +706,7 @@ class Decoder:
         mla = config.mla
         assert mla is not None
         name = f"layers.{index}.{prefix}"
+        rope = self._ropes[rope_index(config, index)]
         q_norm = q_up = None
         if mla.q_rank:
             q_norm = Norm(self._weight(f"{name}mla_q_norm").data, mla.norm_eps)
@@ -723,9 +724,10 @@ class Decoder:
             Norm(self._weight(f"{name}mla_kv_norm").data, mla.norm_eps),
             self._weight(f"{name}mla_kv_up").data,
             self._linear(f"{name}mla_out", config.o_bias, self.parts.attention_output),
-            self.rope_tables[rope_index(config, index)],
+            rope.array,
             q_norm,
             q_up,
+            rope.q_factors,
         )
 
     def _attention(self, index: int) -> Attention:

@@ -317,6 +317,10 @@ class Family:
         The last layer has full attention, whatever `layer_types` says.
     multipliers : bool
         Whether config.json has Granite's four multipliers.
+    depth_scales : bool
+        Whether config.json has MiniCPM's factors: `scale_emb` on the embedding, `scale_depth` over
+        the root of the number of layers on branches, and `dim_model_base` over the hidden size on
+        logits.
     weight_multipliers : bool
         Whether config.json has Falcon-H1's multipliers. See `ModelConfig.weight_factors`.
     logit_scale : str
@@ -413,6 +417,7 @@ class Family:
     layers_differ: bool = False
     last_is_full: bool = False
     multipliers: bool = False
+    depth_scales: bool = False
     weight_multipliers: bool = False
     logit_scale: str = ""
     local_rope: bool = False

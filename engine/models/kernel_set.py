@@ -116,6 +116,8 @@ def kernel_specs(
                 **({"patterns": True} if has_patterns and op == "attention_prefill" else {}),
                 **(_delta_heads(config) if op == "gated_delta" else {}),
             )
+    if config.mla is not None and has_q_factors(config):  # looked up in a table of float32
+        specs += importlib.import_module("engine.kernels.embedding").specs("float32")
     if is_shared:
         specs += _collective_specs(dtype)
     return list(dict.fromkeys(specs))
@@ -133,6 +135,7 @@ def _scales_rows(config: ModelConfig) -> bool:
     """Tell whether layers scale rows of experts' inputs or outputs, or of attention's output."""
     moe = config.moe
     has_factor = moe is not None and (moe.scales_input or moe.shared_scale != 1.0)
+    has_factor = has_factor or (config.mla is not None and has_q_factors(config))
     return has_factor or config.v_scale != 1.0 or bool(config.v_head_dim)
 
 

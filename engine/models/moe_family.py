@@ -46,6 +46,8 @@ class MoeFamily:
         Key of the factor on a token's weights; "" for none.
     has_groups : bool
         Whether `n_group` and `topk_group` limit the selection.
+    sums_groups : bool
+        See `MoeConfig.sums_groups`.
     dense_width : str
         Key of the MLP's width in a model with 0 experts; "" if there are none.
     shared_width : str
@@ -81,6 +83,7 @@ class MoeFamily:
     scales_input: bool = False
     scale: str = ""
     has_groups: bool = False
+    sums_groups: bool = False
     dense_width: str = ""
     shared_width: str = ""
     shared_count: str = ""

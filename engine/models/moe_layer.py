@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -70,9 +71,10 @@ def build_moe(
             parts.shared_down(out_of, bias, deterministic=deterministic),
         )
 
-    correction = optional("router_correction", config.correction)
     expert_scale = optional("router_scale", config.beside_mlp)
     router = linear("router", config.router_bias)
+    stored = optional("router_correction", config.correction)
+    correction = _correction(config, stored, router.weight)
     experts = Experts(
         weight(f"{layer}.experts_gate_up"),
         weight(f"{layer}.experts_down"),
@@ -102,7 +104,7 @@ def build_moe(
         ),
         router,
         experts,
-        correction=None if correction is None else correction.data,
+        correction=correction,
         expert_scale=None if expert_scale is None else expert_scale.data,
         shared=shared,
         shared_scale=config.shared_scale,
@@ -110,6 +112,15 @@ def build_moe(
         latent=latent() if config.latent_size else None,
         deterministic=deterministic,
     )
+
+
+def _correction(config: MoeConfig, stored: Weight | None, router: Weight) -> Any:
+    """Return what is added to the scores for the choice; zeros make groups rank by two scores."""
+    if stored is not None:
+        return stored.data
+    is_needed = config.sums_groups and config.num_groups > 1
+    xp = array_module(router.data)
+    return xp.zeros(config.num_choices, np.float32) if is_needed else None
 
 
 def _joined(

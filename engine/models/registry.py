@@ -42,8 +42,10 @@ from engine.models.longcat_flash import LONGCAT_FLASH
 from engine.models.mellum import MELLUM
 from engine.models.mimo import MIMO
 from engine.models.mimo_v2_flash import MIMO_V2_FLASH
+from engine.models.minicpm3 import MINICPM3
 from engine.models.minimax_m2 import MINIMAX_M2
 from engine.models.mistral import MINISTRAL, MINISTRAL3, MISTRAL
+from engine.models.mistral4 import MISTRAL4
 from engine.models.mixtral import MIXTRAL
 from engine.models.nanochat import NANOCHAT
 from engine.models.nemotron import NEMOTRON
@@ -119,6 +121,7 @@ _DENSE = (
     NEMOTRON_H,
     OLMO_HYBRID,
     YOUTU,
+    MINICPM3,
     FALCON_H1,
 )
 _SPARSE = (
@@ -153,6 +156,7 @@ _SPARSE = (
     LONGCAT_FLASH,
     KIMI_LINEAR,
     BAILING_HYBRID,
+    MISTRAL4,
 )
 
 _OF_WRAPPERS = (

@@ -10,6 +10,7 @@ __all__ = ["WRAPPERS", "Wrapper"]
 # first match wins. Which one a checkpoint has depends on the release that wrote it.
 _PREFIXES = (
     ("model.language_model.", "model."),
+    ("language_model.model.blocks.", "model.layers."),  # of kimi_k25, saved by transformers
     ("language_model.model.", "model."),
     ("language_model.lm_head.", "lm_head."),
     ("language_model.", "model."),
@@ -81,6 +82,7 @@ _DECLARED = (
     Wrapper("qwen3_vl", "qwen3_vl_text", ("visual",)),
     Wrapper("qwen3_vl_moe", "qwen3_vl_moe_text", ("visual",)),
     Wrapper("qwen3_5", "qwen3_5_text", ("visual",)),
+    Wrapper("kimi_k25", "deepseek_v3", ("vision_tower", "mm_projector")),
     Wrapper("qwen3_5_moe", "qwen3_5_moe_text", ("visual",)),
 )
 

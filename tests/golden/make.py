@@ -34,10 +34,14 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoTokenizer,
     DynamicCache,
+    Mistral4ForCausalLM,
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.mistral4.modeling_mistral4 import Mistral4TopkRouter
 from wrapped import WRAPPED
 
+# Not in AutoModelForCausalLM
+Mistral4ForCausalLM.from_config = Mistral4ForCausalLM._from_config
 HERE = Path(__file__).parent
 MODELS = OLDER | SWITCHES | WRAPPED | HYBRIDS | LATENTS
 # Dense families whose tensors have other names in memory than on disk
@@ -82,6 +86,7 @@ def tiny_model(values: dict[str, Any], norm_mean: float) -> tuple[Any, dict[str,
     """Return the model and the shapes of its tensors, by name."""
     is_wrapped = "vision_config" in values
     auto = AutoModelForImageTextToText if is_wrapped else AutoModelForCausalLM
+    auto = Mistral4ForCausalLM if values["model_type"] == "mistral4" else auto
     model = auto.from_config(
         load_config(values), attn_implementation="eager", dtype=torch.float32
     ).eval()
@@ -137,8 +142,11 @@ def router_margin(model: Any, ids: list[int]) -> float:
             ranks = ranks.softmax(-1) + router.e_score_correction_bias
         elif len(inputs) > 1:  # the correction is an argument
             ranks = ranks.sigmoid() + inputs[1]
-        elif hasattr(router, "e_score_correction_bias"):
-            ranks = ranks.sigmoid() + router.e_score_correction_bias
+        elif type(router) is Mistral4TopkRouter or hasattr(router, "e_score_correction_bias"):
+            has_none = type(router) is Mistral4TopkRouter
+            ranks = (
+                ranks.softmax(-1) if has_none else ranks.sigmoid() + router.e_score_correction_bias
+            )
             groups = ranks.view(len(ranks), router.num_group, -1)
             of_group = groups.topk(2).values.sum(-1)
             margins.append(choice_margin(of_group, router.topk_group))

@@ -15,7 +15,12 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    Mistral4ForCausalLM,
+)
 
 OUT = Path(__file__).with_name("config_keys.json")
 SPARSE = (
@@ -25,9 +30,10 @@ SPARSE = (
     *("flex_olmo", "granitemoeshared", "llama4_text", "cohere2_moe", "mimo_v2_flash"),
     *("qwen3_next", "qwen3_5_moe_text", "lfm2_moe", "granitemoehybrid"),
     *("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash"),
-    *("kimi_linear", "bailing_hybrid"),
+    *("kimi_linear", "bailing_hybrid", "mistral4"),
 )
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu", "longcat_flash")
+LATENT += ("minicpm3", "mistral4")
 SWITCHED = ("qwen2", "qwen3", "smollm3", "qwen2_moe", "qwen3_moe")
 SWITCHED += ("qwen2_vl_text", "qwen2_5_vl_text")
 FAMILIES = (
@@ -48,7 +54,7 @@ FAMILIES = (
     *("gemma", "vaultgemma", "glm", "seed_oss", "ernie4_5", "exaone4", "helium", "hyperclovax"),
     *SPARSE,
     *("arcee", "nemotron", "jais2", "gpt_neox", "hunyuan_v1_dense"),
-    *("apertus", "olmo", "nanochat", "youtu"),
+    *("apertus", "olmo", "nanochat", "youtu", "minicpm3"),
     *("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text"),
     *("qwen3_5_text", "lfm2", "nemotron_h", "olmo_hybrid", "falcon_h1"),
 )
@@ -96,7 +102,7 @@ RANKS = {
 }  # fmt: skip
 LONGCAT = {"num_layers": 2, "ffn_hidden_size": 64, "expert_ffn_hidden_size": 16, "moe_topk": 3}
 LONGCAT |= {"zero_expert_num": 3}
-GROUPED = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
+GROUPED = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4")
 GROUPS = {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
 # Text models without a class of their own that computes logits -> the type of the whole model.
 WHOLE = {f"{name}_text": name for name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")}
@@ -144,6 +150,8 @@ def build(family: str, values: dict):
         return whole.float().eval()
     config = AutoConfig.for_model(family, **values)
     config._attn_implementation = "eager"
+    if family == "mistral4":  # not in AutoModelForCausalLM
+        return Mistral4ForCausalLM(config).float().eval()
     return AutoModelForCausalLM.from_config(config).float().eval()
 
 
@@ -151,6 +159,7 @@ def measure(family: str) -> dict:
     values = dict(PLAIN)
     values |= EXPERTS if family in SPARSE else {}
     values |= RANKS if family in LATENT else {}
+    values |= {"head_dim": 16} if family == "mistral4" else {}
     values |= LONGCAT if family == "longcat_flash" else {}
     values |= GROUPS if family in GROUPED else {}
     values |= {"use_sliding_window": True, "max_window_layers": 1} if family in SWITCHED else {}

@@ -40,9 +40,28 @@ _LLAMA4 = {
     "attn_scale": 0.7,
 }
 
+_LATENT = {
+    **_TEXT,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 40,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 14,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 20,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.7,
+    "n_group": 4,
+    "topk_group": 2,
+}
+
 _TOWER = {"hidden_size": 8, "intermediate_size": 8}
 _SIGLIP = {**_TOWER, "num_hidden_layers": 1, "num_attention_heads": 2}
 _SIGLIP |= {"model_type": "siglip_vision_model", "image_size": 28, "patch_size": 14}
+_KIMI_TOWER = {**_TOWER, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 4}
 _PIXTRAL = {**_SIGLIP, "model_type": "pixtral", "head_dim": 4}
 _LLAMA4_TOWER = {**_SIGLIP, "model_type": "llama4_vision_model", "vision_output_dim": 8}
 _LLAMA4_TOWER |= {"projector_input_dim": 8, "projector_output_dim": 8}
@@ -88,6 +107,39 @@ WRAPPED: dict[str, dict[str, Any]] = {
             **_TEXT,
             "model_type": "ministral3",
             "rope_parameters": {**_YARN, "rope_theta": 500.0, "llama_4_scaling_beta": 0.6},
+        },
+    },
+    "mistral3_of_mistral4": {
+        "model_type": "mistral3",
+        "tie_word_embeddings": False,
+        "vision_config": _PIXTRAL,
+        "text_config": {
+            **_LATENT,
+            "model_type": "mistral4",
+            "rope_parameters": {**_YARN, "rope_theta": 500.0, "llama_4_scaling_beta": 0.6},
+        },
+    },
+    "kimi_k25": {  # as transformers does, the output layer is not the embedding whatever is said
+        "model_type": "kimi_k25",
+        "tie_word_embeddings": False,
+        "vision_config": _KIMI_TOWER,
+        "text_config": {
+            **_LATENT,
+            "model_type": "kimi_k2",
+            "rope_theta": 500.0,
+            "topk_method": "noaux_tc",
+            "scoring_func": "sigmoid",
+        },
+    },
+    "kimi_k25_new_keys": {
+        "model_type": "kimi_k25",
+        "tie_word_embeddings": False,
+        "vision_config": _KIMI_TOWER,
+        "text_config": {
+            **_LATENT,
+            "model_type": "deepseek_v3",
+            "norm_topk_prob": False,
+            "rope_parameters": {**_YARN, "rope_theta": 500.0},
         },
     },
     "gemma3_wrapped": {
