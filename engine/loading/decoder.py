@@ -89,8 +89,9 @@ def load_decoder(
         parts = ParallelParts(config, shard, collectives)
         local = local_config(config, shard)
         heads = slice(*shard.cut_shared("num_key_value_heads", config.num_kv_heads))
-    named = _weights(source, config, options, shard, progress=progress)
-    weights = {stage.local_name(name): weight for name, weight in named.items()}
+    weights = _weights(source, config, options, shard, progress=progress)
+    # No second mapping may hold the weights: those that are replaced below must be freed.
+    weights = {stage.local_name(name): weight for name, weight in weights.items()}
     if not stage.is_first:
         weights.pop("embed", None)  # tied: on this stage it serves only as lm_head
     device.activate()

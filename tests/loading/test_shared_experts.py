@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import numpy as np
 import pytest
 
@@ -9,6 +11,7 @@ import engine
 from engine.device import to_numpy
 from engine.layers.moe import MoE
 from engine.loading import decoder as loading
+from engine.loading import shared_experts
 from engine.loading.hf_config import config_from_dict
 
 _SIZES = {
@@ -83,3 +86,18 @@ def test_weights_keep_their_names_and_values(monkeypatch):
 )
 def test_others_stay_apart(changes):
     assert _model(**changes).decoder.layers[0].mlp.shared is not None
+
+
+def test_what_has_been_joined_is_freed_before_more_is_joined(monkeypatch):
+    """Otherwise the experts of all layers would be in memory twice."""
+    seen = []
+    append = shared_experts.append
+
+    def noted(weight, last):
+        assert not any(ref() is not None for ref in seen)
+        seen.extend(weakref.ref(each.data) for each in (weight, last))
+        return append(weight, last)
+
+    monkeypatch.setattr(shared_experts, "append", noted)
+    _model(quantization="fp8_block")
+    assert len(seen) == 4 * 3 * 2
