@@ -2,10 +2,10 @@
 
     python -m tests.bench.vllm_engines MODEL [--json FILE] [--layers N] [--backends A,B]
 
-MODEL is a folder with config.json; the weights are random. First the log-probabilities of prompts
-in mixed, chunked batches and the greedy tokens behind them are compared, then decoding (ms a step,
-from a CUDA graph) and prefill (s) are timed, the engines in turn. No torch.compile: both engines
-run the same model code.
+MODEL is a folder with config.json; the weights are random, and large enough that attention decides
+the result. First the log-probabilities of prompts in mixed, chunked batches and the greedy tokens
+behind them are compared, then decoding (ms a step, from a CUDA graph) and prefill (s) are timed,
+the engines in turn. No torch.compile: both engines run the same model code.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ import os
 import time
 from pathlib import Path
 from random import Random
+from statistics import mean, stdev
 from typing import Any
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # before vLLM is imported
 
+import torch
 from vllm import LLM, SamplingParams
 
 from engine.integrations.vllm import register
@@ -32,7 +34,7 @@ _MIXED = (5, 700, 33, 130, 64, 2000, 1, 300)  # lengths of prompts
 
 def build(model: str, backend: str, layers: int, share: float) -> LLM:
     """Return an engine; `share` is its part of the GPU's memory."""
-    return LLM(
+    engine = LLM(
         model=model,
         load_format="dummy",
         skip_tokenizer_init=True,
@@ -50,6 +52,18 @@ def build(model: str, backend: str, layers: int, share: float) -> LLM:
         },
         seed=0,
     )
+    engine.apply_model(draw_weights)
+    return engine
+
+
+def draw_weights(model: torch.nn.Module) -> None:
+    """Write random weights; vLLM's own are so small that a layer adds next to nothing."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            parameter.data.fill_(1.0)
+        else:
+            parameter.data.normal_(0.0, 0.02, generator=generator)
 
 
 def generate(engine: LLM, prompts: list[list[int]], count: int) -> tuple[float, list[Any]]:
@@ -87,13 +101,18 @@ def answers(engine: LLM) -> tuple[list[float], list[list[int]]]:
 
 
 def compared(first: Any, second: Any) -> dict[str, Any]:
-    """Return the largest difference of log-probabilities, and how many first tokens are equal."""
-    pairs = zip(first[0], second[0], strict=True)
+    """Return how far the log-probabilities differ, and how many first tokens are equal."""
+    differences = [abs(a - b) for a, b in zip(first[0], second[0], strict=True)]
     equal = []
     for ours, theirs in zip(first[1], second[1], strict=True):
         differ = [a != b for a, b in zip(ours, theirs, strict=True)]
         equal.append([*differ, True].index(True))
-    return {"log-probabilities": max(abs(a - b) for a, b in pairs), "equal tokens of 32": equal}
+    return {
+        "log-probabilities, largest difference": max(differences),
+        "mean difference": mean(differences),
+        "standard deviation": stdev(second[0]),
+        "equal tokens of 32": equal,
+    }
 
 
 def main(argv: list[str] | None = None) -> None:
