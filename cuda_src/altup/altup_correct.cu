@@ -12,10 +12,10 @@
 struct AltupCorrectParams {
   scalar_t* streams;            // (T, S, N) predictions, updated in place
   const scalar_t* x;            // (T, N)
+  const scalar_t* scale;        // (N,), or null
   const scalar_t* router_norm;  // (N,)
   const scalar_t* router;       // (S, N)
   const scalar_t* coefs;        // (S, S)
-  const scalar_t* scale;        // (N,), or null
   scalar_t* own;                // (T, N) copy of the new first stream, times scale
   int n, num_streams;
   float eps;

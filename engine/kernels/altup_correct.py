@@ -6,22 +6,13 @@ from typing import Any
 
 from engine import reference
 from engine.dtypes import dtype_name
-from engine.kernels._altup import THREADS, checked_streams
+from engine.kernels._altup import checked_streams, kernels_of, launch
 from engine.kernels._contract import Contract
-from engine.kernels._elementwise import is_aligned, vector_width
-from engine.kernels._launch import Kernel
 from engine.kernels._module import ModuleSpec
 
 __all__ = ["altup_correct", "specs"]
 
-_PARAMS = (
-    "streams:ptr x:ptr router_norm:ptr router:ptr coefs:ptr scale:ptr own:ptr n:i32 "
-    "num_streams:i32 eps:f32"
-)
-_KERNELS = {
-    width: Kernel(f"altup_correct_{width}", _PARAMS, struct="AltupCorrectParams")
-    for width in ("vector", "scalar")
-}
+_KERNELS = kernels_of("altup_correct", "AltupCorrectParams", "streams:ptr x:ptr scale:ptr")
 
 
 def specs(dtype: str, **_: Any) -> tuple[ModuleSpec, ...]:
@@ -101,21 +92,5 @@ def altup_correct(
         corrected, own = reference.altup_correct(streams, **arrays, scale=scale, eps=eps)
         streams[...] = corrected
         return own
-    own = call.output("own", None, (call["T"], call["N"]), streams.dtype)
-    rows = [arrays[name] for name in ("x", "router_norm", "router")]
-    rows += [streams, own] + ([] if scale is None else [scale])
-    fits = call["N"] % vector_width(streams) == 0 and is_aligned(*rows)
-    _KERNELS["vector" if fits else "scalar"].launch(
-        specs(dtype_name(streams.dtype))[0],
-        (call["T"],),
-        (THREADS,),
-        pdl=True,
-        streams=streams,
-        scale=scale,
-        own=own,
-        n=call["N"],
-        num_streams=call["S"],
-        eps=eps,
-        **arrays,
-    )
-    return own
+    spec = specs(dtype_name(streams.dtype))[0]
+    return launch(call, _KERNELS, spec, streams=streams, scale=scale, eps=eps, **arrays)

@@ -6,22 +6,13 @@ from typing import Any
 
 from engine import reference
 from engine.dtypes import dtype_name
-from engine.kernels._altup import THREADS, checked_streams
+from engine.kernels._altup import checked_streams, kernels_of, launch
 from engine.kernels._contract import Contract
-from engine.kernels._elementwise import is_aligned, vector_width
-from engine.kernels._launch import Kernel
 from engine.kernels._module import ModuleSpec
 
 __all__ = ["altup_predict", "specs"]
 
-_PARAMS = (
-    "streams:ptr delta:ptr router_norm:ptr router:ptr coefs:ptr own:ptr n:i32 num_streams:i32 "
-    "eps:f32"
-)
-_KERNELS = {
-    width: Kernel(f"altup_predict_{width}", _PARAMS, struct="AltupPredictParams")
-    for width in ("vector", "scalar")
-}
+_KERNELS = kernels_of("altup_predict", "AltupPredictParams", "streams:ptr delta:ptr")
 
 
 def specs(dtype: str, **_: Any) -> tuple[ModuleSpec, ...]:
@@ -97,20 +88,5 @@ def altup_predict(
         predicted, own = reference.altup_predict(streams, **arrays, delta=delta, eps=eps)
         streams[...] = predicted
         return own
-    own = call.output("own", None, (call["T"], call["N"]), streams.dtype)
-    rows = [a for a in (streams, delta, arrays["router_norm"], arrays["router"]) if a is not None]
-    fits = call["N"] % vector_width(streams) == 0 and is_aligned(own, *rows)
-    _KERNELS["vector" if fits else "scalar"].launch(
-        specs(dtype_name(streams.dtype))[0],
-        (call["T"],),
-        (THREADS,),
-        pdl=True,
-        streams=streams,
-        delta=delta,
-        own=own,
-        n=call["N"],
-        num_streams=call["S"],
-        eps=eps,
-        **arrays,
-    )
-    return own
+    spec = specs(dtype_name(streams.dtype))[0]
+    return launch(call, _KERNELS, spec, streams=streams, delta=delta, eps=eps, **arrays)

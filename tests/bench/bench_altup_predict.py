@@ -2,30 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
 from engine import kernels
 from engine.device import to_numpy
 from engine.testing import cases
 from engine.testing.bench_case import BenchCase
 from engine.testing.tolerances import assert_close
 
+STREAMS = 4
+N = 2048
+SIZES = (1, 256, 4096)  # tokens
 
-def _case(tokens: int, n: int, streams: int = 4) -> BenchCase:
+
+def altup_case(
+    op: Callable[..., Any], tokens: int, *shapes: tuple[int, ...], num_rows: int
+) -> BenchCase:
+    """Return a case of `op`, which moves `num_rows` rows a token; `shapes` follow the streams'."""
+
     def make(xp, seed):
-        shapes = ((tokens, streams, n), (n,), (streams, n), (streams * streams, streams))
-        arrays = (cases.normal(s, "bfloat16", seed + i, 0.1) for i, s in enumerate(shapes))
+        all_shapes = ((tokens, STREAMS, N), *shapes)
+        arrays = (cases.normal(s, "bfloat16", seed=seed + i, scale=0.1) for i, s in enumerate(all_shapes))
         return cases.to_module(xp, *arrays)
 
     def check(args, result):
         # The streams were overwritten: only the copy of the first one can be compared with them.
-        assert_close(result, to_numpy(args[0])[:, 0])
+        assert_close(result, np.ascontiguousarray(to_numpy(args[0])[:, 0]))
 
-    return BenchCase(
-        f"({tokens}, {streams}, {n})",
-        make,
-        kernels.altup_predict,
-        nbytes=(2 * streams + 1) * tokens * n * 2,
-        check=check,
-    )
+    nbytes = num_rows * tokens * N * 2
+    return BenchCase(f"({tokens}, {STREAMS}, {N})", make, op, nbytes=nbytes, check=check)
 
 
-CASES = [_case(1, 2048), _case(256, 2048), _case(4096, 2048)]
+_WEIGHTS = ((N,), (STREAMS, N), (STREAMS**2, STREAMS))
+CASES = [
+    altup_case(kernels.altup_predict, tokens, *_WEIGHTS, num_rows=2 * STREAMS + 1)
+    for tokens in SIZES
+]
