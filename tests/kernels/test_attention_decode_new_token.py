@@ -60,7 +60,7 @@ _CASES = (
     AttentionCase((1,) * 33, (*range(60, 70), 0, 1, 1000, *_MANY[:20]), 28, 4, 128, block_size=16),
     AttentionCase((1,) * 33, (*range(60, 70), 0, 1, 1000, *_MANY[:20]), 14, 2, 64, block_size=32),
     AttentionCase((1,) * 40, (1500, *_MANY[:39]), 12, 3, 128, block_size=16),
-    AttentionCase((1,), (1000,), 32, 8, 128, block_size=16, chunk=768),
+    AttentionCase((1,), (1000,), 32, 8, 128, block_size=16, chunk=512),
     AttentionCase((1,) * 40, _MANY, 8, 2, 128, block_size=16, chunk=64),
     AttentionCase((1,) * 280, _SHORT * 2, 16, 8, 64, block_size=16, chunk=64),
     AttentionCase((1,) * 2, (70, 16), 4, 2, 96, block_size=16),
