@@ -6,7 +6,8 @@
 Attention, norms, RoPE, MLP, experts and the loss come from `Engine` or from `Torch` below; the rest
 is the same: weights, data, optimizer, `torch.compile`. The text is generated: each token has 32
 possible successors with probabilities of Zipf's law, so the best possible loss is known. The
-language, the first weights and the batches depend on the seed alone: both runs see the same.
+language, the first weights and the batches depend on the seed alone: both runs see the same. On a
+GPU a step is one CUDA graph: neither side waits for its host.
 
 Without a GPU the NumPy mirrors compute; pass `--tiny`.
 """
@@ -145,7 +146,8 @@ class Torch:
         weights, ids = logits.float().softmax(-1).topk(top_k)
         weights = weights / weights.sum(-1, keepdim=True)
         order = ids.flatten().argsort(stable=True)
-        ends = torch.bincount(ids.flatten(), minlength=len(gate_up)).cumsum(0).to(torch.int32)
+        experts = torch.arange(len(gate_up), device=x.device)
+        ends = (ids.flatten()[:, None] <= experts).sum(0).to(torch.int32)
         tokens = order // top_k
         hidden = torch._grouped_mm(x[tokens], gate_up.transpose(1, 2), offs=ends)
         out = torch._grouped_mm(Torch.swiglu(hidden), down.transpose(1, 2), offs=ends)
@@ -255,13 +257,20 @@ class MasterWeights:
     """AdamW on float32 copies of the model's bfloat16 parameters."""
 
     def __init__(self, model: nn.Module, learning_rate: float) -> None:
-        self._learning_rate = learning_rate
-        self._num_steps = 0
         self._parameters = list(model.parameters())
         self._masters = [p.detach().float().requires_grad_() for p in self._parameters]
-        fused = self._parameters[0].is_cuda
+        device = self._parameters[0].device
+        on_gpu = device.type == "cuda"
+        self._rates = (learning_rate * torch.arange(1, 101) / 100).to(device)  # of the first steps
+        self._num_steps = torch.zeros(1, dtype=torch.int64, device=device)
+        self._rate = torch.zeros((), device=device)
         self._adam = torch.optim.AdamW(
-            self._masters, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.1, fused=fused
+            self._masters,
+            lr=self._rate,
+            betas=(0.9, 0.95),
+            weight_decay=0.1,
+            fused=on_gpu,
+            capturable=on_gpu,
         )
 
     @torch.no_grad()
@@ -269,12 +278,51 @@ class MasterWeights:
         for parameter, master in zip(self._parameters, self._masters, strict=True):
             master.grad = parameter.grad.float()
             parameter.grad = None
+        self._rate.copy_(self._rates[self._num_steps.clamp(max=99)][0])
         self._num_steps += 1
-        warmup = min(1.0, self._num_steps / 100)
-        self._adam.param_groups[0]["lr"] = self._learning_rate * warmup
         nn.utils.clip_grad_norm_(self._masters, 1.0)
         self._adam.step()
         torch._foreach_copy_(self._parameters, self._masters)
+
+
+class Step:
+    """A training step. On a GPU all but the first ones replay a CUDA graph of it."""
+
+    _NUM_EAGER = 3  # compile and allocate before the capture
+
+    def __init__(self, model: Decoder, optimizer: MasterWeights) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._num_steps = 0
+        self._graph: Any = None
+        self._batch: Any = None
+        self._loss: Any = None
+
+    def __call__(self, batch: Any) -> float:
+        if not batch.is_cuda:
+            return self._run(batch).item()
+        if self._num_steps < self._NUM_EAGER:
+            self._num_steps += 1
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                loss = self._run(batch)
+            torch.cuda.current_stream().wait_stream(stream)
+            return loss.item()
+        if self._graph is None:
+            self._batch = batch.clone()
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph):
+                self._loss = self._run(self._batch)
+        self._batch.copy_(batch)
+        self._graph.replay()
+        return self._loss.item()
+
+    def _run(self, batch: Any) -> Any:
+        loss = self._model(batch[:, :-1], batch[:, 1:])
+        loss.backward()
+        self._optimizer.step()
+        return loss.detach()
 
 
 def train(name: str, config: Config, steps: int, device: str, is_compiled: bool) -> dict[str, Any]:
@@ -284,7 +332,7 @@ def train(name: str, config: Config, steps: int, device: str, is_compiled: bool)
     if device != "cpu":
         model.to(torch.bfloat16)
         model.table.data = model.table.float()
-    optimizer = MasterWeights(model, config.learning_rate)
+    run = Step(model, MasterWeights(model, config.learning_rate))
     language = Language(config, device)
     if is_compiled:
         model.compile_parts()
@@ -292,10 +340,7 @@ def train(name: str, config: Config, steps: int, device: str, is_compiled: bool)
     for step, batch in enumerate(language.batches(steps)):
         _synchronize(device)
         start = time.perf_counter()
-        loss = model(batch[:, :-1], batch[:, 1:])
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+        losses.append(run(batch))
         seconds.append(time.perf_counter() - start)
         if step == 0 and device != "cpu":
             torch.cuda.reset_peak_memory_stats()

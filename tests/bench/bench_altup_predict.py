@@ -25,7 +25,9 @@ def altup_case(
 
     def make(xp, seed):
         all_shapes = ((tokens, STREAMS, N), *shapes)
-        arrays = (cases.normal(s, "bfloat16", seed=seed + i, scale=0.1) for i, s in enumerate(all_shapes))
+        arrays = (
+            cases.normal(s, "bfloat16", seed=seed + i, scale=0.1) for i, s in enumerate(all_shapes)
+        )
         return cases.to_module(xp, *arrays)
 
     def check(args, result):
