@@ -22,7 +22,8 @@
 
 constexpr int kThreads = 128;
 
-struct CausalConvParams {
+// States: (num_slots, K - 1, C).
+struct CausalConvParams : StateSlotParams<scalar_t> {
   const scalar_t* x;  // (T, C), rows x_stride elements apart
   int64_t x_stride;
   const scalar_t* weight;   // (C, K) contiguous
@@ -32,19 +33,7 @@ struct CausalConvParams {
   const scalar_t* out_gate;  // (T, C), rows out_gate_stride elements apart, or null
   int64_t out_gate_stride;
   scalar_t* out;     // (T, C) contiguous
-  scalar_t* states;  // (num_slots, K - 1, C), slots slot_stride elements apart
-  int64_t slot_stride;
-  int num_slots;
-  const int* cu_seqlens_q;      // (B+1,)
-  const int* context_lens;      // (B,) lengths including these tokens
-  const int* state_slots;       // (B,)
-  const int* state_targets;     // (B,), or (B, num_targets) if num_targets > 0
-  int num_targets;              // Q or 0
-  const int* snapshot_slots;    // (B,) or null
-  const int* snapshot_offsets;  // (B,) tokens before the snapshot; null without snapshots
-  int num_tokens;               // T
-  int num_sequences;            // B
-  int num_channels;             // C
+  int num_channels;  // C
   int tokens_per_block;
   int is_silu;
 };
@@ -215,10 +204,11 @@ __device__ __forceinline__ void causal_conv(const CausalConvParams& p) {
   convolution.run(first, min(first + p.tokens_per_block, p.num_tokens));
 }
 
-#define ENGINE_CAUSAL_CONV(name, width, taps)            \
-  extern "C" __global__ void __launch_bounds__(kThreads) \
-      name(const __grid_constant__ CausalConvParams p) { \
-    causal_conv<width, taps>(p);                         \
+// At least 4 blocks per multiprocessor: without a bound ptxas aims at 16, and spills.
+#define ENGINE_CAUSAL_CONV(name, width, taps)               \
+  extern "C" __global__ void __launch_bounds__(kThreads, 4) \
+      name(const __grid_constant__ CausalConvParams p) {    \
+    causal_conv<width, taps>(p);                            \
   }
 
 ENGINE_CAUSAL_CONV(causal_conv_vector_2, kVec, 2)

@@ -27,7 +27,8 @@ constexpr int kWarps = kThreads / kWarpSize;
 constexpr int kRows = 8;                      // of a state, per warp
 constexpr int kRowLanes = kWarpSize / kRows;  // lanes that hold a row's sum
 
-struct Mamba2Params {
+// States: (num_slots, H, P, N).
+struct Mamba2Params : StateSlotParams<state_t> {
   const scalar_t* x;  // (T, H, P)
   int64_t x_stride_t, x_stride_h;
   const scalar_t* dt;  // (T, H)
@@ -40,21 +41,10 @@ struct Mamba2Params {
   const float* d;        // (H,)
   const float* dt_bias;  // (H,)
   scalar_t* out;         // (T, H, P) contiguous
-  state_t* states;       // (num_slots, H, P, N), slots slot_stride elements apart
-  int64_t slot_stride;
-  int num_slots;
-  const int* cu_seqlens_q;      // (B+1,)
-  const int* context_lens;      // (B,) lengths including these tokens
-  const int* state_slots;       // (B,)
-  const int* state_targets;     // (B,), or (B, num_targets) if num_targets > 0
-  int num_targets;              // Q or 0
-  const int* snapshot_slots;    // (B,) or null
-  const int* snapshot_offsets;  // (B,) tokens before the snapshot; null without snapshots
-  int num_tokens;               // T
-  int num_heads;                // H
-  int num_groups;               // G
-  int head_dim;                 // P
-  int state_size;               // N, at most 32 * kColumns
+  int num_heads;         // H
+  int num_groups;        // G
+  int head_dim;          // P
+  int state_size;        // N, at most 32 * kColumns
   float dt_min, dt_max;
 };
 

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "common/cluster.cuh"
+#include "common/named_barrier.cuh"
 #include "common/tma.cuh"
 
 // ---- warps ------------------------------------------------------------------------
@@ -45,17 +46,6 @@ __device__ __forceinline__ void stmatrix_x2(unsigned address, unsigned a, unsign
 }
 
 // ---- warpgroups ------------------------------------------------------------------------------
-
-// Named barrier `id` of the block, 1 to 15 (0 is __syncthreads). It completes once kThreads threads
-// have arrived; `sync` waits for completion, `arrive` does not.
-template <int kThreads>
-__device__ __forceinline__ void named_barrier_sync(int id) {
-  asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(kThreads) : "memory");
-}
-template <int kThreads>
-__device__ __forceinline__ void named_barrier_arrive(int id) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(id), "n"(kThreads) : "memory");
-}
 
 // Move registers between warpgroups (setmaxnreg); every warp of the warpgroup must execute it.
 // Requires __launch_bounds__ with a minimum number of blocks per SM.

@@ -1,13 +1,28 @@
 // State slots of recurrent ops: which state a sequence of the batch starts from, and where its
 // states are written.
 //
-// The parameter struct P of such an op has the fields num_tokens, num_slots, cu_seqlens_q,
-// context_lens, state_slots, state_targets, num_targets, snapshot_slots and snapshot_offsets.
 // SAFETY: bounds and slots are clamped to the arrays, so corrupt tables cause no stray access; a
 // slot outside the states reads as zeros and is not written.
 #pragma once
 
 #include "common/types.cuh"
+
+// The parameters of such an op begin with these. State: dtype of the states.
+template <typename State>
+struct StateSlotParams {
+  State* states;  // (num_slots, ...), slots slot_stride elements apart
+  int64_t slot_stride;
+  int num_slots;
+  int num_tokens;               // T
+  const int* cu_seqlens_q;      // (B+1,)
+  const int* context_lens;      // (B,) lengths including these tokens
+  const int* state_slots;       // (B,)
+  const int* state_targets;     // (B,), or (B, num_targets) if num_targets > 0
+  int num_targets;              // Q or 0
+  int num_sequences;            // B
+  const int* snapshot_slots;    // (B,) or null
+  const int* snapshot_offsets;  // (B,) tokens before the snapshot; null without snapshots
+};
 
 // A sequence's tokens, and the slot of the state before them: -1 for zeros.
 struct Sequence {

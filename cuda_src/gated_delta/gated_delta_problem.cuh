@@ -13,7 +13,8 @@ using state_t = float;
 #endif
 constexpr bool kHasChannelGate = HAS_CHANNEL_GATE != 0;
 
-struct GatedDeltaParams {
+// States: (num_slots, Hv, dv, dk).
+struct GatedDeltaParams : StateSlotParams<state_t> {
   const scalar_t *q, *k;  // (T, Hk, dk), last axis contiguous
   const scalar_t* v;      // (T, Hv, dv), last axis contiguous
   const scalar_t* a;      // (T, Hv), or (T, Hv, dk) with a gate per channel
@@ -23,22 +24,10 @@ struct GatedDeltaParams {
   scalar_t* out;          // (T, Hv, dv) contiguous
   int64_t q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h;  // elements
   int64_t a_stride_t, a_stride_h, b_stride_t;                                      // elements
-  state_t* states;  // (num_slots, Hv, dv, dk), slots slot_stride elements apart
-  int64_t slot_stride;
-  int num_slots;
-  const int* cu_seqlens_q;      // (B+1,)
-  const int* context_lens;      // (B,) lengths including these tokens
-  const int* state_slots;       // (B,)
-  const int* state_targets;     // (B,), or (B, num_targets) if num_targets > 0
-  int num_targets;              // Q or 0
-  const int* snapshot_slots;    // (B,) or null
-  const int* snapshot_offsets;  // (B,) tokens before the snapshot; null without snapshots
-  int num_tokens;               // T
-  int num_sequences;            // B
-  int num_key_heads;            // Hk
-  int num_heads;                // Hv, a multiple of Hk
-  int key_dim, value_dim;       // dk, dv
-  int max_steps;                // sequences of more tokens go to the chunk kernels
+  int num_key_heads;                                                               // Hk
+  int num_heads;           // Hv, a multiple of Hk
+  int key_dim, value_dim;  // dk, dv
+  int max_steps;           // sequences of more tokens go to the chunk kernels
   float beta_scale, scale, eps;
   float gate_bound;  // lower bound of g with a gate per channel, or 0
   // The gated norm of the output, in the kernel that applies it.

@@ -14,16 +14,18 @@ from engine.kernels._elementwise import element_strides
 __all__ = ["STATE_PARAMS", "StateSlots"]
 
 STATE_PARAMS = (
-    "states:ptr slot_stride:i64 num_slots:i32 cu_seqlens_q:ptr context_lens:ptr state_slots:ptr "
-    "state_targets:ptr num_targets:i32 snapshot_slots:ptr snapshot_offsets:ptr"
+    "states:ptr slot_stride:i64 num_slots:i32 num_tokens:i32 cu_seqlens_q:ptr context_lens:ptr "
+    "state_slots:ptr state_targets:ptr num_targets:i32 num_sequences:i32 snapshot_slots:ptr "
+    "snapshot_offsets:ptr"
 )
-"""Kernel parameters that `StateSlots.args` fills."""
+"""First parameters of a recurrent kernel, StateSlotParams in CUDA: `StateSlots.args`."""
 
 
 @dataclass(frozen=True)
 class StateSlots:
     """Checked arguments of one call: states (num_slots, ...) and the slots of each sequence."""
 
+    num_tokens: int
     states: Any
     cu_seqlens_q: Any
     context_lens: Any
@@ -45,6 +47,7 @@ class StateSlots:
         context_lens = call.array("context_lens", slots["context_lens"], "B", INT32)
         read = call.array("state_slots", slots["state_slots"], "B", INT32)
         found = cls(
+            num_tokens,
             states,
             starts,
             context_lens,
@@ -62,7 +65,7 @@ class StateSlots:
     @property
     def arrays(self) -> dict[str, Any]:
         """The arguments by name, as the mirror expects them."""
-        return dict(vars(self))
+        return {name: array for name, array in vars(self).items() if name != "num_tokens"}
 
     @property
     def args(self) -> dict[str, Any]:
@@ -72,6 +75,7 @@ class StateSlots:
             "slot_stride": element_strides(self.states)[0],
             "num_slots": self.states.shape[0],
             "num_targets": 0 if self.state_targets.ndim == 1 else self.state_targets.shape[1],
+            "num_sequences": self.state_slots.shape[0],
         }
 
     def _check_values(self, call: Contract) -> None:

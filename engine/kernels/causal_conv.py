@@ -16,9 +16,8 @@ __all__ = ["causal_conv", "specs"]
 
 MAX_WIDTH = 4
 _PARAMS = (
-    "x:ptr x_stride:i64 weight:ptr bias:ptr in_gate:ptr in_gate_stride:i64 out_gate:ptr "
-    f"out_gate_stride:i64 out:ptr {STATE_PARAMS} num_tokens:i32 num_sequences:i32 num_channels:i32 "
-    "tokens_per_block:i32 is_silu:i32"
+    f"{STATE_PARAMS} x:ptr x_stride:i64 weight:ptr bias:ptr in_gate:ptr in_gate_stride:i64 "
+    "out_gate:ptr out_gate_stride:i64 out:ptr num_channels:i32 tokens_per_block:i32 is_silu:i32"
 )
 _KERNELS = {
     (access, width): Kernel(f"causal_conv_{access}_{width}", _PARAMS, struct="CausalConvParams")
@@ -189,8 +188,6 @@ def _launch(
         **gates,
         out=out,
         **slots.args,
-        num_tokens=num_tokens,
-        num_sequences=slots.state_slots.shape[0],
         num_channels=num_channels,
         tokens_per_block=tokens_per_block,
         is_silu=is_silu,

@@ -20,10 +20,10 @@ _THREADS = 128  # kThreads in CUDA
 _ROWS_PER_BLOCK = 32  # kWarps * kRows in CUDA
 _LANES = 32
 _PARAMS = (
-    "x:ptr x_stride_t:i64 x_stride_h:i64 dt:ptr dt_stride_t:i64 b:ptr b_stride_t:i64 "
-    "b_stride_h:i64 c:ptr c_stride_t:i64 c_stride_h:i64 a_log:ptr d:ptr dt_bias:ptr out:ptr "
-    f"{STATE_PARAMS} num_tokens:i32 num_heads:i32 num_groups:i32 head_dim:i32 state_size:i32 "
-    "dt_min:f32 dt_max:f32"
+    f"{STATE_PARAMS} x:ptr x_stride_t:i64 x_stride_h:i64 dt:ptr dt_stride_t:i64 b:ptr "
+    "b_stride_t:i64 b_stride_h:i64 c:ptr c_stride_t:i64 c_stride_h:i64 a_log:ptr d:ptr "
+    "dt_bias:ptr out:ptr num_heads:i32 num_groups:i32 head_dim:i32 state_size:i32 dt_min:f32 "
+    "dt_max:f32"
 )
 _KERNELS = {
     columns: Kernel(f"mamba2_{columns}", _PARAMS, struct="Mamba2Params") for columns in (2, 4, 8)
@@ -158,7 +158,7 @@ def _launch(
 ) -> None:
     x = arrays["x"]
     b = arrays["b"]
-    num_tokens, num_heads, head_dim = x.shape
+    num_heads, head_dim = x.shape[1:]
     columns = next(one for one in _KERNELS if one * _LANES >= b.shape[2])
     strided = {name: arrays[name] for name in ("x", "b", "c")}
     _KERNELS[columns].launch(
@@ -172,7 +172,6 @@ def _launch(
         **slots.args,
         **limits,
         out=out,
-        num_tokens=num_tokens,
         num_heads=num_heads,
         num_groups=b.shape[1],
         head_dim=head_dim,

@@ -130,6 +130,13 @@ increment = kernels.define(
     source="pdl.cu",
     launch=lambda call: call.grid1d(call["N"], pdl=True),
 )
+reverse_halves = kernels.define(
+    "reverse_halves",
+    "x: (T, 128) float -> (T, 128) like x",
+    reference=lambda x: x.reshape(-1, 2, 64)[:, :, ::-1].reshape(x.shape),
+    source="named_barrier.cu",
+    launch=per_row,
+)
 row_sum = kernels.define(
     "row_sum",
     "x: (T, N) float -> (T,) float32",

@@ -37,7 +37,7 @@ STRUCTS = {k.struct.name: k.struct.dtype for k in KERNELS if k.struct is not Non
 
 def _definition(name: str) -> str:
     """Return the struct's text; exactly one file defines it."""
-    pattern = re.compile(rf"^struct {name} \{{.*?^\}};", re.MULTILINE | re.DOTALL)
+    pattern = re.compile(rf"^struct {name}[^;\n]* \{{.*?^\}};", re.MULTILINE | re.DOTALL)
     found = {
         str(path): match.group()
         for path in sorted(source_dir().rglob("*.cu*"))
@@ -58,6 +58,7 @@ def _check(struct: str, layout: np.dtype) -> None:
         asserted[f"sizeof({struct}::{field})"] = dtype.itemsize
     source = [
         '#include "common/page_codes.cuh"',
+        '#include "common/state_slots.cuh"',
         "struct alignas(64) TensorMap { unsigned char bytes[128]; };",
         "using operand_t = scalar_t;",  # used only via pointers
         "using state_t = scalar_t;",  # likewise

@@ -16,13 +16,12 @@ STATE_BITS = {"float32": 32, "bfloat16": 16}
 """Dtypes of states, and the values of the macro."""
 
 PARAMS = (
-    "q:ptr k:ptr v:ptr a:ptr b:ptr a_log:ptr dt_bias:ptr out:ptr q_stride_t:i64 q_stride_h:i64 "
-    "k_stride_t:i64 k_stride_h:i64 v_stride_t:i64 v_stride_h:i64 a_stride_t:i64 a_stride_h:i64 "
-    f"b_stride_t:i64 {STATE_PARAMS} num_tokens:i32 num_sequences:i32 num_key_heads:i32 "
-    "num_heads:i32 key_dim:i32 value_dim:i32 max_steps:i32 beta_scale:f32 scale:f32 eps:f32 "
-    "gate_bound:f32 "
-    "z:ptr norm_weight:ptr z_stride_t:i64 z_stride_h:i64 norm_eps:f32 norm_is_silu:i32 "
-    "scratch:ptr first_chunk:i32 num_chunks:i32 max_chunks:i32 launch:i32"
+    f"{STATE_PARAMS} q:ptr k:ptr v:ptr a:ptr b:ptr a_log:ptr dt_bias:ptr out:ptr q_stride_t:i64 "
+    "q_stride_h:i64 k_stride_t:i64 k_stride_h:i64 v_stride_t:i64 v_stride_h:i64 a_stride_t:i64 "
+    "a_stride_h:i64 b_stride_t:i64 num_key_heads:i32 num_heads:i32 key_dim:i32 value_dim:i32 "
+    "max_steps:i32 beta_scale:f32 scale:f32 eps:f32 gate_bound:f32 z:ptr norm_weight:ptr "
+    "z_stride_t:i64 z_stride_h:i64 norm_eps:f32 norm_is_silu:i32 scratch:ptr first_chunk:i32 "
+    "num_chunks:i32 max_chunks:i32 launch:i32"
 )
 """Parameters of every kernel of the family."""
 
@@ -98,8 +97,6 @@ def kernel_args(
         **named_strides("th", **strided),
         **named_strides("t", b=arrays["b"]),
         "out": out,
-        "num_tokens": k.shape[0],
-        "num_sequences": slots.state_slots.shape[0],
         "num_key_heads": k.shape[1],
         "num_heads": v.shape[1],
         "key_dim": k.shape[2],
