@@ -236,7 +236,8 @@ def test_a_cpu_gets_a_shape_that_it_can_do():
     assert seconds < 1
 
 
-def test_the_mirrors_run_few_and_small_cases_on_a_cpu():
+def _mirrored_cases():
+    """Yield (name, cases for a CPU) of every benchmark of an op that this machine can import."""
     for each in listing.benchmarks():
         try:
             module = __import__(f"tests.bench.bench_{each.name}", fromlist=["CASES"])
@@ -244,9 +245,22 @@ def test_the_mirrors_run_few_and_small_cases_on_a_cpu():
             assert error.name in ("torch", "transformers", "jax")
             continue
         if hasattr(module, "CASES"):
-            cases = getattr(module, "CPU_CASES", None) or cases_for_cpu(module.CASES)
-            assert 1 <= len(cases) <= 4, each.name
-            assert all(case.nbytes < 20e6 and case.flops < 2e8 for case in cases), each.name
+            yield each.name, getattr(module, "CPU_CASES", None) or cases_for_cpu(module.CASES)
+
+
+def test_the_mirrors_run_few_and_small_cases_on_a_cpu():
+    for name, cases in _mirrored_cases():
+        assert 1 <= len(cases) <= 4, name
+        assert all(case.nbytes < 20e6 and case.flops < 2e8 for case in cases), name
+
+
+def test_every_benchmark_runs_and_its_check_passes():
+    for name, cases in _mirrored_cases():
+        case = min(cases, key=lambda case: case.nbytes + case.flops)
+        arguments = case.make(np, 0)
+        result = case.run(*arguments)
+        if case.check is not None:
+            case.check(arguments, result)
 
 
 def test_a_cpu_measures_the_reference_and_compiles_the_kernel():
