@@ -255,7 +255,7 @@ def test_the_mirrors_run_few_and_small_cases_on_a_cpu():
 
 
 def test_every_benchmark_runs_and_its_check_passes():
-    for name, cases in _mirrored_cases():
+    for _, cases in _mirrored_cases():
         case = min(cases, key=lambda case: case.nbytes + case.flops)
         arguments = case.make(np, 0)
         result = case.run(*arguments)
