@@ -14,6 +14,7 @@ __all__ = [
     "AltUpConfig",
     "GatedDeltaConfig",
     "LayerSizes",
+    "LightningConfig",
     "Mamba2Config",
     "MlaConfig",
     "ModelConfig",
@@ -308,6 +309,41 @@ class GatedDeltaConfig:
 
 
 @dataclass(frozen=True)
+class LightningConfig:
+    """Lightning attention, which replaces attention in layers of kind "lightning" (Ling 2.5).
+
+    Attributes
+    ----------
+    num_heads, head_dim : int
+        H, and D of keys and values alike.
+    num_groups : int
+        Groups of heads; the output norm is over all features of a group.
+    qk_norm : bool
+        Whether queries and keys are normalised per head.
+    slopes : tuple of float
+        Per head: decay rate of its states, without the layer's factor.
+    layer_factors : tuple of float
+        Per layer: factor on the slopes.
+
+    References
+    ----------
+    Qin et al.: Lightning Attention-2, arXiv:2401.04658.
+    """
+
+    num_heads: int
+    head_dim: int
+    num_groups: int
+    qk_norm: bool
+    slopes: tuple[float, ...]
+    layer_factors: tuple[float, ...]
+
+    @property
+    def inner_dim(self) -> int:
+        """Features of all heads, H * D."""
+        return self.num_heads * self.head_dim
+
+
+@dataclass(frozen=True)
 class ShortConvConfig:
     """Gated short convolution that replaces attention in layers of kind "short_conv" (LFM2).
 
@@ -452,13 +488,15 @@ class ModelConfig:
     no_rope : RopeConfig
         Factors on queries in layers that do not rotate them.
     layer_kinds : tuple of str
-        Per layer: "attention" or the kind that replaces it: "gated_delta", "short_conv", "mamba2"
-        or "mla"; "attention_mamba2" is both side by side, () is all attention. "shortcut" is two
-        of "mla", each followed by an MLP, with experts beside the first MLP whose output is added
-        at the end of the layer (LongCat). With `single_branch`, also "mlp"
-        and "moe".
+        Per layer: "attention" or the kind that replaces it: "gated_delta", "lightning",
+        "short_conv", "mamba2" or "mla"; "attention_mamba2" is both side by side, () is all
+        attention. "shortcut" is two of "mla", each followed by an MLP, with experts beside the
+        first MLP whose output is added at the end of the layer (LongCat). With `single_branch`,
+        also "mlp" and "moe".
     gated_delta : GatedDeltaConfig or None
         Sizes of the "gated_delta" layers.
+    lightning : LightningConfig or None
+        Sizes of the "lightning" layers.
     short_conv : ShortConvConfig or None
         Sizes of the "short_conv" layers.
     mamba2 : Mamba2Config or None
@@ -573,6 +611,7 @@ class ModelConfig:
     no_rope: RopeConfig = RopeConfig(scaling="none")
     layer_kinds: tuple[str, ...] = ()
     gated_delta: GatedDeltaConfig | None = None
+    lightning: LightningConfig | None = None
     short_conv: ShortConvConfig | None = None
     mamba2: Mamba2Config | None = None
     mla: MlaConfig | None = None

@@ -150,6 +150,13 @@ def _gated_delta(config: ModelConfig, layer: int, dtype: str, states: str) -> La
     return LayerCache(states=(conv, StateShape(heads, states)))
 
 
+def _lightning(config: ModelConfig, layer: int, dtype: str, states: str) -> LayerCache:
+    lightning = config.lightning
+    assert lightning is not None
+    heads = lightning.num_heads, lightning.head_dim, lightning.head_dim
+    return LayerCache(states=(StateShape(heads, states),))
+
+
 def _short_conv(config: ModelConfig, layer: int, dtype: str, states: str) -> LayerCache:
     conv = config.short_conv
     assert conv is not None
@@ -181,6 +188,7 @@ def _attention_mamba2(config: ModelConfig, layer: int, dtype: str, states: str) 
 CACHES_OF_KIND: dict[str, Callable[[ModelConfig, int, str, str], LayerCache]] = {
     "attention": _attention,
     "gated_delta": _gated_delta,
+    "lightning": _lightning,
     "short_conv": _short_conv,
     "mamba2": _mamba2,
     "attention_mamba2": _attention_mamba2,

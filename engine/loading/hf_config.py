@@ -35,7 +35,7 @@ from engine.loading.text_model import open_model, text_values, wrapper_of
 from engine.loading.weight_factors import weight_factors
 from engine.model_files import is_present, read_json
 from engine.models.family import Family
-from engine.models.registry import family
+from engine.models.registry import family, type_of
 
 __all__ = ["build_config", "config_from_dict", "generation_config", "load_hf_config"]
 
@@ -198,7 +198,7 @@ def config_from_dict(values: Mapping[str, Any], where: str = "config") -> ModelC
     """
     values = text_values(values, where)
     try:
-        kind = family(values.get("model_type"))
+        kind = family(type_of(values))
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
     return build_config(values, kind, where)

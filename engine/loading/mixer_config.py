@@ -11,6 +11,7 @@ from engine.checks import shown
 from engine.config import GatedDeltaConfig, Mamba2Config, ShortConvConfig
 from engine.errors import ConfigError
 from engine.loading._fields import Fields
+from engine.loading.lightning_config import lightning_config
 from engine.models.mixer_family import FULL_ATTENTION, MixerFamily
 
 __all__ = ["mixer_config", "with_layer_types"]
@@ -37,6 +38,7 @@ def mixer_config(fields: Fields, kind: MixerFamily | None, num_layers: int) -> d
     kinds = _layer_kinds(fields, kind, num_layers)
     readers: dict[str, Callable[[Fields], Any]] = {
         "gated_delta": partial(_kimi_delta if kind.is_kda else _gated_delta, kind=kind),
+        "lightning": partial(lightning_config, num_layers=num_layers),
         "short_conv": _short_conv,
         "mamba2": _mamba2,
     }
@@ -131,6 +133,8 @@ def _full_layers(fields: Fields, kind: MixerFamily, num_layers: int) -> list[boo
         interval = fields.integer(kind.interval, 1, 1 << 31)
         is_full = [(layer + 1) % interval == 0 for layer in range(num_layers)]
         is_full[-1] |= kind.attends_last and not any(is_full)
+        if kind.attends_in_rest and (rest := num_layers % interval):
+            is_full[-rest:] = [True] * rest
         return is_full
     if not kind.full_layers:
         return [False] * num_layers

@@ -59,6 +59,8 @@ _ROW_PARTS = {
     "delta_conv": ("delta_q", "delta_k", "delta_v"),
     "delta_decay": ("delta_b",),
     "delta_dt": ("delta_dt",),
+    "lightning_in": ("lightning_q", "lightning_k", "lightning_v", "lightning_g"),
+    "lightning_norm": ("lightning_q",),
     "conv_in": ("conv_b", "conv_c", "conv_x"),
     "conv_taps": ("conv_x",),
     "mamba_in": ("mamba_z", "mamba_x", "mamba_b", "mamba_c", "mamba_dt"),
@@ -83,6 +85,7 @@ _UNGATED_PARTS = {"shared_gate_up": ("shared_up",), "experts_gate_up": ("expert_
 _COLUMN_PART = {
     "o": "heads",
     "delta_out": "delta_v",
+    "lightning_out": "lightning_q",
     "conv_out": "conv_x",
     "mamba_out": "mamba_x",
     "mla_out": "mla_v",
@@ -130,6 +133,7 @@ _TWINS = {
     "shared_up": "shared_gate",
     "expert_up": "expert_gate",
     "delta_k": "delta_q",
+    **dict.fromkeys(("lightning_k", "lightning_v", "lightning_g"), "lightning_q"),
     "conv_b": "conv_x",
     "conv_c": "conv_x",
     "mamba_z": "mamba_x",
@@ -194,6 +198,11 @@ class _Parts:
         self._heads = {"q": config.num_heads, "k": config.num_kv_heads}
         if config.gated_delta is not None:
             self._add_delta(config.gated_delta, shard)
+        if (lightning := config.lightning) is not None:  # divided by groups of heads
+            first, last = shard.cut("group_norm_size", lightning.num_groups)
+            size = self.whole["lightning_q"] = lightning.inner_dim
+            each = size // lightning.num_groups
+            self.local["lightning_q"] = first * each, last * each
         if (conv := config.short_conv) is not None:
             self.whole["conv_x"] = conv.num_channels
             self.local["conv_x"] = shard.cut("channels of the convolution", conv.num_channels)
@@ -516,6 +525,19 @@ def _gated_delta_shapes(config: ModelConfig, parts: _Parts) -> dict[str, tuple[i
     return shapes
 
 
+def _lightning_shapes(config: ModelConfig, parts: _Parts) -> dict[str, tuple[int, ...]]:
+    lightning = config.lightning
+    assert lightning is not None
+    n = config.hidden_size
+    shapes: dict[str, tuple[int, ...]] = {"lightning_in": (parts.rows("lightning_in"), n)}
+    if lightning.qk_norm:
+        norms = ("lightning_q_norm", "lightning_k_norm")
+        shapes |= dict.fromkeys(norms, (lightning.head_dim,))
+    shapes["lightning_norm"] = (parts.rows("lightning_norm"),)
+    shapes["lightning_out"] = parts.second_shape("lightning_out", n)
+    return shapes
+
+
 def _short_conv_shapes(config: ModelConfig, parts: _Parts) -> dict[str, tuple[int, ...]]:
     conv = config.short_conv
     assert conv is not None
@@ -603,6 +625,7 @@ def _experts_shapes(config: ModelConfig, parts: _Parts) -> dict[str, tuple[int, 
 
 _MIXER_SHAPES: dict[str, Callable[[ModelConfig, _Parts], dict[str, tuple[int, ...]]]] = {
     "gated_delta": _gated_delta_shapes,
+    "lightning": _lightning_shapes,
     "short_conv": _short_conv_shapes,
     "mamba2": _mamba2_shapes,
     "mla": _mla_shapes,

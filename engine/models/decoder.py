@@ -33,7 +33,7 @@ from engine.models.chunks import active_chunk, chunk_patterns
 from engine.models.family import SECOND
 from engine.models.kv_scales import KVScales
 from engine.models.layer_plans import LayerPlans
-from engine.models.mixers import MIXERS
+from engine.models.mixers import MIXERS, build_lightning
 from engine.models.moe_layer import build_dense_and_experts, build_moe
 from engine.models.rope_tables import RopeTable, rope_index, ropes
 from engine.models.sandwich_layer import SandwichLayer
@@ -696,6 +696,10 @@ class Decoder:
             mlp = self._mlp(index)
             assert not isinstance(mlp, DenseAndExperts)
             return FeedForward(mlp)
+        if kind == "lightning":
+            table = self.rope_tables[rope_index(self.config, index)]
+            options = self._weight, self._linear, self.parts
+            return build_lightning(self.config, index, table, *options)
         is_joint = kind == "attention_mamba2"
         build = MIXERS["mamba2" if is_joint else kind]
         mixer = build(self.config, f"layers.{index}.", self._weight, self._linear, self.parts)

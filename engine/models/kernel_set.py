@@ -31,6 +31,7 @@ _LATENT_OPS = ("mla_decode", "mla_store", "mla_expand", "head_gemm", "kv_gather"
 _KIND_OPS: dict[str, tuple[str, ...]] = {
     "attention": (),
     "gated_delta": ("causal_conv", "gated_delta", "gated_norm"),
+    "lightning": ("rope", "mamba2", "gated_norm"),
     "short_conv": ("causal_conv",),
     "mamba2": ("causal_conv", "mamba2", "gated_norm", "swiglu"),
     "attention_mamba2": ("causal_conv", "mamba2", "gated_norm", "swiglu", "residual_add"),

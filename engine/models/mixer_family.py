@@ -23,6 +23,8 @@ class MixerFamily:
         Key of n: without `layer_types`, every n-th layer is full attention; "" for no such key.
     attends_last : bool
         Without `layer_types`, the last layer has full attention if no other one has.
+    attends_in_rest : bool
+        Without `layer_types`, the layers after the last n-th one have full attention too.
     full_layers : str
         Key of the list of layers with full attention, read without `layer_types`; all layers if
         the list is missing. "" for no such key.
@@ -47,6 +49,7 @@ class MixerFamily:
     kinds: Mapping[str, str]
     interval: str = ""
     attends_last: bool = False
+    attends_in_rest: bool = False
     full_layers: str = ""
     pattern: str = ""
     letters: Mapping[str, str] = field(default_factory=dict)

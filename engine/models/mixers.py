@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from engine.config import ModelConfig
+from engine.device import array_module
 from engine.layers.gated_delta import GatedDelta
+from engine.layers.lightning import Lightning
 from engine.layers.linear import Linear
 from engine.layers.mamba2 import Mamba2
 from engine.layers.mixer import Mixer
@@ -15,7 +19,7 @@ from engine.layers.short_conv import ShortConv
 from engine.models.sharding import WholeParts
 from engine.weights import Weight
 
-__all__ = ["MIXERS"]
+__all__ = ["MIXERS", "build_lightning"]
 
 _GetWeight = Callable[[str], Weight]
 _MakeLinear = Callable[..., Linear]
@@ -43,6 +47,38 @@ def _gated_delta(
         linear(f"{layer}delta_out", False, parts.down),
         linear(f"{layer}delta_z_up", False) if delta.gate_rank else None,
         linear(f"{layer}delta_a_up", False) if delta.gate_rank else None,
+    )
+
+
+def build_lightning(
+    config: ModelConfig,
+    index: int,
+    cos_sin: Any,
+    weight: _GetWeight,
+    linear: _MakeLinear,
+    parts: WholeParts,
+) -> Lightning:
+    """Return layer `index`'s lightning attention, which rotates queries and keys by `cos_sin`."""
+    c = config.lightning
+    assert c is not None
+    layer = f"layers.{index}."
+    eps = config.rms_norm_eps
+    xp = array_module(cos_sin)
+    rates = np.asarray(c.slopes) * c.layer_factors[index]
+    norms = [
+        Norm(weight(f"{layer}lightning_{part}_norm").data, eps) if c.qk_norm else None
+        for part in "qk"
+    ]
+    return Lightning(
+        c,
+        linear(f"{layer}lightning_in", False),
+        xp.asarray(np.log(rates), np.float32),
+        xp.zeros(c.num_heads, np.float32),
+        cos_sin,
+        # norm(D^-1/2 x) of an epsilon is norm(x) of D times it.
+        Norm(weight(f"{layer}lightning_norm").data, eps * c.head_dim),
+        linear(f"{layer}lightning_out", False, parts.down),
+        *norms,
     )
 
 

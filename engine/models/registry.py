@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from engine.errors import ConfigError
 from engine.models.afmoe import AFMOE
 from engine.models.apertus import APERTUS
 from engine.models.arcee import ARCEE
 from engine.models.bailing_hybrid import BAILING_HYBRID
+from engine.models.bailing_linear import BAILING_MOE_LINEAR, BAILING_MOE_V2_5
 from engine.models.cohere2 import COHERE2
 from engine.models.cohere2_moe import COHERE2_MOE
 from engine.models.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2
@@ -76,7 +80,7 @@ from engine.models.starcoder2 import STARCODER2
 from engine.models.wrappers import WRAPPERS, Wrapper
 from engine.models.youtu import YOUTU
 
-__all__ = ["FAMILIES", "family", "family_of_gguf", "wrapper"]
+__all__ = ["FAMILIES", "family", "family_of_gguf", "type_of", "wrapper"]
 
 _DENSE = (
     LLAMA,
@@ -157,6 +161,8 @@ _SPARSE = (
     KIMI_LINEAR,
     BAILING_HYBRID,
     MISTRAL4,
+    BAILING_MOE_V2_5,
+    BAILING_MOE_LINEAR,
 )
 
 _OF_WRAPPERS = (
@@ -197,6 +203,23 @@ def family(model_type: object) -> Family:
     known = ", ".join(sorted((*FAMILIES, *WRAPPERS)))
     hint = _HINTS.get(model_type, "") if isinstance(model_type, str) else ""
     raise ConfigError(f"model_type must be one of {known}; got {model_type!r:.80}{hint}")
+
+
+# Keys of Kimi delta attention in a config.json of Ling 3.
+_KDA_KEYS = ("kda_safe_gate", "kda_lower_bound", "no_kda_lora", "short_conv_kernel_size")
+
+
+def type_of(values: Mapping[str, Any]) -> object:
+    """Return the model_type of a config.json; Ling 2.5 and 3 use one name for two models.
+
+    Examples
+    --------
+    >>> type_of({"model_type": "bailing_hybrid", "group_norm_size": 4})
+    'bailing_moe_v2_5'
+    """
+    name = values.get("model_type")
+    is_older = "group_norm_size" in values and not any(key in values for key in _KDA_KEYS)
+    return BAILING_MOE_V2_5.model_type if name == "bailing_hybrid" and is_older else name
 
 
 def wrapper(model_type: object) -> Wrapper | None:

@@ -74,6 +74,16 @@ def local_config(config: ModelConfig, shard: Shard) -> ModelConfig:
         groups = part(shard.cut("mamba_n_groups", mamba.num_groups))
         heads_of_groups = mamba.num_heads // shard.count
         sizes["mamba2"] = replace(mamba, num_groups=groups, num_heads=heads_of_groups)
+    if (lightning := config.lightning) is not None:
+        own_groups = shard.cut("group_norm_size", lightning.num_groups)
+        first, last = (one * lightning.num_heads // lightning.num_groups for one in own_groups)
+        sizes["lightning"] = replace(
+            lightning,
+            num_heads=last - first,
+            num_groups=part(own_groups),
+            slopes=lightning.slopes[first:last],
+            layer_factors=lightning.layer_factors[layers],
+        )
     moe = config.moe
     if shard.stage.num_layers:
         sizes["num_layers"] = shard.stage.last - shard.stage.first

@@ -80,6 +80,8 @@ def activation_bytes(model: ModelConfig, dtype: str, num_tokens: int, num_rows: 
     attention = 2 * model.qkv_dim
     if (delta := model.gated_delta) is not None:  # projected, convolved, and the heads' outputs
         attention = max(attention, delta.in_dim + delta.conv_dim + delta.value_dim)
+    if (lightning := model.lightning) is not None:  # projected, and the heads' outputs, gated
+        attention = max(attention, 6 * lightning.inner_dim)
     if (conv := model.short_conv) is not None:
         attention = max(attention, 4 * conv.num_channels)
     if (mamba := model.mamba2) is not None:

@@ -89,6 +89,8 @@ def _check_blocks(config: ModelConfig, division: Division, high: int, wide: int)
     sizes = {"query heads": local.num_heads * local.head_dim}
     if local.gated_delta is not None:
         sizes["value heads"] = local.gated_delta.value_dim
+    if local.lightning is not None:
+        sizes["heads of lightning attention"] = local.lightning.inner_dim
     if config.has_mlp:
         sizes["intermediate_size"] = local.intermediate_size
     if local.moe is not None:
@@ -172,6 +174,11 @@ def _of_rank(config: ModelConfig, division: Division) -> ModelConfig:
             num_key_heads=delta.num_key_heads // shard.count,
             num_value_heads=delta.num_value_heads // shard.count,
         )
+    lightning = config.lightning
+    if lightning is not None:
+        heads = lightning.num_heads // shard.count
+        groups = lightning.num_groups // shard.count
+        lightning = replace(lightning, num_heads=heads, num_groups=groups)
     conv = config.short_conv
     if conv is not None:
         conv = replace(conv, num_channels=conv.num_channels // shard.count)
@@ -186,6 +193,7 @@ def _of_rank(config: ModelConfig, division: Division) -> ModelConfig:
         config,
         mamba2=mamba,
         gated_delta=delta,
+        lightning=lightning,
         short_conv=conv,
         num_heads=config.num_heads // shard.count,
         num_kv_heads=last - first,

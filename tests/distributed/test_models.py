@@ -26,9 +26,9 @@ NOT_BY_4 = {"stablelm", "stablelm_parallel_new_keys", "starcoder2", "starcoder2_
 NOT_BY_4 |= {"arcee", "apertus"}
 # Their key heads, or groups of Mamba-2, cannot be divided by 4, or not at all.
 HYBRIDS = ("qwen3_next", "qwen3_5", "granitemoehybrid", "nemotron_h", "olmo_hybrid", "falcon_h1")
-HYBRIDS += ("kimi_linear",)
+HYBRIDS += ("kimi_linear", "bailing_moe")
 NOT_BY_4 |= {case for case in CASES if case.startswith(HYBRIDS)}
-NOT_BY_2 = {"granitemoehybrid_dense_rope_biases"}
+NOT_BY_2 = {"granitemoehybrid_dense_rope_biases", "bailing_moe_v2_5_new_keys"}
 PROMPT = [[5, 17, 3, 99, 41, 8, 2, 60, 77, 12, 1], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 11]]
 
 

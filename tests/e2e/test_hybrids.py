@@ -24,6 +24,8 @@ CASES = (
     "falcon_h1",
     "kimi_linear",
     "bailing_hybrid",
+    "bailing_moe_v2_5",
+    "bailing_moe_linear",
 )
 VOCAB = 128
 ROOM = {"max_position_embeddings": 512, "model_max_length": 512}

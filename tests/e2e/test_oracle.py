@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from engine import SamplingParams
-from engine.config import GatedDeltaConfig, MlaConfig, ShortConvConfig
+from engine.config import GatedDeltaConfig, LightningConfig, MlaConfig, ShortConvConfig
 from tests.e2e.tiny import CONFIG, alone, check_drained, make_engine, swap_gb, tiny_model
 
 
@@ -137,12 +137,16 @@ def _check(model, engine, requests):
             assert got == want, (r, engine.config)
 
 
+OTHERS = ("kimi_delta", "lightning")
 KIMI_DELTA = GatedDeltaConfig(
     *(2, 2, 8, 8), norm_activation="sigmoid", channel_gate=True, gate_rank=8, gate_bound=-4.0
 )
 RECURRENT = {
     "gated_delta": {"gated_delta": GatedDeltaConfig(2, 4, 8, 16)},
     "short_conv": {"short_conv": ShortConvConfig(48)},
+    "lightning": {
+        "lightning": LightningConfig(6, 8, 2, True, (0.5, 0.2, 0.1) * 2, (1.1, 0.6, 0.2))
+    },
     "kimi_delta": {  # beside latent attention, without rope
         "layer_kinds": ("gated_delta", "mla", "gated_delta"),
         "gated_delta": KIMI_DELTA,
@@ -156,10 +160,13 @@ RECURRENT = {
 @pytest.mark.parametrize(
     ("where", "kind", "seed"),
     [("cpu", kind, seed) for kind in ("gated_delta", "short_conv") for seed in (0, 2, 3, 5, 7)]
-    + [("cpu", "kimi_delta", seed) for seed in (0, 2, 5, 7)]
+    + [("cpu", kind, seed) for kind in OTHERS for seed in (0, 2, 5, 7)]
     + [
         pytest.param("cuda", kind, seed, marks=pytest.mark.gpu)
-        for kind, seeds in (("gated_delta", (0, 2, 3, 5, 6, 7)), ("kimi_delta", (0, 2, 5, 7)))
+        for kind, seeds in (
+            ("gated_delta", (0, 2, 3, 5, 6, 7)),
+            *((one, (0, 2, 5, 7)) for one in OTHERS),
+        )
         for seed in seeds
     ],
 )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
-from engine.config import GatedDeltaConfig, Mamba2Config, ShortConvConfig
+from engine.config import GatedDeltaConfig, LightningConfig, Mamba2Config, ShortConvConfig
 from engine.errors import ConfigError
 from engine.loading.hf_config import config_from_dict
 
@@ -17,6 +18,7 @@ SIZES = {
     "num_key_value_heads": 2,
 }
 A, D, C, M, L = "attention", "gated_delta", "short_conv", "mamba2", "mla"
+R = "lightning"
 
 
 def config_of(family, **keys):
@@ -46,6 +48,11 @@ def config_of(family, **keys):
         ("kimi_linear", {"layer_types": ["full_attention", *["linear_attention"] * 3]},
          (L, D, D, D)),
         ("bailing_hybrid", {"layer_group_size": 2}, (D, L, D, L)),
+        ("bailing_hybrid", {"layer_group_size": 3}, (D, D, L, D)),
+        ("bailing_hybrid", {"layer_group_size": 3, "group_norm_size": 2}, (R, R, L, L)),
+        ("bailing_hybrid", {"layer_group_size": 2, "group_norm_size": 1, "kda_safe_gate": True},
+         (D, L, D, L)),
+        ("bailing_moe_linear", {"layer_group_size": 2}, (R, A, R, A)),
     ],
 )  # fmt: skip
 def test_kinds_of_layers(family, keys, kinds):
@@ -81,6 +88,12 @@ def test_sizes_of_kinds():
     saved = {"head_dim": 10, "linear_head_dim": 12, "kda_safe_gate": False}
     assert config_of("bailing_hybrid", **saved).gated_delta.key_head_dim == 12
     assert config_of("bailing_hybrid", **saved).gated_delta.gate_bound == 0.0
+    keys = {"num_attention_heads": 6, "group_norm_size": 3, "layer_group_size": 2}
+    ring = config_of("bailing_moe_linear", **keys).lightning
+    assert ring == LightningConfig(6, 128, 3, True, ring.slopes, ring.layer_factors)
+    alibi = [2**-2, 2**-4, 2**-6, 2**-8, 2**-1, 2**-3]  # of 4 heads, and between them
+    np.testing.assert_allclose(ring.slopes, alibi)
+    np.testing.assert_allclose(ring.layer_factors, [4 / 3, 1, 2 / 3, 1 / 3], atol=2e-5)
     nemotron = config_of("nemotron_h", hybrid_override_pattern="M", **own).mamba2
     assert nemotron == Mamba2Config(6, 12, 3, 10)
 
@@ -130,6 +143,12 @@ def test_the_width_of_lfm2_is_adjusted(keys, width):
          "gated_attention_proj_granularity_type must be null or 'head_wise'"),
         ("bailing_hybrid", {"kda_lower_bound": 0.5}, "kda_lower_bound must be a number from -1000"),
         ("bailing_hybrid", {"head_dim": 512}, "head_dim must be a whole number from 1 to 256"),
+        ("bailing_hybrid", {"group_norm_size": 3, "layer_group_size": 2},
+         "group_norm_size must be a divisor of the 4 he"),
+        ("bailing_hybrid",
+         {"group_norm_size": 2, "layer_group_size": 2, "partial_rotary_factor": 0.25},
+         "qk_rope_head_dim must be 32, as in lightning attention"),
+        ("bailing_moe_linear", {"linear_silu": True}, "linear_silu must be null or 0"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused(family, keys, words):

@@ -93,6 +93,7 @@ def test_every_row_of_every_weight_has_exactly_one_name(kind, biases):
             splits += ("experts_gate_up", {"expert_gate", "expert_up"}), ("gate_up", {"gate", "up"})
             gates = ("z_latent", "a_latent") if "delta_z_up" in str(wanted) else ("z", "a")
             splits += (("delta_in", {f"delta_{one}" for one in ("q", "k", "v", "b", *gates)}),)
+            splits += (("lightning_in", {f"lightning_{one}" for one in "qkvg"}),)
             splits += (("delta_conv", {f"delta_{one}" for one in "qkv"}),)
             latents = {"mla_q", "mla_q_latent", "mla_kv_latent"}
             latents |= {"mla_gate"} if kind.mla_gate else set()

@@ -85,6 +85,12 @@ CASES = {
         *(1, 1, 0),
         ALONE | {"mlp_layer_types": ["sparse"]},
     ),
+    "bailing_moe_v2_5_new_keys": (
+        LING,
+        {"num_nextn_predict_layers": 1},
+        *(2, 2, 0),
+        {"num_hidden_layers": 1, "layer_group_size": 1, "first_k_dense_replace": 0},
+    ),
     "glm4_moe_lite_new_keys": (
         LAST,
         {"num_nextn_predict_layers": 1},
@@ -169,8 +175,9 @@ def layer_alone(folder, names, changes, x, offset):
         if is_own and not re.search(r"eh_proj|enorm|hnorm|shared_head|final_layernorm", name):
             own, array = alone_tensor(names, name.removeprefix(names["layer"]), array, n)
             made[f"model.layers.0.{own}"] = array
-    made["model.embed_tokens.weight"] = np.zeros((128, n), np.float32)
-    made["model.embed_tokens.weight"][: len(x)] = x
+    table = "word_embeddings" if "model.word_embeddings.weight" in tensors else "embed_tokens"
+    made[f"model.{table}.weight"] = np.zeros((128, n), np.float32)
+    made[f"model.{table}.weight"][: len(x)] = x
     made["model.norm.weight"] = tensors[f"{names['final_norm']}.weight"]
     made["lm_head.weight"] = np.eye(128, n, dtype=np.float32)
     where = folder / "alone"
