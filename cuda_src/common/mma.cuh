@@ -39,6 +39,14 @@ __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&r)[4], const void* 
   ldmatrix_x4_trans(r, smem_address(smem));
 }
 
+// Transposes an 8x8 matrix: passed as ldmatrix loads it, returned as with .trans. The whole warp
+// must call it.
+__device__ __forceinline__ uint32_t movmatrix(uint32_t matrix) {
+  uint32_t transposed;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;\n" : "=r"(transposed) : "r"(matrix));
+  return transposed;
+}
+
 // D += A B, fragments as above; T is the element type of A and B: __half or __nv_bfloat16. The
 // whole warp must call it.
 template <typename T>

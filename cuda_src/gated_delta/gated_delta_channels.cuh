@@ -16,14 +16,17 @@ class ChannelProducts {
  public:
   __device__ __forceinline__ ChannelProducts(PrepareShared& smem, const ChunkScratch& scratch,
                                              int warp_idx)
-      : smem_(smem), scratch_(scratch), first_row_(16 * warp_idx), warp_idx_(warp_idx) {}
+      : smem_(smem),
+        operands_(smem.matrices.operands),
+        scratch_(scratch),
+        first_row_(16 * warp_idx),
+        warp_idx_(warp_idx) {}
 
-  // Fills the system and the scratch's reads, q, k and decay; then scales k by e^c in place.
+  // Fills the system and the scratch, but for the inverse.
   __device__ __forceinline__ void run() {
     multiply_blocks();
     multiply_within_block();
-    __syncthreads();  // SAFETY: k is read no more before it is scaled.
-    scale_keys();
+    write_scaled();
   }
 
  private:
@@ -58,8 +61,8 @@ class ChannelProducts {
       for (int part = 0; part < 4; ++part) {
         const int i = first_row_ + lane_idx() / 4 + part % 2 * 8, at = channel + part / 2 * 8;
         const Pair c = decay(i, at);
-        k[part] = scaled(values(smem_.k, i, at), c, middle[part / 2]);
-        q[part] = scaled(values(smem_.q_or_v, i, at), c, middle[part / 2]);
+        k[part] = scaled(values(operands_.k, i, at), c, middle[part / 2]);
+        q[part] = scaled(values(operands_.q, i, at), c, middle[part / 2]);
       }
 #pragma unroll
       for (int block = 0; block < kChunkTokens / 16 - 1; ++block) {
@@ -68,7 +71,7 @@ class ChannelProducts {
 #pragma unroll
         for (int part = 0; part < 4; ++part) {
           const int j = block * 16 + part / 2 * 8 + lane_idx() / 4, at = channel + part % 2 * 8;
-          b[part] = scaled(values(smem_.k, j, at), middle[part % 2], decay(j, at));
+          b[part] = scaled(values(operands_.k, j, at), middle[part % 2], decay(j, at));
         }
         multiply(k_sums[2 * block], k_sums[2 * block + 1], k, b);
         multiply(q_sums[2 * block], q_sums[2 * block + 1], q, b);
@@ -94,8 +97,8 @@ class ChannelProducts {
       float k_sum = 0.0f, q_sum = 0.0f;
 #pragma unroll 4
       for (int d = 0; d < kKeyDim; d += 2) {
-        const Pair ci = decay(i, d), cj = decay(j, d), kj = values(smem_.k, j, d);
-        const Pair ki = values(smem_.k, i, d), qi = values(smem_.q_or_v, i, d);
+        const Pair ci = decay(i, d), cj = decay(j, d), kj = values(operands_.k, j, d);
+        const Pair ki = values(operands_.k, i, d), qi = values(operands_.q, i, d);
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
           const float key = kj.v[n] * exp2_approx(ci.v[n] - cj.v[n]);
@@ -111,26 +114,35 @@ class ChannelProducts {
   // Stores one element of A and of the reads.
   __device__ __forceinline__ void store(int i, int j, float k_sum, float q_sum) {
     const float column = smem_.k_factor[j];
-    smem_.system[i * kSystemPitch + j] = smem_.beta[i] * smem_.k_factor[i] * column * k_sum;
+    const float x = smem_.beta[i] * smem_.k_factor[i] * column * k_sum;
+    if (i / kBlock == j / kBlock) {
+      smem_.diagonal[i / kBlock][i % kBlock * kDiagonalPitch + j % kBlock] = x;
+    } else {
+      const SplitPair pair(x, 0.0f);
+      System& system = smem_.matrices.triangles.system;
+      system.high[i * kTrianglePitch + j] = static_cast<uint16_t>(pair.high);
+      system.low[i * kTrianglePitch + j] = static_cast<uint16_t>(pair.low);
+    }
     scratch_.reads[i * kChunkTokens + j] = from_float<scalar_t>(smem_.q_factor[i] * column * q_sum);
   }
 
-  // Writes diag(e^c) Q, diag(e^(c_last - c)) K and e^(c_last); k becomes diag(e^c) K for W.
-  __device__ __forceinline__ void scale_keys() {
+  // Writes diag(e^c) Q, diag(e^c) K, diag(e^(c_last - c)) K and e^(c_last).
+  __device__ __forceinline__ void write_scaled() {
     constexpr int kPairs = kKeyDim / 2;
 #pragma unroll 2
     for (int n = threadIdx.x; n < kChunkTokens * kPairs; n += kPrepareThreads) {
       const int i = n / kPairs, d = n % kPairs * 2;
       const Pair zero = {0.0f, 0.0f}, c = decay(i, d), last = decay(kChunkTokens - 1, d);
-      Pair k = values(smem_.k, i, d), q = values(smem_.q_or_v, i, d);
-      *reinterpret_cast<uint32_t*>(smem_.k + i * kKeyPitch + d) = scaled(k, c, zero);
+      Pair k = values(operands_.k, i, d), q = values(operands_.q, i, d);
 #pragma unroll
       for (int m = 0; m < 2; ++m) {
         k.v[m] *= smem_.k_factor[i];
         q.v[m] *= smem_.q_factor[i];
       }
-      *reinterpret_cast<uint32_t*>(scratch_.q + i * kKeyDim + d) = scaled(q, c, zero);
-      *reinterpret_cast<uint32_t*>(scratch_.k + i * kKeyDim + d) = scaled(k, last, c);
+      const int at = i * kKeyDim + d;
+      *reinterpret_cast<uint32_t*>(scratch_.q + at) = scaled(q, c, zero);
+      *reinterpret_cast<uint32_t*>(scratch_.k_reads + at) = scaled(k, c, zero);
+      *reinterpret_cast<uint32_t*>(scratch_.k_writes + at) = scaled(k, last, c);
       if (i == 0) {
         scratch_.factors[ChunkScratch::kDecay + d] = exp2_approx(last.v[0]);
         scratch_.factors[ChunkScratch::kDecay + d + 1] = exp2_approx(last.v[1]);
@@ -139,6 +151,7 @@ class ChannelProducts {
   }
 
   PrepareShared& smem_;
+  const PrepareOperands& operands_;
   const ChunkScratch& scratch_;
   const int first_row_, warp_idx_;
 };

@@ -3,15 +3,14 @@
 // With rows as tokens, c = cumsum(g) in the chunk, D[i][j] = e^(c_i - c_j) for i >= j and 0 beyond,
 // q and k normalised, and S^T the state before the chunk (the papers' S):
 //
-//   A = strictly lower part of diag(beta) K K^T * D     T = (I + A)^-1
-//   U = T diag(beta) V                                   W = T diag(beta e^c) K
-//   X = U - W S^T                                        (the updates u of all tokens)
+//   A = strictly lower part of diag(beta) K K^T * D     T = (I + A)^-1 diag(beta)
+//   X = T (V - diag(e^c) K S^T)                         (the updates u of all tokens)
 //   out = diag(e^c) Q S^T + (Q K^T * D) X
 //   S = e^(c_last) S + X^T diag(e^(c_last - c)) K
 //
-// Only X and S depend on the chunk before. The prepare kernel computes the rest for all chunks at
-// once, the scan kernel walks the chunks of a sequence. q and k stay as they are: the reciprocals
-// of their norms are factors of rows, applied to float sums or to T.
+// T and Q K^T * D do not depend on the chunk before: the prepare kernel computes them for all
+// chunks at once, the scan kernel walks the chunks of a sequence. q and k stay as they are: the
+// reciprocals of their norms are factors of rows, applied to float sums.
 #pragma once
 
 #include "gated_delta/gated_delta_problem.cuh"
@@ -20,43 +19,38 @@ constexpr int kChunkTokens = 64;
 constexpr int kKeyDim = KEY_DIM, kValueDim = VALUE_DIM;
 static_assert(kKeyDim % 16 == 0 && kValueDim % 32 == 0, "tiles of the products");
 
-// Rows of shared memory are 16 bytes longer, so that ldmatrix meets no bank twice.
-constexpr int kPad = 8;
-constexpr int kKeyPitch = kKeyDim + kPad;
-constexpr int kTokenPitch = kChunkTokens + kPad;
-
 // With a gate per channel c has a column per feature of k: D becomes part of the products over
 // channels, and e^c and e^(c_last - c) scale q and k instead of rows, so the prepare kernel leaves
 // scaled copies of them.
 
 // What the prepare kernel leaves for one chunk of one head.
 struct ChunkScratch {
-  static constexpr int kKeys = kChunkTokens * kKeyDim;
-  static constexpr int kScaled = kHasChannelGate ? kKeys : 0;
+  static constexpr int kScaled = kHasChannelGate ? kChunkTokens * kKeyDim : 0;
   static constexpr int kRows = kHasChannelGate ? 0 : kChunkTokens;
   static constexpr int kDecays = kHasChannelGate ? kKeyDim : 4;  // 4: the next chunk is aligned
-  static constexpr int kHalves = kKeys + kChunkTokens * (kValueDim + kChunkTokens) + 2 * kScaled;
-  // The factors: out_rows, x_rows and decay, one after the other.
-  static constexpr int kXRows = kRows, kDecay = 2 * kRows, kFactors = 2 * kRows + kDecays;
+  static constexpr int kHalves = 2 * kChunkTokens * kChunkTokens + 3 * kScaled;
+  // The factors: q_rows, k_rows, x_rows and decay, one after the other.
+  static constexpr int kKeyRows = kRows, kXRows = 2 * kRows, kDecay = 3 * kRows;
+  static constexpr int kFactors = 3 * kRows + kDecays;
   static constexpr int kFloats = kHalves / 2 + kFactors;
 
-  scalar_t* w;      // (64, dk)
-  scalar_t* u;      // (64, dv)
-  scalar_t* reads;  // (64, 64) Q K^T * D, scaled; columns up to the row's block of 16
-  scalar_t* q;      // (64, dk) diag(e^c) Q, scaled; with a gate per channel
-  scalar_t* k;      // (64, dk) diag(e^(c_last - c)) K; with a gate per channel
-  // Factors. With a gate per head: of row i of Q S^T (64,); of row i of X in the update of S (64,);
-  // e^(c_last) (1,). With a gate per channel: e^(c_last) (dk,).
+  // Lower triangular matrices (64, 64), of which blocks of 16 x 16 above the diagonal stay unset.
+  scalar_t* inverse;  // T
+  scalar_t* reads;    // Q K^T * D, scaled
+  // (64, dk), with a gate per channel: diag(e^c) Q, scaled; diag(e^c) K; diag(e^(c_last - c)) K.
+  scalar_t *q, *k_reads, *k_writes;
+  // Factors. With a gate per head: of rows of Q S^T, of K S^T, and of X in the update of S, (64,)
+  // each; e^(c_last) (1,). With a gate per channel: e^(c_last) (dk,).
   float* factors;
 
   __device__ __forceinline__ ChunkScratch(const GatedDeltaParams& p, int chunk, int head) {
     const int64_t index = static_cast<int64_t>(chunk - p.first_chunk) * p.num_heads + head;
     float* const floats = p.scratch + index * kFloats;
-    w = reinterpret_cast<scalar_t*>(floats);
-    u = w + kKeys;
-    reads = u + kChunkTokens * kValueDim;
+    inverse = reinterpret_cast<scalar_t*>(floats);
+    reads = inverse + kChunkTokens * kChunkTokens;
     q = reads + kChunkTokens * kChunkTokens;
-    k = q + kScaled;
+    k_reads = q + kScaled;
+    k_writes = k_reads + kScaled;
     factors = floats + kHalves / 2;
   }
 };

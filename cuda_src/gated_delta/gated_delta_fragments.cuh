@@ -16,30 +16,16 @@ __device__ __forceinline__ int uniform_warp_idx() {
 }
 
 // Rows [m, m + 16) and columns [k, k + 16) of A, stored by rows.
-__device__ __forceinline__ void load_a(uint32_t (&a)[4], const scalar_t* smem, int pitch, int m,
-                                       int k) {
+template <typename T>
+__device__ __forceinline__ void load_a(uint32_t (&a)[4], const T* smem, int pitch, int m, int k) {
   ldmatrix_x4(a, smem + (m + lane_idx() % 16) * pitch + k + lane_idx() / 16 * 8);
 }
 
-// The same of A^T stored by rows: element (m, k) of A is in row k.
-__device__ __forceinline__ void load_a_trans(uint32_t (&a)[4], const scalar_t* smem, int pitch,
-                                             int m, int k) {
-  const int matrix = lane_idx() / 8;
-  ldmatrix_x4_trans(a, smem + (k + matrix / 2 * 8 + lane_idx() % 8) * pitch + m + matrix % 2 * 8);
-}
-
 // Rows [k, k + 16) and columns [n, n + 16) of B, with B^T stored by rows.
-__device__ __forceinline__ void load_b(uint32_t (&b)[4], const scalar_t* smem, int pitch, int n,
-                                       int k) {
+template <typename T>
+__device__ __forceinline__ void load_b(uint32_t (&b)[4], const T* smem, int pitch, int n, int k) {
   const int matrix = lane_idx() / 8;
   ldmatrix_x4(b, smem + (n + matrix / 2 * 8 + lane_idx() % 8) * pitch + k + matrix % 2 * 8);
-}
-
-// The same with B stored by rows.
-__device__ __forceinline__ void load_b_trans(uint32_t (&b)[4], const scalar_t* smem, int pitch,
-                                             int n, int k) {
-  const int matrix = lane_idx() / 8;
-  ldmatrix_x4_trans(b, smem + (k + matrix % 2 * 8 + lane_idx() % 8) * pitch + n + matrix / 2 * 8);
 }
 
 // d[0], d[1] += A B for the two tiles of n.

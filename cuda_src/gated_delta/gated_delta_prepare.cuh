@@ -1,15 +1,15 @@
-// The part of a chunk that does not depend on the state: W, U and Q K^T (gated_delta_chunk.cuh).
+// The part of a chunk that does not depend on the state: T and Q K^T * D (gated_delta_chunk.cuh).
 //
-// One block of four warps per chunk and head; warp w computes rows 16 w to 16 w + 15 of each
-// product. All matrices are lower triangular, so blocks of 16 columns beyond the warp's rows are
-// skipped. T is inverted in float: its halves by substitution, one column per lane, the block below
-// them as -T22 (A21 T11).
+// One block of four warps per chunk and head; warp w computes rows 16 w to 16 w + 15 of the
+// products. All matrices are lower triangular, so blocks of 16 x 16 above the diagonal are skipped.
 #pragma once
 
 #include "common/cp_async.cuh"
 #include "common/exp2.cuh"
+#include "common/pdl.cuh"
 #include "gated_delta/gated_delta_channels.cuh"
 #include "gated_delta/gated_delta_fragments.cuh"
+#include "gated_delta/gated_delta_inverse.cuh"
 #include "gated_delta/gated_delta_prepare_shared.cuh"
 
 // Base-2 logarithm of a decay, at least -128, which is a decay of 0 already: differences of running
@@ -34,53 +34,47 @@ class Preparation {
 
   __device__ __forceinline__ void run() {
     const int key_head = head_ / (p_.num_heads / p_.num_key_heads);
-    const scalar_t* const k = p_.k + token_ * p_.k_stride_t + key_head * p_.k_stride_h;
-    const scalar_t* const q = p_.q + token_ * p_.q_stride_t + key_head * p_.q_stride_h;
-    const scalar_t* const v = p_.v + token_ * p_.v_stride_t + head_ * p_.v_stride_h;
-    copy<kKeyDim>(smem_.k, kKeyPitch, k, p_.k_stride_t);
-    copy<kKeyDim>(smem_.q_or_v, kKeyPitch, q, p_.q_stride_t);
+    PrepareOperands& operands = smem_.matrices.operands;
+    copy(operands.k, p_.k + token_ * p_.k_stride_t + key_head * p_.k_stride_h, p_.k_stride_t);
+    copy(operands.q, p_.q + token_ * p_.q_stride_t + key_head * p_.q_stride_h, p_.q_stride_t);
     cp_async_commit();
     compute_gates();
     cp_async_wait<0>();
     __syncthreads();
-    compute_factors();
-    __syncthreads();
-
+    PrepareTriangles& triangles = smem_.matrices.triangles;
+    scalar_t* const inverse = reinterpret_cast<scalar_t*>(triangles.inverse);
+    scalar_t* const reads = reinterpret_cast<scalar_t*>(triangles.reads);
     if constexpr (kHasChannelGate) {
+      Block k_squares = {}, q_squares = {};
+      add_squares(k_squares, operands.k);
+      add_squares(q_squares, operands.q);
+      store_factors(k_squares, q_squares);
+      __syncthreads();
       ChannelProducts(smem_, scratch_, warp_idx_).run();
+      __syncthreads();
     } else {
+      multiply_by_keys();
+      complete_running_sum();
+      __syncthreads();  // SAFETY: k and q are read no more, their factors are complete.
       write_row_factors();
-      float sums[kChunkTokens / 8][4];
-      multiply_by_keys(sums, smem_.k);
-      store_system(sums);
-      multiply_by_keys(sums, smem_.q_or_v);
-      store_reads(sums);
+      store_block();
+      store_earlier_blocks();
+      __syncwarp();
     }
-    __syncthreads();  // SAFETY: the system is complete, and no warp reads q any more.
-    copy<kValueDim>(smem_.q_or_v, kWidePitch, v, p_.v_stride_t);
-    cp_async_commit();
-    invert();
-    cp_async_wait<0>();
+    Inversion(smem_, warp_idx_).run();
     __syncthreads();
-
-    float* const beta = smem_.beta;
-    const auto of_value = [&](int j) { return beta[j]; };
-    const auto of_key = [&](int j) {
-      const float decay = kHasChannelGate ? 1.0f : exp2_approx(smem_.log_decay[j]);
-      return beta[j] * smem_.k_factor[j] * decay;
-    };
-    multiply_inverse<kKeyDim>(scratch_.w, smem_.k, kKeyPitch, of_key);
-    multiply_inverse<kValueDim>(scratch_.u, smem_.q_or_v, kWidePitch, of_value);
+    store_triangle(scratch_.inverse, inverse);
+    if constexpr (!kHasChannelGate) store_triangle(scratch_.reads, reads);
   }
 
  private:
-  template <int kColumns>
-  __device__ __forceinline__ void copy(scalar_t* smem, int pitch, const scalar_t* gmem,
-                                       int64_t stride) const {
-    copy_rows<kChunkTokens, kColumns, kPrepareThreads>(smem, pitch, gmem, stride, count_);
+  using Block = float[2][4];  // the sums of 16 x 16 elements
+
+  __device__ __forceinline__ void copy(scalar_t* smem, const scalar_t* gmem, int64_t stride) const {
+    copy_rows<kChunkTokens, kKeyDim, kPrepareThreads>(smem, kKeyPitch, gmem, stride, count_);
   }
 
-  // beta, and the running sums c of the logarithms of the decays.
+  // beta, and the running sums c of the logarithms of the decays: each half's own.
   __device__ __forceinline__ void compute_gates() {
     const int i = threadIdx.x;
     if (i < kChunkTokens) {
@@ -97,7 +91,7 @@ class Preparation {
     if constexpr (kHasChannelGate) compute_channel_gates();
   }
 
-  // Sum of g over the lanes up to this one; compute_factors adds the first warp's to the second.
+  // Sum of g over the lanes up to this one.
   __device__ __forceinline__ float running_sum(float g) const {
 #pragma unroll
     for (int offset = 1; offset < kWarpSize; offset *= 2) {
@@ -105,6 +99,11 @@ class Preparation {
       if (lane_idx() >= offset) g += before;
     }
     return g;
+  }
+
+  // Adds the first half's c to the second's.
+  __device__ __forceinline__ void complete_running_sum() {
+    if (warp_idx_ == 1) smem_.log_decay[threadIdx.x] += smem_.log_decay[kWarpSize - 1];
   }
 
   // c of every token for the thread's channel.
@@ -123,188 +122,147 @@ class Preparation {
     }
   }
 
-  // 1 / |k| and scale / |q| of each row, two threads a row; and c of the second half.
-  __device__ __forceinline__ void compute_factors() {
-    const int row = threadIdx.x / 2;
-    const float k_squares = half_row_squares(smem_.k, row);
-    const float q_squares = half_row_squares(smem_.q_or_v, row);
-    const float first_half = kHasChannelGate ? 0.0f : smem_.log_decay[kHalf - 1];
-    if (threadIdx.x % 2 != 0) return;
-    const bool is_valid = row < count_;
-    smem_.k_factor[row] = is_valid ? 1.0f / sqrtf(k_squares + p_.eps) : 0.0f;
-    smem_.q_factor[row] = is_valid ? p_.scale / sqrtf(q_squares + p_.eps) : 0.0f;
-    if (!kHasChannelGate && row >= kHalf) smem_.log_decay[row] += first_half;
+  // The products of the warp's 16 rows with each other; the squares of their norms are the
+  // diagonal.
+  __device__ __forceinline__ void add_squares(Block& sums, const scalar_t* rows) const {
+#pragma unroll
+    for (int d = 0; d < kKeyDim; d += 16) {
+      uint32_t a[4], b[4];
+      load_a(a, rows, kKeyPitch, warp_idx_ * kBlock, d);
+      load_b(b, rows, kKeyPitch, warp_idx_ * kBlock, d);
+      multiply(sums[0], sums[1], a, b);
+    }
   }
 
-  // Sum of squares of a row, of which each of two neighbouring threads reads every other vector.
-  __device__ __forceinline__ float half_row_squares(const scalar_t* smem, int row) const {
-    float sum = 0.0f;
+  // 1 / |k| and scale / |q| of the warp's rows, from the diagonals of their squares.
+  __device__ __forceinline__ void store_factors(const Block& k_squares, const Block& q_squares) {
+    const int row = lane_idx() / 4;
+    if (row / 2 != lane_idx() % 4) return;
 #pragma unroll
-    for (int column = 0; column < kKeyDim; column += 2 * kVec) {
-      const auto values =
-          load_vec<scalar_t, kVec>(smem + row * kKeyPitch + column + threadIdx.x % 2 * kVec);
-#pragma unroll
-      for (int j = 0; j < kVec; ++j) sum += to_float(values.v[j]) * to_float(values.v[j]);
+    for (int half = 0; half < 2; ++half) {
+      const int i = warp_idx_ * kBlock + half * 8 + row;
+      const float* const k = k_squares[half] + 2 * half;
+      const float* const q = q_squares[half] + 2 * half;
+      const bool is_valid = i < count_;
+      smem_.k_factor[i] = is_valid ? rsqrtf((row % 2 == 0 ? k[0] : k[1]) + p_.eps) : 0.0f;
+      smem_.q_factor[i] =
+          is_valid ? p_.scale * rsqrtf((row % 2 == 0 ? q[0] : q[1]) + p_.eps) : 0.0f;
     }
-    return sum + __shfl_xor_sync(kFullMask, sum, 1);
+  }
+
+  // The warp's 16 rows of K K^T and Q K^T, and the factors.
+  __device__ __forceinline__ void multiply_by_keys() {
+    const PrepareOperands& operands = smem_.matrices.operands;
+    Block q_squares = {};
+#pragma unroll
+    for (int d = 0; d < kKeyDim; d += 16) {
+      uint32_t k[4], q[4], b[4];
+      load_a(k, operands.k, kKeyPitch, warp_idx_ * kBlock, d);
+      load_a(q, operands.q, kKeyPitch, warp_idx_ * kBlock, d);
+#pragma unroll
+      for (int j = 0; j < kBlocks - 1; ++j) {
+        if (j >= warp_idx_) break;
+        load_b(b, operands.k, kKeyPitch, j * kBlock, d);
+        multiply(k_sums_[j][0], k_sums_[j][1], k, b);
+        multiply(q_sums_[j][0], q_sums_[j][1], q, b);
+      }
+      load_b(b, operands.k, kKeyPitch, warp_idx_ * kBlock, d);
+      multiply(k_block_[0], k_block_[1], k, b);
+      multiply(q_block_[0], q_block_[1], q, b);
+      load_b(b, operands.q, kKeyPitch, warp_idx_ * kBlock, d);
+      multiply(q_squares[0], q_squares[1], q, b);
+    }
+    store_factors(k_block_, q_squares);
   }
 
   __device__ __forceinline__ void write_row_factors() const {
     const int i = threadIdx.x;
     if (i >= kChunkTokens) return;
     const float c = smem_.log_decay[i], last = smem_.log_decay[kChunkTokens - 1];
+    const float key = smem_.k_factor[i];
     scratch_.factors[i] = smem_.q_factor[i] * exp2_approx(c);
-    scratch_.factors[ChunkScratch::kXRows + i] = smem_.k_factor[i] * exp2_approx(last - c);
+    scratch_.factors[ChunkScratch::kKeyRows + i] = key * exp2_approx(c);
+    scratch_.factors[ChunkScratch::kXRows + i] = key * exp2_approx(last - c);
     if (i == 0) scratch_.factors[ChunkScratch::kDecay] = exp2_approx(last);
   }
 
-  // The warp's 16 rows of `rows` K^T; rows are those of k or q.
-  __device__ __forceinline__ void multiply_by_keys(float (&sums)[kChunkTokens / 8][4],
-                                                   const scalar_t* rows) const {
+  // A and the reads within the warp's block of tokens.
+  __device__ __forceinline__ void store_block() {
 #pragma unroll
-    for (auto& tile : sums)
+    for (int half = 0; half < 2; ++half) {
+      const int row = half * 8 + lane_idx() / 4, i = warp_idx_ * kBlock + row;
+      const float c = smem_.log_decay[i], read = smem_.q_factor[i];
+      const float update = smem_.beta[i] * smem_.k_factor[i];
 #pragma unroll
-      for (float& sum : tile) sum = 0.0f;
+      for (int tile = 0; tile < 2; ++tile) {
+        const int column = tile * 8 + lane_idx() % 4 * 2, j = warp_idx_ * kBlock + column;
+        const auto keys = load_vec<float, 2>(smem_.k_factor + j);
+        const auto decays = load_vec<float, 2>(smem_.log_decay + j);
+        float a[2], reads[2];
 #pragma unroll
-    for (int d = 0; d < kKeyDim; d += 16) {
-      uint32_t a[4];
-      load_a(a, rows, kKeyPitch, warp_idx_ * 16, d);
-#pragma unroll
-      for (int block = 0; block < kChunkTokens / 16; ++block) {
-        if (block > warp_idx_) break;
-        uint32_t b[4];
-        load_b(b, smem_.k, kKeyPitch, block * 16, d);
-        multiply(sums[2 * block], sums[2 * block + 1], a, b);
+        for (int n = 0; n < 2; ++n) {
+          // The exponent is masked first: above the diagonal it may overflow.
+          const bool is_read = row >= column + n;
+          const float decay = is_read ? keys.v[n] * exp2_approx(c - decays.v[n]) : 0.0f;
+          a[n] = row > column + n ? update * decay * k_block_[tile][2 * half + n] : 0.0f;
+          reads[n] = read * decay * q_block_[tile][2 * half + n];
+        }
+        store_vec(smem_.diagonal[warp_idx_] + row * kDiagonalPitch + column,
+                  Vec<float, 2>{a[0], a[1]});
+        store_pair(smem_.matrices.triangles.reads, i, j, pack2<scalar_t>(reads[0], reads[1]));
       }
     }
   }
 
-  // Calls f(i, j, sum of element (i, j), sum of (i, j + 1)) for the lane's elements.
-  template <typename F>
-  __device__ __forceinline__ void for_each(const float (&sums)[kChunkTokens / 8][4], F f) const {
+  // A and the reads of the warp's rows and earlier blocks. c before the rows, `middle`, splits a
+  // decay in a factor of the row and one of the column, both at most 1.
+  __device__ __forceinline__ void store_earlier_blocks() {
+    if (warp_idx_ == 0) return;
+    PrepareTriangles& triangles = smem_.matrices.triangles;
+    const float middle = smem_.log_decay[warp_idx_ * kBlock - 1];
+    float updates[2], reads[2];
 #pragma unroll
-    for (int tile = 0; tile < kChunkTokens / 8; ++tile) {
-      if (tile / 2 > warp_idx_) break;
+    for (int half = 0; half < 2; ++half) {
+      const int i = warp_idx_ * kBlock + half * 8 + lane_idx() / 4;
+      const float decay = exp2_approx(smem_.log_decay[i] - middle);
+      updates[half] = smem_.beta[i] * smem_.k_factor[i] * decay;
+      reads[half] = smem_.q_factor[i] * decay;
+    }
+#pragma unroll
+    for (int tile = 0; tile < 2 * (kBlocks - 1); ++tile) {
+      if (tile / 2 >= warp_idx_) break;
+      const int j = tile * 8 + lane_idx() % 4 * 2;
+      const auto keys = load_vec<float, 2>(smem_.k_factor + j);
+      const auto decays = load_vec<float, 2>(smem_.log_decay + j);
+      const float first = keys.v[0] * exp2_approx(middle - decays.v[0]);
+      const float second = keys.v[1] * exp2_approx(middle - decays.v[1]);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int i = warp_idx_ * 16 + half * 8 + lane_idx() / 4;
-        f(i, tile * 8 + lane_idx() % 4 * 2, sums[tile][2 * half], sums[tile][2 * half + 1]);
+        const int i = warp_idx_ * kBlock + half * 8 + lane_idx() / 4;
+        const float* const k = k_sums_[tile / 2][tile % 2] + 2 * half;
+        const float* const q = q_sums_[tile / 2][tile % 2] + 2 * half;
+        const SplitPair a(updates[half] * first * k[0], updates[half] * second * k[1]);
+        store_pair(triangles.system.high, i, j, a.high);
+        store_pair(triangles.system.low, i, j, a.low);
+        store_pair(triangles.reads, i, j,
+                   pack2<scalar_t>(reads[half] * first * q[0], reads[half] * second * q[1]));
       }
     }
   }
 
-  // Factor of element (i, j) of K K^T or Q K^T: the decay from j to i, and 1 / |k_j|.
-  // The exponent is masked first: above the diagonal it may overflow.
-  __device__ __forceinline__ float decay(int i, int j, bool is_below) const {
-    if (!is_below) return 0.0f;
-    return smem_.k_factor[j] * exp2_approx(smem_.log_decay[i] - smem_.log_decay[j]);
+  static __device__ __forceinline__ void store_pair(Triangle& to, int i, int j, uint32_t pair) {
+    *reinterpret_cast<uint32_t*>(to + i * kTrianglePitch + j) = pair;
   }
 
-  __device__ __forceinline__ void store_system(const float (&sums)[kChunkTokens / 8][4]) {
-    for_each(sums, [&](int i, int j, float first, float second) {
-      const float row = smem_.beta[i] * smem_.k_factor[i];
-      const Vec<float, 2> pair = {row * first * decay(i, j, i > j),
-                                  row * second * decay(i, j + 1, i > j + 1)};
-      store_vec(smem_.system + i * kSystemPitch + j, pair);
-    });
-  }
-
-  __device__ __forceinline__ void store_reads(const float (&sums)[kChunkTokens / 8][4]) const {
-    for_each(sums, [&](int i, int j, float first, float second) {
-      const float row = smem_.q_factor[i];
-      const uint32_t pair = pack2<scalar_t>(row * first * decay(i, j, i >= j),
-                                            row * second * decay(i, j + 1, i >= j + 1));
-      *reinterpret_cast<uint32_t*>(scratch_.reads + i * kChunkTokens + j) = pair;
-    });
-  }
-
-  // Replaces A by T = (I + A)^-1.
-  __device__ __forceinline__ void invert() {
-    if (warp_idx_ < 2) invert_half(smem_.system + warp_idx_ * kHalf * (kSystemPitch + 1));
-    __syncthreads();
-    float* const below = smem_.system + kHalf * kSystemPitch;
-    float* const product = smem_.system + kHalf;
-    multiply_halves(product, below, smem_.system, 1.0f);
-    __syncthreads();
-    multiply_halves(below, below + kHalf, product, -1.0f);
-    __syncthreads();
-  }
-
-  // Inverts I + A for one half on the diagonal: lane j solves for column j.
-  __device__ __forceinline__ void invert_half(float* half) {
-    float column[kHalf];
+  // Writes a triangle, up to each row's block of 16 columns.
+  static __device__ __forceinline__ void store_triangle(scalar_t* out, const scalar_t* triangle) {
+    constexpr int kPerRow = kChunkTokens / kVec;
 #pragma unroll
-    for (int i = 0; i < kHalf; ++i) {
-      float sum = i == lane_idx() ? 1.0f : 0.0f;
-#pragma unroll
-      for (int m = 0; m < i; m += 4) {
-        const auto row = load_vec<float, 4>(half + i * kSystemPitch + m);
-#pragma unroll
-        for (int n = 0; n < 4; ++n)
-          if (m + n < i) sum -= row.v[n] * column[m + n];
-      }
-      column[i] = sum;
-    }
-    __syncwarp();  // SAFETY: all lanes have read A.
-#pragma unroll
-    for (int i = 0; i < kHalf; ++i) half[i * kSystemPitch + lane_idx()] = column[i];
-  }
-
-  // out = sign * left * right for quarters of the system; a thread computes 8 elements of a row.
-  __device__ __forceinline__ void multiply_halves(float* out, const float* left, const float* right,
-                                                  float sign) {
-    constexpr int kColumns = kHalf * kHalf / kPrepareThreads;
-    const int row = threadIdx.x / (kHalf / kColumns);
-    const int column = threadIdx.x % (kHalf / kColumns) * kColumns;
-    float sums[kColumns] = {};
-#pragma unroll 8
-    for (int m = 0; m < kHalf; ++m) {
-      const float x = left[row * kSystemPitch + m];
-#pragma unroll
-      for (int j = 0; j < kColumns; j += 4) {
-        const auto y = load_vec<float, 4>(right + m * kSystemPitch + column + j);
-#pragma unroll
-        for (int n = 0; n < 4; ++n) sums[j + n] += x * y.v[n];
-      }
-    }
-#pragma unroll
-    for (int j = 0; j < kColumns; ++j) out[row * kSystemPitch + column + j] = sign * sums[j];
-  }
-
-  // The warp's rows of T diag(factor) B, for kColumns columns of B; rounded to scalar_t.
-  template <int kColumns, typename Factor>
-  __device__ __forceinline__ void multiply_inverse(scalar_t* out, const scalar_t* smem_b, int pitch,
-                                                   Factor factor) const {
-    const int row = warp_idx_ * 16 + lane_idx() / 4;
-    uint32_t a[kChunkTokens / 16][4];
-#pragma unroll
-    for (int block = 0; block < kChunkTokens / 16; ++block) {
-      if (block > warp_idx_) break;
-#pragma unroll
-      for (int part = 0; part < 4; ++part) {
-        const int i = row + part % 2 * 8, j = block * 16 + part / 2 * 8 + lane_idx() % 4 * 2;
-        const auto pair = load_vec<float, 2>(smem_.system + i * kSystemPitch + j);
-        a[block][part] = pack2<scalar_t>(pair.v[0] * factor(j), pair.v[1] * factor(j + 1));
-      }
-    }
-#pragma unroll
-    for (int n = 0; n < kColumns; n += 16) {
-      float sums[2][4] = {};
-#pragma unroll
-      for (int block = 0; block < kChunkTokens / 16; ++block) {
-        if (block > warp_idx_) break;
-        uint32_t b[4];
-        load_b_trans(b, smem_b, pitch, n, block * 16);
-        multiply(sums[0], sums[1], a[block], b);
-      }
-#pragma unroll
-      for (int tile = 0; tile < 2; ++tile)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int column = n + tile * 8 + lane_idx() % 4 * 2;
-          *reinterpret_cast<uint32_t*>(out + (row + half * 8) * kColumns + column) =
-              pack2<scalar_t>(sums[tile][2 * half], sums[tile][2 * half + 1]);
-        }
+    for (int n = threadIdx.x; n < kChunkTokens * kPerRow; n += kPrepareThreads) {
+      const int i = n / kPerRow, j = n % kPerRow * kVec;
+      if (j / kBlock > i / kBlock) continue;
+      store_vec(out + i * kChunkTokens + j,
+                load_vec<scalar_t, kVec>(triangle + i * kTrianglePitch + j));
     }
   }
 
@@ -315,6 +273,8 @@ class Preparation {
   const int64_t token_;  // the chunk's first
   const int count_;      // its tokens
   const int warp_idx_;
+  // Of the warp's rows: K K^T and Q K^T of earlier blocks, and of its own.
+  Block k_sums_[kBlocks - 1] = {}, q_sums_[kBlocks - 1] = {}, k_block_ = {}, q_block_ = {};
 };
 
 // The sequence that owns chunk id `chunk`.

@@ -1,134 +1,100 @@
 // The walk over a sequence's chunks: the updates X, the output and the state
 // (gated_delta_chunk.cuh).
 //
-// One block per sequence, head and slice of kSlice rows of the state (features of v). Four warps
-// own the state: they compute X = U - W S^T and then the new state, which stays in their
-// accumulators, in float. Four warps own the output: Q S^T, then + reads X. Both products of the
-// first half read the rounded copy of the old state in shared memory, both of the second half X.
+// Rows of S, features of v, do not depend on each other. So the products are transposed, with
+// features as rows: a warp owns 16 features and keeps their rows of S in registers, in float, and
+// the sums of each product, rounded, are the left operand of the next:
+//
+//   S K^T -> R = V^T - (S K^T) diag(e^c) -> X^T = R T^T -> S = e^(c_last) S + X^T (..) K
+//   out^T = (S Q^T) diag(e^c) + X^T (Q K^T * D)^T
+//
+// Warps share only the chunk's tiles. One block per sequence, head and slice of kSlice features.
 #pragma once
 
-#include "common/cp_async.cuh"
 #include "common/pdl.cuh"
-#include "gated_delta/gated_delta_chunk.cuh"
-#include "gated_delta/gated_delta_fragments.cuh"
-
-constexpr int kScanThreads = 256;
+#include "gated_delta/gated_delta_products.cuh"
 
 template <int kSlice>
-struct ScanStage {
-  static constexpr int kSlicePitch = kSlice + kPad;
-
-  scalar_t w[kChunkTokens * kKeyPitch], q[kChunkTokens * kKeyPitch], k[kChunkTokens * kKeyPitch];
-  scalar_t reads[kChunkTokens * kTokenPitch];
-  scalar_t u[kChunkTokens * kSlicePitch];
+struct alignas(1024) ScanStage {
+  unsigned char k[kHasChannelGate ? 2 : 1][kTileBytes<kKeyDim>];  // that reads S; that is written
+  unsigned char q[kTileBytes<kKeyDim>];
+  unsigned char inverse[kPanelBytes], reads[kPanelBytes];
+  unsigned char v[kTileBytes<kSlice>];  // then the output
   float factors[ChunkScratch::kFactors];
 };
 
-// What the warps of a block pass to each other within a chunk.
-template <int kSlice>
-struct ScanChunk {
-  static constexpr int kSlicePitch = kSlice + kPad;
-  scalar_t state[kSlice * kKeyPitch];             // S before the chunk, rounded
-  scalar_t x[kChunkTokens * kSlicePitch];         // X
-  scalar_t scaled_x[kChunkTokens * kSlicePitch];  // X times the rows' factors
-};
-
-template <int kSlice, int kStages>
-struct ScanShared : ScanChunk<kSlice> {
-  ScanStage<kSlice> stages[kStages];
-};
+// Zeros the blocks above the diagonal, which copy_triangle leaves as they are.
+template <int kThreads, int kSlice>
+__device__ __forceinline__ void clear_upper_blocks(ScanStage<kSlice>& stage) {
+  for (int i = threadIdx.x; i < kChunkTokens * kChunkTokens / kVec; i += kThreads) {
+    const int row = i / (kChunkTokens / kVec), column = i % (kChunkTokens / kVec) * kVec;
+    const uint32_t at = tile_address(0, row, column);
+    if (column / 16 <= row / 16) continue;
+    *reinterpret_cast<uint4*>(stage.inverse + at) = make_uint4(0, 0, 0, 0);
+    *reinterpret_cast<uint4*>(stage.reads + at) = make_uint4(0, 0, 0, 0);
+  }
+}
 
 // A block's place in the problem.
 template <int kSlice>
 struct Scan {
-  static constexpr int kSlicePitch = kSlice + kPad;
+  static constexpr int kThreads = 2 * kSlice;  // a warp per 16 features
   using Stage = ScanStage<kSlice>;
 
   const GatedDeltaParams& p;
-  ScanChunk<kSlice>& smem;
   const Sequence sequence;
   const ChunkRange range;
   const int head, key_head, slice;  // slice: first feature of v
-  const int warp_idx;               // of the four warps with the same task
 
   // Starts the copies of chunk number `index`; always commits a group.
   __device__ __forceinline__ void load(Stage& stage, int index) const {
     if (index < range.end) {
       const Chunk tokens = range.chunk(index);
+      const int64_t t = sequence.begin + tokens.begin;
       const ChunkScratch scratch(p, range.first_id + index, head);
-      copy<kKeyDim>(stage.w, kKeyPitch, scratch.w, kKeyDim, kChunkTokens);
-      copy<kSlice>(stage.u, kSlicePitch, scratch.u + slice, kValueDim, kChunkTokens);
-      copy<kChunkTokens>(stage.reads, kTokenPitch, scratch.reads, kChunkTokens, kChunkTokens);
-      static_assert(ChunkScratch::kFactors <= 4 * kScanThreads && ChunkScratch::kFactors % 4 == 0,
+      if constexpr (kHasChannelGate) {
+        copy_keys(stage.k[0], scratch.k_reads, kKeyDim, kChunkTokens);
+        copy_keys(stage.k[1], scratch.k_writes, kKeyDim, kChunkTokens);
+        copy_keys(stage.q, scratch.q, kKeyDim, kChunkTokens);
+      } else {
+        copy_keys(stage.k[0], p.k + t * p.k_stride_t + key_head * p.k_stride_h, p.k_stride_t,
+                  tokens.count());
+        copy_keys(stage.q, p.q + t * p.q_stride_t + key_head * p.q_stride_h, p.q_stride_t,
+                  tokens.count());
+      }
+      copy_triangle<kThreads>(smem_address(stage.inverse), scratch.inverse);
+      copy_triangle<kThreads>(smem_address(stage.reads), scratch.reads);
+      copy_tile<kSlice, kThreads>(smem_address(stage.v),
+                                  p.v + t * p.v_stride_t + head * p.v_stride_h + slice,
+                                  p.v_stride_t, tokens.count());
+      static_assert(ChunkScratch::kFactors <= 4 * kThreads && ChunkScratch::kFactors % 4 == 0,
                     "four factors per thread");
       const int i = 4 * threadIdx.x;
       if (i < ChunkScratch::kFactors) cp_async_16(stage.factors + i, scratch.factors + i);
-      if constexpr (kHasChannelGate) {
-        copy<kKeyDim>(stage.q, kKeyPitch, scratch.q, kKeyDim, kChunkTokens);
-        copy<kKeyDim>(stage.k, kKeyPitch, scratch.k, kKeyDim, kChunkTokens);
-      } else {
-        const int64_t t = sequence.begin + tokens.begin;
-        copy<kKeyDim>(stage.q, kKeyPitch, p.q + t * p.q_stride_t + key_head * p.q_stride_h,
-                      p.q_stride_t, tokens.count());
-        copy<kKeyDim>(stage.k, kKeyPitch, p.k + t * p.k_stride_t + key_head * p.k_stride_h,
-                      p.k_stride_t, tokens.count());
-      }
     }
     cp_async_commit();
   }
 
-  template <int kColumns>
-  __device__ __forceinline__ void copy(scalar_t* smem, int pitch, const scalar_t* gmem,
-                                       int64_t stride, int count) const {
-    copy_rows<kChunkTokens, kColumns, kScanThreads>(smem, pitch, gmem, stride, count);
-  }
-
-  // sums = the warp's 16 rows of A S^T.
-  __device__ __forceinline__ void multiply_by_state(float (&sums)[kSlice / 8][4],
-                                                    const scalar_t* smem_a) const {
-#pragma unroll
-    for (auto& tile : sums)
-#pragma unroll
-      for (float& sum : tile) sum = 0.0f;
-#pragma unroll
-    for (int d = 0; d < kKeyDim; d += 16) {
-      uint32_t a[4];
-      load_a(a, smem_a, kKeyPitch, warp_idx * 16, d);
-#pragma unroll
-      for (int n = 0; n < kSlice; n += 16) {
-        uint32_t columns[4];
-        load_b(columns, smem.state, kKeyPitch, n, d);
-        multiply(sums[n / 8], sums[n / 8 + 1], a, columns);
-      }
-    }
+ private:
+  static __device__ __forceinline__ void copy_keys(const void* tile, const scalar_t* gmem,
+                                                   int64_t stride, int count) {
+    copy_tile<kKeyDim, kThreads>(smem_address(tile), gmem, stride, count);
   }
 };
 
-// Factors of the lane's rows i and i + 8; 1 with a gate per channel, where q and k hold them.
-struct RowFactors {
-  float row[2] = {1.0f, 1.0f};
-
-  __device__ __forceinline__ RowFactors(const float* rows, int i) {
-    if constexpr (!kHasChannelGate) {
-      row[0] = rows[i];
-      row[1] = rows[i + 8];
-    }
-  }
-};
-
-// The state's slice in the accumulators of the four warps that own it: rows are features of v,
-// columns those of k. Warp w holds the blocks of 16 columns w, w + 4, ...
-template <int kSlice>
-class ScannedState {
+// A warp's 16 features: their rows of S, and their columns of a chunk's result.
+template <typename Products, int kSlice>
+class ScanWarp {
  public:
   using Stage = ScanStage<kSlice>;
 
-  __device__ __forceinline__ explicit ScannedState(const Scan<kSlice>& scan) : scan_(scan) {
+  __device__ __forceinline__ ScanWarp() : feature_(uniform_warp_idx() * 16) {
     for_each([](int, int, float& first, float& second) { first = second = 0.0f; });
   }
 
+  // Rows of the state, of the slice's first feature.
   template <typename T>
-  __device__ __forceinline__ void load(const T* state) {
+  __device__ __forceinline__ void load_state(const T* state) {
     for_each([&](int row, int column, float& first, float& second) {
       const auto pair = load_vec<T, 2>(state + row * kKeyDim + column);
       first = to_float(pair.v[0]);
@@ -137,207 +103,180 @@ class ScannedState {
   }
 
   template <typename T>
-  __device__ __forceinline__ void store(T* state) {
+  __device__ __forceinline__ void store_state(T* state) {
     for_each([&](int row, int column, float& first, float& second) {
       store_vec(state + row * kKeyDim + column,
                 Vec<T, 2>{from_float<T>(first), from_float<T>(second)});
     });
   }
 
-  // Rounds the state to the copy in shared memory that the products read.
-  __device__ __forceinline__ void publish() {
-    for_each([&](int row, int column, float& first, float& second) {
-      *reinterpret_cast<uint32_t*>(scan_.smem.state + row * kKeyPitch + column) =
-          pack2<scalar_t>(first, second);
-    });
+  // Advances S by a chunk; the output replaces the warp's features of v.
+  __device__ __forceinline__ void advance(Stage& stage) {
+    const float* const factors = stage.factors;
+    uint32_t state[kKeySteps][4], updates[kTokenSteps][4], writes[kTokenSteps][4];
+    float sums[kTokenTiles][4], out[kTokenTiles][4];
+    pack_operand(state, state_);
+    Products::begin();
+    Products::multiply_rows(sums, state, smem_address(stage.k[0]));
+    Products::commit();
+    Products::multiply_rows(out, state, smem_address(stage.q));
+    Products::commit();
+    Products::template wait<1>(sums);
+    scale(sums, factors + ChunkScratch::kKeyRows);
+    subtract_from_values(sums, stage);
+    pack_operand(updates, sums);
+    Products::begin();
+    Products::template multiply_triangle<false>(sums, updates, smem_address(stage.inverse));
+    Products::commit();
+    forget(factors + ChunkScratch::kDecay);
+    Products::template wait<0>(sums);
+    Products::template wait<0>(out);
+    pack_operand(updates, sums);
+    scale(sums, factors + ChunkScratch::kXRows);
+    pack_operand(writes, sums);
+    scale(out, factors);
+    Products::begin();
+    Products::multiply_columns(state_, writes, smem_address(stage.k[kHasChannelGate]));
+    Products::commit();
+    Products::template multiply_triangle<true>(out, updates, smem_address(stage.reads));
+    Products::commit();
+    Products::template wait<0>(state_);
+    Products::template wait<0>(out);
+    stage_output(out, stage);
   }
 
-  // X = U - W S^T for the warp's 16 tokens.
-  __device__ __forceinline__ void compute_x(const Stage& stage) {
-    const int row = scan_.warp_idx * 16 + lane_idx() / 4;
-    const RowFactors factors(stage.factors + ChunkScratch::kXRows, row);
-    float sums[kSlice / 8][4];
-    scan_.multiply_by_state(sums, stage.w);
+  // Writes the staged output to rows of `out`, whose first is that of the chunk's first token.
+  __device__ __forceinline__ void store_output(scalar_t* out, int64_t stride, int count,
+                                               const Stage& stage) const {
+    __syncwarp();
+    const int lane = lane_idx(), column = feature_ + lane % 2 * kVec;
 #pragma unroll
-    for (int tile = 0; tile < kSlice / 8; ++tile)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int at = (row + half * 8) * kSlicePitch + tile * 8 + lane_idx() % 4 * 2;
-        const auto u = load_vec<scalar_t, 2>(stage.u + at);
-        const float first = to_float(u.v[0]) - sums[tile][2 * half];
-        const float second = to_float(u.v[1]) - sums[tile][2 * half + 1];
-        *reinterpret_cast<uint32_t*>(scan_.smem.x + at) = pack2<scalar_t>(first, second);
-        *reinterpret_cast<uint32_t*>(scan_.smem.scaled_x + at) =
-            pack2<scalar_t>(first * factors.row[half], second * factors.row[half]);
-      }
+    for (int token = 0; token < kChunkTokens; token += 16) {
+      // Eight lanes read two columns of every other row, from eight different places.
+      const int row = token + lane / 16 * 8 + lane / 2 % 4 * 2 + lane / 8 % 2;
+      if (row >= count) continue;
+      const uint32_t from = tile_address(0, row, column);
+      store_vec(out + row * stride + column,
+                load_vec<scalar_t, kVec>(reinterpret_cast<const scalar_t*>(stage.v + from)));
+    }
   }
 
-  // S = decay S + X^T diag(x_rows) K.
-  __device__ __forceinline__ void update(const Stage& stage) {
-    const float* const decay = stage.factors + ChunkScratch::kDecay;
+ private:
+  // Calls f(row, column, element (row, column), element (row, column + 1)) for the lane's elements.
+  template <typename F>
+  __device__ __forceinline__ void for_each(F f) {
+#pragma unroll
+    for (int tile = 0; tile < kKeyTiles; ++tile)
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        f(feature_ + half * 8 + lane_idx() / 4, tile * 8 + lane_idx() % 4 * 2,
+          state_[tile][2 * half], state_[tile][2 * half + 1]);
+  }
+
+  // S = diag(decay) S.
+  __device__ __forceinline__ void forget(const float* decay) {
     for_each([&](int, int column, float& first, float& second) {
       first *= decay[kHasChannelGate ? column : 0];
       second *= decay[kHasChannelGate ? column + 1 : 0];
     });
+  }
+
+  // Multiplies the columns, tokens, by factors. With a gate per channel q and k hold them.
+  static __device__ __forceinline__ void scale(float (&sums)[kTokenTiles][4],
+                                               const float* factors) {
+    if constexpr (!kHasChannelGate) {
 #pragma unroll
-    for (int t = 0; t < kChunkTokens; t += 16) {
-      uint32_t a[kSlice / 16][4];
+      for (int tile = 0; tile < kTokenTiles; ++tile) {
+        const auto pair = load_vec<float, 2>(factors + tile * 8 + lane_idx() % 4 * 2);
 #pragma unroll
-      for (int m = 0; m < kSlice / 16; ++m)
-        load_a_trans(a[m], scan_.smem.scaled_x, kSlicePitch, m * 16, t);
-#pragma unroll
-      for (int i = 0; i < kBlocks; ++i) {
-        if (block(i) >= kKeyDim / 16) break;
-        uint32_t b[4];
-        load_b_trans(b, stage.k, kKeyPitch, block(i) * 16, t);
-#pragma unroll
-        for (int m = 0; m < kSlice / 16; ++m) multiply(sums_[m][i][0], sums_[m][i][1], a[m], b);
+        for (int i = 0; i < 4; ++i) sums[tile][i] *= pair.v[i % 2];
       }
     }
   }
 
- private:
-  static constexpr int kSlicePitch = kSlice + kPad;
-  static constexpr int kBlocks = (kKeyDim / 16 + 3) / 4;
-
-  __device__ __forceinline__ int block(int i) const { return scan_.warp_idx + 4 * i; }
-
-  // Calls f(row, column, element (row, column), element (row, column + 1)).
-  template <typename F>
-  __device__ __forceinline__ void for_each(F f) {
+  // sums = V^T - sums.
+  __device__ __forceinline__ void subtract_from_values(float (&sums)[kTokenTiles][4],
+                                                       const Stage& stage) const {
+    const int matrix = lane_idx() / 8;
 #pragma unroll
-    for (int m = 0; m < kSlice / 16; ++m)
+    for (int step = 0; step < kTokenSteps; ++step) {
+      uint32_t values[4];
+      ldmatrix_x4_trans(
+          values, tile_address(smem_address(stage.v), step * 16 + matrix / 2 * 8 + lane_idx() % 8,
+                               feature_ + matrix % 2 * 8));
 #pragma unroll
-      for (int i = 0; i < kBlocks; ++i) {
-        if (block(i) >= kKeyDim / 16) break;
-#pragma unroll
-        for (int tile = 0; tile < 2; ++tile)
-#pragma unroll
-          for (int half = 0; half < 2; ++half)
-            f(m * 16 + half * 8 + lane_idx() / 4, block(i) * 16 + tile * 8 + lane_idx() % 4 * 2,
-              sums_[m][i][tile][2 * half], sums_[m][i][tile][2 * half + 1]);
+      for (int part = 0; part < 4; ++part) {
+        const auto pair = reinterpret_cast<const Vec<scalar_t, 2>&>(values[part]);
+        float* const sum = sums[2 * step + part / 2] + part % 2 * 2;
+        sum[0] = to_float(pair.v[0]) - sum[0];
+        sum[1] = to_float(pair.v[1]) - sum[1];
       }
+    }
   }
 
-  const Scan<kSlice>& scan_;
-  float sums_[kSlice / 16][kBlocks][2][4];
+  __device__ __forceinline__ void stage_output(const float (&out)[kTokenTiles][4], Stage& stage) {
+    uint32_t packed[kTokenSteps][4];
+    pack_operand(packed, out);
+#pragma unroll
+    for (int step = 0; step < kTokenSteps; ++step)
+      Products::store_transposed(stage.v, step * 16, feature_, packed[step]);
+  }
+
+  const int feature_;  // the warp's first, in the slice
+  float state_[kKeyTiles][4];
 };
 
-// The output of the warp's 16 tokens, in accumulators.
-template <int kSlice>
-class ScannedOutput {
- public:
-  using Stage = ScanStage<kSlice>;
-
-  __device__ __forceinline__ explicit ScannedOutput(const Scan<kSlice>& scan) : scan_(scan) {}
-
-  // diag(out_rows) Q S^T.
-  __device__ __forceinline__ void read_state(const Stage& stage) {
-    const RowFactors factors(stage.factors, scan_.warp_idx * 16 + lane_idx() / 4);
-    scan_.multiply_by_state(sums_, stage.q);
-#pragma unroll
-    for (auto& tile : sums_)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) tile[i] *= factors.row[i / 2];
-  }
-
-  // + reads X; `reads` is lower triangular.
-  __device__ __forceinline__ void read_updates(const Stage& stage) {
-#pragma unroll
-    for (int block = 0; block < kChunkTokens / 16; ++block) {
-      if (block > scan_.warp_idx) break;
-      uint32_t a[4];
-      load_a(a, stage.reads, kTokenPitch, scan_.warp_idx * 16, block * 16);
-#pragma unroll
-      for (int n = 0; n < kSlice; n += 16) {
-        uint32_t b[4];
-        load_b_trans(b, scan_.smem.x, Stage::kSlicePitch, n, block * 16);
-        multiply(sums_[n / 8], sums_[n / 8 + 1], a, b);
-      }
-    }
-  }
-
-  __device__ __forceinline__ void store(const Chunk& tokens) const {
-    const GatedDeltaParams& p = scan_.p;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = scan_.warp_idx * 16 + half * 8 + lane_idx() / 4;
-      if (row >= tokens.count()) continue;
-      const int64_t t = scan_.sequence.begin + tokens.begin + row;
-      scalar_t* const out = p.out + (t * p.num_heads + scan_.head) * kValueDim + scan_.slice;
-#pragma unroll
-      for (int tile = 0; tile < kSlice / 8; ++tile)
-        *reinterpret_cast<uint32_t*>(out + tile * 8 + lane_idx() % 4 * 2) =
-            pack2<scalar_t>(sums_[tile][2 * half], sums_[tile][2 * half + 1]);
-    }
-  }
-
- private:
-  const Scan<kSlice>& scan_;
-  float sums_[kSlice / 8][4];
-};
-
-// SAFETY: two barriers per chunk. Before the first, the chunk's copies have landed and the state is
-// published; the warps are done with the other stage. Before the second, X is complete and nobody
-// reads the state any more. With one stage a third barrier precedes the next copies.
-template <int kSlice, int kStages>
-__device__ __forceinline__ void scan_chunks(const GatedDeltaParams& p,
-                                            ScanShared<kSlice, kStages>& smem) {
+// SAFETY: a barrier per chunk. Before it a chunk's copies have landed, and the warps have finished
+// the chunk before, whose stage is then refilled. With one stage a second barrier precedes the
+// copies.
+template <typename Products, int kSlice, int kStages>
+__device__ __forceinline__ void scan_chunks(const GatedDeltaParams& p, unsigned char* smem) {
   pdl_trigger();
   pdl_wait();
   const int b = blockIdx.x, head = blockIdx.y, slice = blockIdx.z * kSlice;
   const Sequence sequence = load_sequence(p, b);
   const ChunkRange range(p, sequence, b);
   if (range.begin >= range.end) return;
-  const int warp_idx = uniform_warp_idx();
-  const Scan<kSlice> scan{
-      p, smem, sequence, range, head, head / (p.num_heads / p.num_key_heads), slice, warp_idx % 4};
-  const bool owns_state = warp_idx < 4;
+  const Scan<kSlice> scan{p, sequence, range, head, head / (p.num_heads / p.num_key_heads), slice};
   const int64_t offset = (static_cast<int64_t>(head) * kValueDim + slice) * kKeyDim;
   const auto slot = [&](int index) { return p.states + index * p.slot_stride + offset; };
   const int num_tokens = sequence.num_tokens();
   const int target = target_slot(p, b, num_tokens, num_tokens);
   const int snapshot_end = p.snapshot_slots != nullptr ? p.snapshot_offsets[b] : -1;
   const int snapshot = snapshot_slot(p, b, snapshot_end);
+  const int64_t out_stride = static_cast<int64_t>(p.num_heads) * kValueDim;
+  scalar_t* const out =
+      p.out + sequence.begin * out_stride + static_cast<int64_t>(head) * kValueDim + slice;
+  auto* const stages = reinterpret_cast<ScanStage<kSlice>*>(smem);
 
-  ScannedState<kSlice> state(scan);
-  ScannedOutput<kSlice> output(scan);
-  scan.load(smem.stages[range.begin % kStages], range.begin);
-  if (owns_state) {
-    if (range.begin > 0) {
-      state.load(carried_state(p, p.launch - 1, head) + slice * kKeyDim);
-    } else if (sequence.first_slot >= 0) {
-      state.load(slot(sequence.first_slot));
-    }
-    state.publish();
+#pragma unroll
+  for (int i = 0; i < kStages; ++i) clear_upper_blocks<2 * kSlice>(stages[i]);
+  constexpr int kAhead = kStages > 1 ? kStages - 1 : 1;  // chunks in flight
+#pragma unroll
+  for (int i = 0; i < kAhead; ++i) scan.load(stages[(range.begin + i) % kStages], range.begin + i);
+  ScanWarp<Products, kSlice> warp;
+  if (range.begin > 0) {
+    warp.load_state(carried_state(p, p.launch - 1, head) + slice * kKeyDim);
+  } else if (sequence.first_slot >= 0) {
+    warp.load_state(slot(sequence.first_slot));
   }
 #pragma unroll 1
   for (int index = range.begin; index < range.end; ++index) {
-    const ScanStage<kSlice>& stage = smem.stages[index % kStages];
+    ScanStage<kSlice>& stage = stages[index % kStages];
     const Chunk tokens = range.chunk(index);
-    cp_async_wait<0>();
+    cp_async_wait<kAhead - 1>();
+    Products::publish_copies();
     __syncthreads();
-    if (kStages > 1) scan.load(smem.stages[(index + 1) % kStages], index + 1);
-    if (owns_state) {
-      state.compute_x(stage);
-    } else {
-      output.read_state(stage);
-    }
-    __syncthreads();
-    if (owns_state) {
-      state.update(stage);
-      state.publish();
-      if (tokens.end == num_tokens && target >= 0) state.store(slot(target));
-      if (tokens.end == snapshot_end && snapshot >= 0) state.store(slot(snapshot));
-    } else {
-      output.read_updates(stage);
-      output.store(tokens);
-    }
+    if (kStages > 1) scan.load(stages[(index + kAhead) % kStages], index + kAhead);
+    warp.advance(stage);
+    warp.store_output(out + tokens.begin * out_stride, out_stride, tokens.count(), stage);
+    if (tokens.end == num_tokens && target >= 0) warp.store_state(slot(target));
+    if (tokens.end == snapshot_end && snapshot >= 0) warp.store_state(slot(snapshot));
     if (kStages == 1) {
       __syncthreads();
-      scan.load(smem.stages[0], index + 1);
+      scan.load(stage, index + 1);
     }
   }
-  if (owns_state && range.end < range.num_chunks)
-    state.store(carried_state(p, p.launch, head) + slice * kKeyDim);
+  if (range.end < range.num_chunks)
+    warp.store_state(carried_state(p, p.launch, head) + slice * kKeyDim);
 }

@@ -13,6 +13,7 @@ from engine import kernels, reference
 from engine.device import to_numpy
 from engine.dtypes import dtype_name
 from engine.errors import ContractError, DTypeError, ShapeError
+from engine.kernels._chip import limits
 from engine.kernels.gated_delta import chunks, steps
 from engine.testing import cases
 from engine.testing.cases_attention import cu_seqlens
@@ -43,7 +44,7 @@ HEADS = (
     Heads(1, 3, 96, 192),
     Heads(2, 4, 7, 9),
     Heads(2, 2, 128, 128, has_channel_gate=True),
-    Heads(1, 2, 64, 96, has_channel_gate=True),
+    Heads(1, 2, 80, 96, has_channel_gate=True),
     Heads(1, 2, 20, 16, has_channel_gate=True),
 )
 
@@ -73,7 +74,7 @@ def _case(batch, heads, dtype, state_dtype):
 def _compare(got, states, want, want_states, longest):
     """Compare outputs and states; a state is as exact as its operands.
 
-    Chunks, which sequences of more than 8 tokens take, round W, U, X and S for the next product.
+    Chunks, which sequences of more than 8 tokens take, round T, X and S for the next product.
     """
     reduction = 257 if longest <= 8 or got.dtype == np.float32 else math.inf
     assert_close(got, want, reduction=reduction)
@@ -186,7 +187,7 @@ def test_bits_do_not_depend_on_the_launches(cp, monkeypatch, num_chunks, has_cha
     moved = {name: cp.asarray(array) for name, array in arrays.items()}
     results = []
     for count in (10_000, num_chunks):
-        floats = chunks.scratch_floats(2, 128, 64, has_channel_gate=has_channel_gate)
+        floats = chunks.scratch_floats(2, 128, has_channel_gate=has_channel_gate)
         scratch = 4 * count * floats
         monkeypatch.setattr(chunks, "_SCRATCH_BYTES", scratch)
         kept = cp.asarray(states)
@@ -197,19 +198,30 @@ def test_bits_do_not_depend_on_the_launches(cp, monkeypatch, num_chunks, has_cha
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("tier", [chunks.PORTABLE, chunks.HOPPER], ids=["portable", "hopper"])
 @pytest.mark.parametrize("has_channel_gate", [False, True])
-def test_bits_do_not_depend_on_the_slice(cp, monkeypatch, has_channel_gate):
-    """Every kernel of the scan, for narrow and wide slices of v, one stage and two."""
+def test_bits_do_not_depend_on_the_slice(cp, monkeypatch, has_channel_gate, tier):
+    """Every kernel of the scan: slices of v, and stages."""
+    if tier is chunks.HOPPER and not chunks.is_hopper("bfloat16"):
+        pytest.skip("no Hopper")
+    monkeypatch.setattr(chunks, "is_hopper", lambda _: tier is chunks.HOPPER)
     batch = StateBatch((150, 9), (70, 64), "own", (58, 0))
-    case = _case(batch, Heads(1, 2, 128, 64, has_channel_gate), "bfloat16", "float32")
+    case = _case(batch, Heads(1, 2, 128, 128, has_channel_gate), "bfloat16", "float32")
     arrays, states, slots = case
     moved = {name: cp.asarray(array) for name, array in arrays.items()}
+    want_states = states.copy()
+    want = reference.gated_delta(**arrays, states=want_states, **slots)
     results = []
-    for kind in chunks._SCANS:
+    for kind in tier.kernels:
+        size = chunks.scan_bytes(128, *kind, has_channel_gate=has_channel_gate)
+        if size > limits().shared_bytes:
+            continue
         monkeypatch.setattr(chunks, "choose_scan", lambda *_, kind=kind, **__: kind)
         kept = cp.asarray(states)
         out = kernels.gated_delta(**moved, states=kept, **batch.on(cp, slots))
+        _compare(out, kept, want, want_states, max(batch.lens))
         results.append((to_numpy(out).astype(np.float32), to_numpy(kept)))
+    assert results
     for result in results[1:]:
         for one, other in zip(results[0], result, strict=True):
             np.testing.assert_array_equal(one, other)
@@ -217,17 +229,24 @@ def test_bits_do_not_depend_on_the_slice(cp, monkeypatch, has_channel_gate):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
-def test_many_sequences_decode(cp, state_dtype):
-    """Enough heads for the larger blocks of the kernel for single tokens."""
-    batch = StateBatch((1,) * 40, (3,) * 39 + (0,))
-    heads = Heads(4, 8, 128, 128)
+@pytest.mark.parametrize("heads", [Heads(4, 8, 128, 128), Heads(4, 16, 64, 96, True)], ids=str)
+def test_many_sequences_decode(cp, monkeypatch, heads, state_dtype):
+    """Enough heads for the larger blocks of the kernel for single tokens, and for streams."""
+    lens, contexts = (1,) * 35 + (0,) + (1,) * 4, (3,) * 39 + (0,)
+    batch = StateBatch(lens, contexts, "own", (0, 1, *(0,) * 38))
     arrays, states, slots = _case(batch, heads, "bfloat16", state_dtype)
     want_states = states.copy()
     want = reference.gated_delta(**arrays, states=want_states, **slots)
-    states = cp.asarray(states)
     moved = {name: cp.asarray(array) for name, array in arrays.items()}
-    got = kernels.gated_delta(**moved, states=states, **batch.on(cp, slots), max_seqlen_q=1)
-    _compare(got, states, want, want_states, 1)
+    results = []
+    for is_hopper in {False, steps.is_hopper("bfloat16")}:
+        monkeypatch.setattr(steps, "is_hopper", lambda _, is_hopper=is_hopper: is_hopper)
+        kept = cp.asarray(states)
+        got = kernels.gated_delta(**moved, states=kept, **batch.on(cp, slots), max_seqlen_q=1)
+        _compare(got, kept, want, want_states, 1)
+        results.append([to_numpy(x).astype(np.float32) for x in (got, kept)])
+    for one, other in zip(results[0], results[-1], strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 @pytest.mark.gpu
@@ -339,16 +358,18 @@ def test_norm_of_the_output(xp, batch, heads, state_dtype, dtype):
     wide = cases.normal((batch.num_tokens, 3, heads.heads, heads.value_dim), dtype, seed=8)
     weight = cases.normal((heads.value_dim,), dtype, seed=9, mean=1.0)
     options = {"norm_eps": 1e-5, "norm_activation": "sigmoid" if heads.key_heads == 2 else "silu"}
-    want_states = states.copy()
-    norm = {"z": wide[:, 1], "norm_weight": weight}
-    want = reference.gated_delta(**arrays, states=want_states, **slots, **norm, **options)
-    moved = {name: xp.asarray(array) for name, array in arrays.items()}
-    moved |= {"z": xp.asarray(wide)[:, 1], "norm_weight": xp.asarray(weight)}
-    states = xp.asarray(states)
-    got = kernels.gated_delta(
-        **moved, states=states, **batch.on(xp, slots), **options, max_seqlen_q=max(batch.lens)
+    call = {name: xp.asarray(array) for name, array in arrays.items()} | batch.on(xp, slots)
+    call["max_seqlen_q"] = max(batch.lens)
+    plain_states, normed_states = xp.asarray(states), xp.asarray(states.copy())
+    plain = to_numpy(kernels.gated_delta(**call, states=plain_states))
+    norm = {"z": xp.asarray(wide)[:, 1], "norm_weight": xp.asarray(weight)}
+    got = kernels.gated_delta(**call, states=normed_states, **norm, **options)
+    want = reference.gated_norm(
+        plain, wide[:, 1], weight, eps=1e-5, activation=options["norm_activation"]
     )
-    _compare(got, states, want, want_states, max(batch.lens))
+    assert_close(got, want, reduction=heads.value_dim)
+    kept = (to_numpy(x).astype(np.float32) for x in (normed_states, plain_states))
+    np.testing.assert_array_equal(*kept)
 
 
 def test_choice_of_the_kernel():
@@ -369,16 +390,18 @@ def test_choice_of_the_kernel():
 def test_choice_of_the_scan():
     """Narrow slices fill the chip with few heads; shared memory bounds width and stages."""
     choose = chunks.choose_scan
+    h100 = {"num_sms": 132, "shared_bytes": 227 * 1024}
     small = {"num_sms": 84, "shared_bytes": 99 * 1024}
-    assert choose(8, 128, 96, num_sms=132, shared_bytes=227 * 1024) == (16, 2)
-    assert choose(1000, 128, 96, num_sms=132, shared_bytes=227 * 1024) == (32, 2)
-    assert choose(1000, 128, 128, **small) == (32, 1)
-    assert choose(1000, 64, 128, **small) == (64, 1)
+    assert choose(chunks.HOPPER, 1000, 96, 192, **h100) == (64, 3)
+    assert choose(chunks.HOPPER, 1000, 128, 128, has_channel_gate=True, **h100) == (128, 2)
+    assert choose(chunks.PORTABLE, 1000, 128, 96, **h100) == (32, 2)
+    assert choose(chunks.PORTABLE, 1000, 128, 128, **small) == (128, 1)
+    assert choose(chunks.PORTABLE, 1, 64, 128, **small) == (32, 2)
 
 
 def test_ranges_of_chunks():
     """Every sequence's chunks are in exactly one launch each, also those that begin late."""
-    ranges = chunks.launch_ranges(1000, 3, 1 << 20)
+    ranges = chunks.launch_ranges(1000, 3, chunks._SCRATCH_BYTES // 64)
     assert ranges[0] == (0, 16) and sum(count for _, count in ranges) == 1000 // 64 + 6
     assert [first for first, _ in ranges] == [0, 16]
 

@@ -1,13 +1,15 @@
-"""Chunks of 64 tokens on tensor cores: `cuda_src/gated_delta/gated_delta_chunks.cu`."""
+"""Chunks of 64 tokens on tensor cores: `cuda_src/gated_delta/gated_delta_chunks.cu`, and for Hopper
+`gated_delta_chunks_sm90.cu`."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from engine.dtypes import dtype_name
-from engine.kernels._chip import limits, sm_count
+from engine.kernels._chip import is_hopper, limits, sm_count
 from engine.kernels._elementwise import is_aligned
 from engine.kernels._launch import Kernel, ceil_div
 from engine.kernels._module import ModuleSpec
@@ -23,26 +25,49 @@ HEAD_DIMS = {False: ((128, 128), (96, 192)), True: ((128, 128),)}
 
 _MAX_KEY_DIM = 128
 _VALUE_GRAIN = 32
-# Features of v per block of the scan -> its time per chunk, relative to 32 features: an estimate
-# from a chunk's products, and from its copies, of which only u is narrower.
-_WIDTHS = {16: 0.7, 32: 1.0, 64: 1.6}
-_PAD = 8  # kPad in CUDA
+_PAD = 8  # of rows of the prepare kernel, in values
 _PREPARE_THREADS = 128  # kPrepareThreads in CUDA
-_SCAN_THREADS = 256  # kScanThreads in CUDA
-# Scratch of one pair of launches: about what L2 holds, so that the scan reads it from there.
-_SCRATCH_BYTES = 64 << 20
+_PANEL = 64  # kPanelColumns in CUDA
+# Scratch of one pair of launches; it stays allocated. 16 K tokens of 32 heads take 140 MB.
+_SCRATCH_BYTES = 256 << 20
 _PREPARE = Kernel("gated_delta_prepare", PARAMS, struct="GatedDeltaParams")
-_SCANS = {
-    kind: Kernel("gated_delta_scan_{}_{}".format(*kind), PARAMS, struct="GatedDeltaParams")
-    for kind in ((16, 1), (16, 2), (32, 1), (32, 2), (64, 1))
-}
+
+
+@dataclass(frozen=True)
+class Tier:
+    """The scan's kernels with mma.sync, or with wgmma.
+
+    Attributes
+    ----------
+    kernels : dict
+        By features of v per block and stages.
+    times : dict
+        Features of v per block -> its time per chunk, relative to the narrowest.
+    """
+
+    file: str
+    kernels: dict[tuple[int, int], Kernel]
+    times: dict[int, float]
+
+    @classmethod
+    def of(cls, file: str, prefix: str, stages: Iterable[int], times: dict[int, float]) -> Tier:
+        """Return the tier with a kernel for every width and number of stages."""
+        kinds = list(itertools.product(times, stages))
+        names = {kind: "{}_{}_{}".format(prefix, *kind) for kind in kinds}
+        kernels = {k: Kernel(name, PARAMS, struct="GatedDeltaParams") for k, name in names.items()}
+        return cls(f"gated_delta/{file}.cu", kernels, times)
+
+
+PORTABLE = Tier.of("gated_delta_chunks", "gated_delta_scan", (1, 2), {32: 1.0, 64: 1.2, 128: 2.0})
+HOPPER = Tier.of("gated_delta_chunks_sm90", "gated_delta_scan_sm90", (2, 3), {64: 1.0, 128: 1.5})
+_HOPPER_KEY_DIMS = (64, 96, 128)  # widths of wgmma_transposed
 
 
 def is_supported(args: dict[str, Any]) -> bool:
-    """Tell whether the chunk kernels can run: 16-bit operands, a gate per head, aligned rows."""
+    """Tell whether the chunk kernels can run: 16-bit operands of aligned rows, whole tiles."""
     return bool(
         _are_dims_supported(dtype_name(args["q"].dtype), args["key_dim"], args["value_dim"])
-        and is_aligned(args["q"], args["k"], args["v"], args["states"])
+        and is_aligned(*(args[name] for name in ("q", "k", "v", "out", "states")))
     )
 
 
@@ -51,24 +76,31 @@ def _are_dims_supported(dtype: str, key_dim: int, value_dim: int) -> bool:
     return dtype != "float32" and is_tiled and key_dim <= _MAX_KEY_DIM
 
 
+def _fits_hopper(key_dim: int, value_dim: int) -> bool:
+    return key_dim in _HOPPER_KEY_DIMS and value_dim % min(HOPPER.times) == 0
+
+
 def spec(
-    dtype: str, state_dtype: str, key_dim: int, value_dim: int, *, has_channel_gate: bool
+    tier: Tier,
+    dtype: str,
+    state_dtype: str,
+    key_dim: int,
+    value_dim: int,
+    *,
+    has_channel_gate: bool,
 ) -> ModuleSpec:
-    """Return the module for one shape of heads."""
+    """Return a tier's module for one shape of heads; PORTABLE's holds the prepare kernel, too."""
+    gate = {"has_channel_gate": has_channel_gate}
     macros = {
         "STATE_BITS": STATE_BITS[state_dtype],
         "HAS_CHANNEL_GATE": int(has_channel_gate),
         "KEY_DIM": key_dim,
         "VALUE_DIM": value_dim,
-        "PREPARE_BYTES": prepare_bytes(key_dim, value_dim, has_channel_gate=has_channel_gate),
-        **{
-            f"SCAN_BYTES_{width}_{stages}": scan_bytes(
-                key_dim, width, stages, has_channel_gate=has_channel_gate
-            )
-            for width, stages in _SCANS
-        },
+        "PREPARE_BYTES": prepare_bytes(key_dim, **gate),
     }
-    return ModuleSpec("gated_delta/gated_delta_chunks.cu", dtype, tuple(macros.items()))
+    for width, stages in tier.kernels:
+        macros[f"SCAN_BYTES_{width}_{stages}"] = scan_bytes(key_dim, width, stages, **gate)
+    return ModuleSpec(tier.file, dtype, tuple(macros.items()))
 
 
 def specs(
@@ -79,35 +111,38 @@ def specs(
 ) -> list[ModuleSpec]:
     """Return the modules for these states, (dk, dv) or those of HEAD_DIMS, and kinds of gates."""
     return [
-        spec(dtype, state, key_dim, value_dim, has_channel_gate=gate)
+        spec(tier, dtype, state, *dims, has_channel_gate=gate)
         for state, gate in itertools.product(state_dtypes, channel_gates)
-        for key_dim, value_dim in (HEAD_DIMS[gate] if head_dims is None else (head_dims,))
-        if _are_dims_supported(dtype, key_dim, value_dim)
+        for dims in (HEAD_DIMS[gate] if head_dims is None else (head_dims,))
+        if _are_dims_supported(dtype, *dims)
+        for tier in (PORTABLE, HOPPER)
+        if tier is PORTABLE or _fits_hopper(*dims)
     ]
 
 
-def prepare_bytes(key_dim: int, value_dim: int, *, has_channel_gate: bool) -> int:
+def prepare_bytes(key_dim: int, *, has_channel_gate: bool) -> int:
     """Return the shared memory of the prepare kernel: PrepareShared in CUDA."""
-    columns = key_dim + max(key_dim, value_dim) + 2 * _PAD
-    decays = CHUNK * (key_dim + 2) if has_channel_gate else 1
-    size = CHUNK * (2 * columns + 4 * (CHUNK + 4) + 4 * 4) + 4 * decays
-    return ceil_div(size, 4) * 4
+    operands = 2 * 2 * CHUNK * (key_dim + _PAD)
+    triangles = 4 * 2 * CHUNK * (CHUNK + _PAD)
+    matrices = operands + triangles if has_channel_gate else max(operands, triangles)
+    decays = CHUNK * (key_dim + 2) if has_channel_gate else 4
+    return matrices + 4 * (4 * 16 * (16 + 4) + 4 * CHUNK + decays)
 
 
 def scan_bytes(key_dim: int, width: int, stages: int, *, has_channel_gate: bool) -> int:
-    """Return the shared memory of the scan kernel: stages of w, q, k, reads, u and factors; the
-    state; X."""
-    rows = 3 * (key_dim + _PAD) + (CHUNK + _PAD) + (width + _PAD)
-    stage = 2 * CHUNK * rows + 4 * num_factors(key_dim, has_channel_gate=has_channel_gate)
-    return stages * stage + 2 * (width * (key_dim + _PAD) + 2 * CHUNK * (width + _PAD))
+    """Return the shared memory of the scan kernel: ScanStage in CUDA, times the stages."""
+    panels = 2 + (2 + has_channel_gate) * ceil_div(key_dim, _PANEL) + ceil_div(width, _PANEL)
+    factors = 4 * num_factors(key_dim, has_channel_gate=has_channel_gate)
+    return stages * 1024 * ceil_div(panels * 2 * _PANEL * CHUNK + factors, 1024)
 
 
 def num_factors(key_dim: int, *, has_channel_gate: bool) -> int:
     """Return the factors per chunk and head: ChunkScratch::kFactors in CUDA."""
-    return key_dim if has_channel_gate else 2 * CHUNK + 4
+    return key_dim if has_channel_gate else 3 * CHUNK + 4
 
 
 def choose_scan(
+    tier: Tier,
     num_heads: int,
     key_dim: int,
     value_dim: int,
@@ -119,34 +154,33 @@ def choose_scan(
     """Return the features of v per block of the scan, and its stages.
 
     `num_heads` counts the heads of all sequences. A multiprocessor holds one block: few heads need
-    narrow slices to fill all of them, with many, wide slices load a head's chunks less often. Two
-    stages are used if shared memory has room for them. The choice does not change a result's bits.
+    narrow slices to fill all of them, with many, wide slices load a head's chunks less often. As
+    many stages are used as shared memory has room for. The choice does not change a result's bits.
 
     Examples
     --------
-    >>> hopper = {"num_sms": 132, "shared_bytes": 227 * 1024}
-    >>> [choose_scan(num_heads, 128, 128, **hopper) for num_heads in (16, 32, 256)]
-    [(16, 2), (32, 2), (64, 1)]
-    >>> choose_scan(32, 128, 128, num_sms=108, shared_bytes=99 * 1024)
-    (32, 1)
+    >>> h100 = {"num_sms": 132, "shared_bytes": 227 * 1024}
+    >>> [choose_scan(HOPPER, num_heads, 128, 128, **h100) for num_heads in (32, 512)]
+    [(64, 3), (128, 3)]
+    >>> choose_scan(PORTABLE, 32, 128, 128, num_sms=108, shared_bytes=99 * 1024)
+    (64, 1)
     """
 
     def time(width: int) -> float:
-        return ceil_div(num_heads * value_dim // width, num_sms) * _WIDTHS[width]
+        return ceil_div(num_heads * value_dim // width, num_sms) * tier.times[width]
 
-    def fits(width: int, stages: int) -> bool:
-        size = scan_bytes(key_dim, width, stages, has_channel_gate=has_channel_gate)
-        return value_dim % width == 0 and size <= shared_bytes
+    def fits(kind: tuple[int, int]) -> bool:
+        size = scan_bytes(key_dim, *kind, has_channel_gate=has_channel_gate)
+        return value_dim % kind[0] == 0 and size <= shared_bytes
 
-    width = min((width for width in _WIDTHS if fits(width, 1)), key=time)
-    return width, 2 if (width, 2) in _SCANS and fits(width, 2) else 1
+    return min(filter(fits, tier.kernels), key=lambda kind: (time(kind[0]), -kind[1]))
 
 
-def scratch_floats(num_heads: int, key_dim: int, value_dim: int, *, has_channel_gate: bool) -> int:
+def scratch_floats(num_heads: int, key_dim: int, *, has_channel_gate: bool) -> int:
     """Return the floats of scratch per chunk: ChunkScratch in CUDA."""
-    halves = CHUNK * (key_dim + value_dim + CHUNK)
+    halves = 2 * CHUNK * CHUNK
     if has_channel_gate:
-        halves += 2 * CHUNK * key_dim
+        halves += 3 * CHUNK * key_dim
     return num_heads * (halves // 2 + num_factors(key_dim, has_channel_gate=has_channel_gate))
 
 
@@ -169,8 +203,13 @@ def launch(args: dict[str, Any], *, max_steps: int) -> None:
     value_dim = args["value_dim"]
     num_heads = args["num_heads"]
     batch = args["num_sequences"]
+    dtypes = dtype_name(args["q"].dtype), dtype_name(args["states"].dtype)
     gate = {"has_channel_gate": args["a"].ndim == 3}
+    tier = PORTABLE
+    if is_hopper(dtypes[0]) and _fits_hopper(key_dim, value_dim):
+        tier = HOPPER
     width, stages = choose_scan(
+        tier,
         batch * num_heads,
         key_dim,
         value_dim,
@@ -178,9 +217,8 @@ def launch(args: dict[str, Any], *, max_steps: int) -> None:
         num_sms=sm_count(),
         shared_bytes=limits().shared_bytes,
     )
-    dtypes = dtype_name(args["q"].dtype), dtype_name(args["states"].dtype)
-    module = spec(*dtypes, key_dim, value_dim, **gate)
-    chunk_floats = scratch_floats(num_heads, key_dim, value_dim, **gate)
+    prepare, scan = (spec(t, *dtypes, key_dim, value_dim, **gate) for t in (PORTABLE, tier))
+    chunk_floats = scratch_floats(num_heads, key_dim, **gate)
     ranges = launch_ranges(args["num_tokens"], batch, chunk_floats)
     max_chunks = ranges[0][1]
     carried = 2 * num_heads * key_dim * value_dim
@@ -195,17 +233,17 @@ def launch(args: dict[str, Any], *, max_steps: int) -> None:
             "max_steps": max_steps,
         }
         _PREPARE.launch(
-            module,
+            prepare,
             (count, num_heads),
             (_PREPARE_THREADS,),
-            prepare_bytes(key_dim, value_dim, **gate),
+            prepare_bytes(key_dim, **gate),
             pdl=True,
             **given,
         )
-        _SCANS[width, stages].launch(
-            module,
+        tier.kernels[width, stages].launch(
+            scan,
             (batch, num_heads, value_dim // width),
-            (_SCAN_THREADS,),
+            (2 * width,),
             scan_bytes(key_dim, width, stages, **gate),
             pdl=True,
             **given,
