@@ -4,6 +4,9 @@
 //   experts = the top_k largest of scores + correction within the best groups; the best
 //             first, ties by lower index
 //   weights = scores[experts] / their sum (if requested) * scale
+//             sparsemixer: 1 / (sum of e^(logit - l) over the experts that are left after those
+//             before, and whose logits differ from l, the expert's own, by at most
+//             2 jitter max(|logit|, l)) * scale
 //   order   = pair indices t * top_k + j, sorted by expert, then by token
 //   offsets = index in order of each expert's first pair
 //   load   += number of pairs per expert (if requested)
@@ -28,19 +31,19 @@ constexpr int kThreads = kPlaceThreads;
 constexpr int kWarps = kThreads / kWarpSize;
 
 // Few tokens: the whole routing in one block.
-template <int kPer>
+template <int kPer, bool kMixes = false>
 __device__ __forceinline__ void route_in_one_block(const MoeRouteParams& p) {
   __shared__ RouteShared<kPer> shared;
   pdl_trigger();
   for (int e = threadIdx.x; e < kPer * kWarpSize; e += blockDim.x) shared.masks.clear(e);
   __syncthreads();
   pdl_wait();
-  route_few<kPer>(p, shared);
+  route_few<kPer, kMixes>(p, shared);
 }
 
 // Many tokens, first kernel: chooses the experts of a chunk of tokens and counts each expert's
 // pairs.
-template <int kPer>
+template <int kPer, bool kMixes = false>
 __device__ __forceinline__ void route_choose(const MoeRouteParams& p) {
   __shared__ int smem_counts[kPer * kWarpSize];
   const int lane_idx = threadIdx.x % kWarpSize;
@@ -51,7 +54,7 @@ __device__ __forceinline__ void route_choose(const MoeRouteParams& p) {
   const int begin = blockIdx.x * p.chunk_tokens, end = min(p.num_tokens, begin + p.chunk_tokens);
 #pragma unroll 1
   for (int token = begin + threadIdx.x / kWarpSize; token < end; token += kWarps) {
-    const int expert = choose<kPer>(p, token);
+    const int expert = kMixes ? choose_close(p, token) : choose<kPer>(p, token);
     if (lane_idx < p.top_k) atomicAdd(&smem_counts[expert], 1);
   }
   __syncthreads();
@@ -80,3 +83,13 @@ ENGINE_MOE_ROUTE(4, 128)
 ENGINE_MOE_ROUTE(8, 256)
 ENGINE_MOE_ROUTE(16, 512)
 ENGINE_MOE_ROUTE(24, 768)
+
+// Sparsemixer, for up to 32 experts; moe_route_place_32 places the pairs.
+extern "C" __global__ void __launch_bounds__(kFewThreads, 1)
+    moe_route_few_mixer(const __grid_constant__ MoeRouteParams p) {
+  route_in_one_block<1, true>(p);
+}
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    moe_route_choose_mixer(const __grid_constant__ MoeRouteParams p) {
+  route_choose<1, true>(p);
+}

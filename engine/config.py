@@ -48,6 +48,8 @@ class RopeConfig:
         Bounds of the yarn ramp, in rotations over the training length.
     attention_factor : float or None
         Scale of cos and sin; None computes it by the paper's formula.
+    long_attention_factor : float or None
+        Longrope: the same above the training length; None is `attention_factor`.
     mscale, mscale_all_dim : float
         YaRN's two attention-scale factors; 0 if not given.
     is_reversed : bool
@@ -73,6 +75,7 @@ class RopeConfig:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float | None = None
+    long_attention_factor: float | None = None
     mscale: float = 0.0
     mscale_all_dim: float = 0.0
     is_reversed: bool = False
@@ -86,7 +89,9 @@ class RopeConfig:
     @property
     def has_two_ropes(self) -> bool:
         """Tell whether sequences beyond the training length have frequencies of their own."""
-        return self.scaling == "longrope" and self.short_factor != self.long_factor
+        factor = self.long_attention_factor
+        is_scaled = factor is not None and factor != self.attention_factor
+        return self.scaling == "longrope" and (is_scaled or self.short_factor != self.long_factor)
 
     num_frequencies: int = 0
 
@@ -156,7 +161,10 @@ class MoeConfig:
     layer_top_k : tuple of int
         Per layer: experts per token; () is `top_k` in all layers.
     score : str
-        Scoring function of the router logits: "softmax" (over all experts) or "sigmoid".
+        Scoring function of the router logits: "softmax" (over all experts), "sigmoid" or
+        "sparsemixer". See `kernels.moe_route`.
+    jitter : float
+        Parameter of "sparsemixer".
     renormalize : bool
         Whether to divide the weights of a token's experts by their sum.
     scale : float
@@ -204,6 +212,7 @@ class MoeConfig:
     sparse_layers: tuple[bool, ...]
     layer_top_k: tuple[int, ...] = ()
     score: str = "softmax"
+    jitter: float = 0.0
     renormalize: bool = True
     scale: float = 1.0
     num_groups: int = 1

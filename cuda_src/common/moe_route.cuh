@@ -30,6 +30,7 @@ struct MoeRouteParams {
   int renormalize;
   float scale;
   int chunk_tokens;  // tokens per block; the last block takes the rest
+  float jitter;      // of sparsemixer
 
   __device__ __forceinline__ int64_t first_pair(int token) const {
     return static_cast<int64_t>(token) * (top_k + num_shared);
@@ -135,8 +136,52 @@ __device__ __forceinline__ void keep_best_groups(const MoeRouteParams& p, Ranked
     if (r.key[i] != 0 && (kept >> group[i] & 1) == 0) r.key[i] = kMinusInfKey;
 }
 
-// Writes a token's experts and weights, and the place of its shared expert in `order`. Returns, in
-// lane j < top_k, the j-th expert.
+// Writes a token's experts and weights, given by lanes, and the place of its shared expert in
+// `order`. `total` is the sum of the weights.
+__device__ __forceinline__ void store_choice(const MoeRouteParams& p, int token, int expert,
+                                             float weight, float total) {
+  const int lane_idx = threadIdx.x % kWarpSize;
+  if (lane_idx < p.top_k) {
+    if (p.renormalize) weight /= total < 1e-20f ? 1e-20f : total;  // NaN stays NaN
+    const int64_t pair = p.first_pair(token) + lane_idx;
+    p.experts[pair] = expert;
+    if (p.expert_scale != nullptr) weight *= p.expert_scale[expert];
+    p.weights[pair] = weight * p.scale;
+    if (p.load != nullptr && (p.slots == nullptr || p.slots[token] >= 0))
+      atomicAdd(reinterpret_cast<unsigned long long*>(p.load + expert), 1ull);
+  } else if (lane_idx < p.top_k + p.num_shared) {
+    const int64_t pair = p.first_pair(token) + lane_idx;
+    p.experts[pair] = p.num_experts;
+    p.weights[pair] = sigmoid(p.logits_of(token)[p.num_experts]);
+    p.order[p.num_tokens * p.top_k + token] = static_cast<int>(pair);  // its pairs come last
+  }
+}
+
+// Sparsemixer, with one expert per lane: an expert's weight is its share among those that are left
+// and whose logits are close to its own. Stores and returns as `choose`.
+__device__ __forceinline__ int choose_close(const MoeRouteParams& p, int token) {
+  const int lane_idx = threadIdx.x % kWarpSize;
+  const bool exists = lane_idx < p.num_experts;
+  const float logit = exists ? p.logits_of(token)[lane_idx] : 0.0f;
+  uint32_t key = exists ? key_of(logit) : 0;
+  int expert = 0;
+  float weight = 0.0f;
+#pragma unroll 1
+  for (int rank = 0; rank < p.top_k; ++rank) {
+    const uint32_t largest = __reduce_max_sync(kFullMask, key);
+    const int winner = __ffs(static_cast<int>(__ballot_sync(kFullMask, key == largest))) - 1;
+    const float best = __shfl_sync(kFullMask, logit, winner);
+    const float limit = 2.0f * p.jitter * fmaxf(fabsf(logit), best);
+    const bool is_far = key == 0 || best - logit > limit;
+    const float sum = warp_sum(is_far ? 0.0f : expf(logit - best));
+    if (lane_idx == rank) expert = winner, weight = 1.0f / sum;
+    if (lane_idx == winner) key = 0;
+  }
+  store_choice(p, token, expert, weight, 1.0f);
+  return expert;
+}
+
+// Stores a token's experts and weights. Returns, in lane j < top_k, the j-th expert.
 template <int kPer>
 __device__ __forceinline__ int choose(const MoeRouteParams& p, int token) {
   const int lane_idx = threadIdx.x % kWarpSize;
@@ -169,20 +214,7 @@ __device__ __forceinline__ int choose(const MoeRouteParams& p, int token) {
     total += score;
     if (lane_idx == rank) expert = winner, weight = score;
   }
-  if (lane_idx < p.top_k) {
-    if (p.renormalize) weight /= total < 1e-20f ? 1e-20f : total;  // NaN stays NaN
-    const int64_t pair = p.first_pair(token) + lane_idx;
-    p.experts[pair] = expert;
-    if (p.expert_scale != nullptr) weight *= p.expert_scale[expert];
-    p.weights[pair] = weight * p.scale;
-    if (p.load != nullptr && (p.slots == nullptr || p.slots[token] >= 0))
-      atomicAdd(reinterpret_cast<unsigned long long*>(p.load + expert), 1ull);
-  } else if (lane_idx < p.top_k + p.num_shared) {
-    const int64_t pair = p.first_pair(token) + lane_idx;
-    p.experts[pair] = p.num_experts;
-    p.weights[pair] = sigmoid(p.logits_of(token)[p.num_experts]);
-    p.order[p.num_tokens * p.top_k + token] = static_cast<int>(pair);  // its pairs come last
-  }
+  store_choice(p, token, expert, weight, total);
   return expert;
 }
 
@@ -274,13 +306,13 @@ struct RouteShared {
 
 // Routes up to kMaskTokens tokens in one block with any number of warps. The masks must be zero,
 // and a barrier must have made them and the logits visible.
-template <int kPer>
+template <int kPer, bool kMixes = false>
 __device__ __forceinline__ void route_few(const MoeRouteParams& p, RouteShared<kPer>& shared) {
   const int warp_idx = threadIdx.x / kWarpSize, lane_idx = threadIdx.x % kWarpSize;
   const int num_warps = blockDim.x / kWarpSize;
 #pragma unroll 1
   for (int token = warp_idx; token < p.num_tokens; token += num_warps) {
-    const int expert = choose<kPer>(p, token);
+    const int expert = kMixes ? choose_close(p, token) : choose<kPer>(p, token);
     if (lane_idx < p.top_k) {
       shared.experts[token][lane_idx] = expert;
       shared.masks.add(expert, token);

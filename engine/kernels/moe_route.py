@@ -15,6 +15,7 @@ __all__ = [
     "MAX_CHOICES",
     "MAX_EXPERTS",
     "MAX_GROUPS",
+    "MAX_MIXED",
     "MAX_TOP_K",
     "PARAMS",
     "SCORES",
@@ -32,6 +33,8 @@ MAX_CHOICES = 768  # with those that return their input
 MAX_GROUPS = 32
 MAX_TOP_K = 16
 SCORES = ("softmax", "sigmoid")
+_ALL_SCORES = (*SCORES, "sparsemixer")
+MAX_MIXED = 32  # experts of a sparsemixer
 
 # Constants of moe_route.cu.
 _WARP = 32
@@ -44,7 +47,8 @@ _ALL_WIDTHS = (*WIDTHS, MAX_CHOICES)
 PARAMS = (
     "logits:ptr correction:ptr expert_scale:ptr experts:ptr weights:ptr order:ptr offsets:ptr "
     "slots:ptr load:ptr counts:ptr num_tokens:i32 num_experts:i32 top_k:i32 num_shared:i32 "
-    "is_sigmoid:i32 num_groups:i32 top_groups:i32 renormalize:i32 scale:f32 chunk_tokens:i32"
+    "is_sigmoid:i32 num_groups:i32 top_groups:i32 renormalize:i32 scale:f32 "
+    "chunk_tokens:i32 jitter:f32"
 )
 
 
@@ -54,6 +58,9 @@ def _kernels(name: str) -> dict[int, Kernel]:
 
 
 _FEW, _CHOOSE, _PLACE = (_kernels(name) for name in ("few", "choose", "place"))
+_FEW_MIXER, _CHOOSE_MIXER = (
+    Kernel(f"moe_route_{name}_mixer", PARAMS, struct="MoeRouteParams") for name in ("few", "choose")
+)
 
 
 def specs(dtype: str, **_: Any) -> tuple[ModuleSpec, ...]:
@@ -66,6 +73,7 @@ def moe_route(
     top_k: int,
     *,
     score: str = "softmax",
+    jitter: float = 0.0,
     correction: Any = None,
     expert_scale: Any = None,
     num_groups: int = 1,
@@ -85,8 +93,13 @@ def moe_route(
         logit of the shared expert.
     top_k : int
         Experts that each token chooses, from 1 to 16 and at most E.
-    score : "softmax" or "sigmoid"
-        Scores of the experts: softmax of the logits, or the sigmoid of each.
+    score : "softmax", "sigmoid" or "sparsemixer"
+        Scores of the experts: softmax of the logits, or the sigmoid of each. With "sparsemixer",
+        for at most 32 experts, the largest logits are chosen, and the weight of one is its share
+        of a softmax over itself and those of the smaller ones that are close to it. It allows no
+        correction and no groups, and nothing to renormalize.
+    jitter : float
+        With "sparsemixer": logits a and b < a are close if a - b is at most 2 jitter max(|b|, a).
     correction : (E,) array of float32, optional
         Added to the scores to choose the experts, but not to compute their weights.
     expert_scale : (E,) array of float32, optional
@@ -124,12 +137,13 @@ def moe_route(
     Notes
     -----
     The sort is a stable counting sort, so the result is deterministic. Softmax routing follows
-    [1]_; groups and correction follow [2]_.
+    [1]_; groups and correction follow [2]_; sparsemixer follows [3]_, in inference.
 
     References
     ----------
     .. [1] Shazeer et al.: Outrageously large neural networks, arXiv:1701.06538.
     .. [2] DeepSeek-AI: DeepSeek-V3 technical report, arXiv:2412.19437.
+    .. [3] Liu et al.: GRIN: gradient-informed mixture of experts, arXiv:2409.12136.
 
     Examples
     --------
@@ -143,12 +157,14 @@ def moe_route(
     """
     call = Contract("moe_route")
     logits = call.array("logits", logits, "T E", (FLOAT32, FLOAT64))
+    call.check("score", score in _ALL_SCORES, f"one of {_ALL_SCORES}", score)
+    is_mixed = score == "sparsemixer"
     options = checked_options(
         call,
         "logits",
         top_k,
         num_shared=num_shared,
-        score=score,
+        score="softmax" if is_mixed else score,
         correction=correction,
         expert_scale=expert_scale,
         num_groups=num_groups,
@@ -158,6 +174,9 @@ def moe_route(
         slots=slots,
         load=load,
     )
+    options |= {"score": score, "jitter": call.number("jitter", jitter, low=0.0)}
+    if is_mixed:
+        _check_mixed(call, options)
     if call.on_cpu:
         return reference.moe_route(logits, top_k, **options)
     routing = new_routing(call, top_k, num_shared)
@@ -235,6 +254,16 @@ def checked_options(
     }
 
 
+def _check_mixed(call: Contract, options: dict[str, Any]) -> None:
+    """Check what "sparsemixer" does not support."""
+    call.check("logits", call["E"] <= MAX_MIXED, f"of at most {MAX_MIXED} experts", call["E"])
+    for name, plain in (("correction", None), ("num_groups", 1), ("num_shared", 0)):
+        given = options[name]
+        is_plain = given is None if plain is None else given == plain
+        call.check(name, is_plain, f"{plain} with sparsemixer", "another value")
+    call.check("renormalize", not options["renormalize"], "False with sparsemixer", True)
+
+
 def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
@@ -280,6 +309,7 @@ def _launch(
     top_k: int,
     *,
     score: str,
+    jitter: float,
     correction: Any,
     expert_scale: Any,
     num_groups: int,
@@ -310,14 +340,17 @@ def _launch(
         "top_groups": top_groups,
         "renormalize": renormalize,
         "scale": scale,
+        "jitter": jitter,
         "slots": slots,
         "load": load,
         "chunk_tokens": chunk,
     }
     spec = specs("float32")[0]
+    is_mixed = score == "sparsemixer"
     if not chunk:
         threads = _WARP * max(1, num_tokens)
-        _FEW[width].launch(spec, (1,), (threads,), pdl=True, **arguments)
+        few = _FEW_MIXER if is_mixed else _FEW[width]
+        few.launch(spec, (1,), (threads,), pdl=True, **arguments)
         return
-    for kernels in (_CHOOSE, _PLACE):
-        kernels[width].launch(spec, (num_chunks,), (_THREADS,), pdl=True, **arguments)
+    for kernel in (_CHOOSE_MIXER if is_mixed else _CHOOSE[width], _PLACE[width]):
+        kernel.launch(spec, (num_chunks,), (_THREADS,), pdl=True, **arguments)

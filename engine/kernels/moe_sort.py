@@ -34,6 +34,7 @@ _UNUSED: dict[str, Any] = {
     **dict.fromkeys(("logits", "correction", "expert_scale", "weights", "slots", "load")),
     **dict.fromkeys(("num_shared", "is_sigmoid", "num_groups", "top_groups", "renormalize"), 0),
     "scale": 1.0,
+    "jitter": 0.0,
 }
 
 

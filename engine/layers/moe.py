@@ -33,7 +33,7 @@ class RoutingParams:
     top_k : int
         Number of experts per token.
     score : str
-        "softmax" or "sigmoid".
+        "softmax", "sigmoid" or "sparsemixer".
     num_groups, top_groups : int
         Experts are selected from the `top_groups` best of `num_groups` groups.
     renormalize : bool
@@ -46,6 +46,8 @@ class RoutingParams:
     scales_input : bool
         The sigmoid of the only expert's logit multiplies its input, and the weight is 1. Requires
         `top_k` 1; the other fields must have their defaults.
+    jitter : float
+        Parameter of "sparsemixer".
     """
 
     top_k: int
@@ -56,6 +58,7 @@ class RoutingParams:
     scale: float = 1.0
     num_shared: int = 0
     scales_input: bool = False
+    jitter: float = 0.0
 
     def __post_init__(self) -> None:
         if self.scales_input and replace(self, scales_input=False) != RoutingParams(1):
@@ -389,6 +392,10 @@ class MoE:
             "load": self.load,
         }
         router = self.router
+        if p.score == "sparsemixer":
+            x = x if norm is None else norm(x)
+            logits = router(x, out_dtype=_FLOAT32)
+            return x, kernels.moe_route(logits, p.top_k, jitter=p.jitter, **options), x
         is_dense = router.weight.format.is_dense
         if norm is not None and norm.is_plain and is_dense and not self.deterministic:
             x, routing = kernels.rmsnorm_moe_route(

@@ -60,8 +60,9 @@ def rope_rows(
     config: RopeConfig, num_positions: int, start: int, stop: int
 ) -> Iterator[tuple[int, Array]]:
     """Yield (first row, rows) of `rope_table` for the positions [start, stop), in small parts."""
-    scale = attention_factor(config)
+    scales = attention_factor(config), config.long_attention_factor
     for part in range(table_shape(config, num_positions)[0] // num_positions):
+        scale = scales[0] if scales[part] is None else scales[part]
         for first in range(start, stop, _ROWS):
             positions = np.arange(first, min(first + _ROWS, stop))
             angles = positions[:, None] * _frequencies_at(config, positions, is_long=part > 0)

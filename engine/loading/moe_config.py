@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from engine.config import MoeConfig
-from engine.kernels.moe_route import MAX_CHOICES, MAX_EXPERTS, MAX_TOP_K
+from engine.kernels.moe_route import MAX_CHOICES, MAX_EXPERTS, MAX_MIXED, MAX_TOP_K
 from engine.loading._fields import Fields
 from engine.models.moe_family import MoeFamily
 
@@ -57,6 +58,7 @@ def moe_config(fields: Fields, kind: MoeFamily | None, num_layers: int) -> MoeCo
         intermediate_size=width,
         sparse_layers=sparse,
         score=score,
+        jitter=_jitter(fields, score, num_experts, top_ks),
         renormalize=renormalize,
         scale=scale,
         num_groups=num_groups,
@@ -114,6 +116,18 @@ def _num_experts(fields: Fields, default: int, num_layers: int) -> int:
     if count * num_layers > _MAX_TENSORS:
         raise fields.error(key, f"at most {_MAX_TENSORS // num_layers} (of {num_layers} layers)")
     return count
+
+
+def _jitter(fields: Fields, score: str, num_experts: int, top_ks: Sequence[int]) -> float:
+    """Return `MoeConfig.jitter`; check that the sparsemixer supports the experts."""
+    if score != "sparsemixer":
+        return 0.0
+    if num_experts > MAX_MIXED:
+        raise fields.error("num_local_experts", f"at most {MAX_MIXED} with a sparsemixer")
+    if set(top_ks) != {2}:
+        raise fields.error("num_experts_per_tok", "2 with a sparsemixer")
+    jitter: float = fields.real("router_jitter_noise", 0.0, 1.0)
+    return jitter
 
 
 def _latent_size(fields: Fields, kind: MoeFamily) -> int:

@@ -150,7 +150,11 @@ class _RopeReader:
             raise self.rope.error("rope_type", "given beside a factor")
         kind = self.rope.text(key, "default")
         kind = self.family.rope_aliases.get(kind, kind)
-        known = (*_KINDS, "proportional") if self.family.layers_differ else _KINDS
+        known: tuple[str, ...] = _KINDS
+        if self.family.layers_differ:
+            known = (*_KINDS, "proportional")
+        elif self.family.rope_mscales:
+            known = ("default", "longrope")
         if kind not in known:
             raise self.rope.error(key, f"one of {', '.join(known)}")
         return kind
@@ -241,13 +245,21 @@ class _RopeReader:
             "high_freq_factor": high,
         }
 
+    def _longrope_factors(self) -> dict[str, Any]:
+        if not self.family.rope_mscales:
+            return {"attention_factor": self.rope.real("attention_factor", 0.0, 1e3, None)}
+        return {
+            "attention_factor": self.rope.real("short_mscale", 0.0, 1e3),
+            "long_attention_factor": self.rope.real("long_mscale", 0.0, 1e3),
+        }
+
     def _longrope(self, rotary_dim: int) -> dict[str, Any]:
         original = self._original(self.max_position)
         count = rotary_dim // 2
         return {
             "factor": self._factor(max(1.0, self.max_position / original)),
             "original_max_position": original,
-            "attention_factor": self.rope.real("attention_factor", 0.0, 1e3, None),
+            **self._longrope_factors(),
             "short_factor": self.rope.reals("short_factor", count, 1e-3, 1e6),
             "long_factor": self.rope.reals("long_factor", count, 1e-3, 1e6),
         }

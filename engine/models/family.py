@@ -338,6 +338,8 @@ class Family:
         Key of the number of rotated features of a head; "" for none.
     reversed_rope : bool
         q and k are rotated backwards.
+    rope_mscales : bool
+        The factors on cos and sin are longrope's `short_mscale` and `long_mscale`.
     rope_alpha : bool
         An `alpha` in rope parameters of type "dynamic" raises the base, at every length alike.
     q_scale : bool
@@ -424,6 +426,7 @@ class Family:
     max_position_is_scaled: bool = False
     rope_aliases: Mapping[str, str] = field(default_factory=dict)
     reversed_rope: bool = False
+    rope_mscales: bool = False
     rope_alpha: bool = False
     activation_aliases: Mapping[str, str] = field(default_factory=dict)
     mrope: bool = False

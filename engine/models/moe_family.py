@@ -37,7 +37,8 @@ class MoeFamily:
     score_key : str
         Key of `score`; with it, "softmax" is over the logits of the chosen experts only.
     score : str
-        Function of the router's logits: "softmax" or "sigmoid".
+        Function of the router's logits: "softmax", "sigmoid" or "sparsemixer" (with
+        `router_jitter_noise`, and two experts per token).
     correction : bool or str
         Add a bias per expert to the scores when experts are selected; or the key of that flag.
     scales_input : bool

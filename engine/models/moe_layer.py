@@ -101,6 +101,7 @@ def build_moe(
             config.scale,
             0 if joined is None else 1,
             config.scales_input,
+            config.jitter,
         ),
         router,
         experts,

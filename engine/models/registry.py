@@ -60,6 +60,7 @@ from engine.models.olmo_hybrid import OLMO_HYBRID
 from engine.models.olmoe import OLMOE
 from engine.models.phi import PHI
 from engine.models.phi3 import PHI3
+from engine.models.phimoe import PHIMOE
 from engine.models.qwen2 import QWEN2
 from engine.models.qwen2_moe import QWEN2_MOE
 from engine.models.qwen3 import QWEN3
@@ -163,6 +164,7 @@ _SPARSE = (
     MISTRAL4,
     BAILING_MOE_V2_5,
     BAILING_MOE_LINEAR,
+    PHIMOE,
 )
 
 _OF_WRAPPERS = (

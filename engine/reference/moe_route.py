@@ -41,6 +41,7 @@ def moe_route(
     top_k: int,
     *,
     score: str = "softmax",
+    jitter: float = 0.0,
     correction: Array | None = None,
     expert_scale: Array | None = None,
     num_groups: int = 1,
@@ -55,13 +56,17 @@ def moe_route(
     real = accumulation_dtype(logits.dtype).type
     num_experts = logits.shape[1] - num_shared
     logits, gate = logits[:, :num_experts], logits[:, num_experts:]
-    scores = router_scores(logits.astype(real, copy=False), score)
+    logits = logits.astype(real, copy=False)
+    is_mixed = score == "sparsemixer"
+    scores = logits if is_mixed else router_scores(logits, score)
     ranked = scores if correction is None else scores + correction.astype(real, copy=False)
     if num_groups > 1:
         ranked = _best_groups(ranked, num_groups, top_groups, sums_two=correction is not None)
     # Stable: ties go to the lower expert index.
     experts = np.argsort(-ranked, axis=1, kind="stable")[:, :top_k].astype(np.int32)
     weights = np.take_along_axis(scores, experts, axis=1)
+    if is_mixed:
+        weights = _shares(logits, experts, real(jitter))
     if renormalize:
         total = np.zeros(len(weights), real)
         for column in weights.T:  # in rank order, as in the kernel
@@ -77,6 +82,19 @@ def moe_route(
         experts = np.hstack([experts, np.full(gate.shape, num_experts, np.int32)])
         weights = np.hstack([weights, router_scores(gate.astype(real, copy=False), "sigmoid")])
     return Routing(experts, weights, *sorted_by_expert(experts, num_experts + num_shared))
+
+
+def _shares(logits: Array, experts: Array, jitter: Any) -> Array:
+    """Return each expert's share among those that are left and close to it: "sparsemixer"."""
+    left = np.ones(logits.shape, bool)
+    shares = np.empty(experts.shape, logits.dtype)
+    for rank, chosen in enumerate(experts.T):
+        best = np.take_along_axis(logits, chosen[:, None], axis=1)
+        is_far = best - logits > 2 * jitter * np.maximum(np.abs(logits), best)
+        exps = np.where(left & ~is_far, np.exp(np.minimum(logits - best, 0)), 0)
+        shares[:, rank] = 1 / exps.sum(axis=1)
+        np.put_along_axis(left, chosen[:, None], False, axis=1)
+    return shares
 
 
 def sorted_by_expert(experts: Array, num_experts: int) -> tuple[Array, Array]:

@@ -151,6 +151,8 @@ _GLM4_MOE = {
     "head_dim": 24,
 }
 _MIXTRAL = {**_MOE, "model_type": "mixtral", "intermediate_size": 24}
+_PHIMOE = {**_MIXTRAL, "model_type": "phimoe", "rms_norm_eps": 1e-3, "router_jitter_noise": 0.2}
+_SHORT = [1.0, 1.05, 1.1, 1.2, 1.3, 1.5, 1.8, 2.2]
 _OLMOE = {**_MOE, "model_type": "olmoe", "intermediate_size": 24}
 _GPT_OSS = {
     **_MOE,
@@ -514,6 +516,28 @@ MODELS |= {
         "num_experts_per_tok": 1,
         "head_dim": 24,
         "sliding_window": 8,
+        "rope_parameters": _NEW_ROPE,
+    },
+    "phimoe": {  # transformers reads the short factors only
+        **_PHIMOE,
+        "num_local_experts": 5,
+        "rope_theta": 500.0,
+        "rope_scaling": {
+            "type": "longrope",
+            "short_factor": _SHORT,
+            "long_factor": _SHORT,
+            "short_mscale": 1.1,
+            "long_mscale": 1.3,
+            "original_max_position_embeddings": 16,
+        },
+    },
+    "phimoe_window_biases_new_keys": {
+        **_PHIMOE,
+        "num_local_experts": 7,
+        "attention_bias": True,
+        "lm_head_bias": True,
+        "sliding_window": 8,
+        "router_jitter_noise": 0.4,
         "rope_parameters": _NEW_ROPE,
     },
     "olmoe": {**_OLMOE, "num_experts": 7, "num_experts_per_tok": 3, "rope_theta": 500.0},

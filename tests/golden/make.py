@@ -134,8 +134,18 @@ def router_margin(model: Any, ids: list[int]) -> float:
     """Return the smallest margin of a choice of experts, or groups; infinite without routers."""
     margins = [np.inf]
 
+    def look_at_closeness(router: Any, logits: torch.Tensor) -> None:
+        """See how far logits are from the border of what counts as close to a chosen one."""
+        best = logits.topk(2).values
+        for chosen in best.T[:, :, None]:
+            reach = torch.maximum(logits.abs(), chosen)
+            gaps = ((chosen - logits) / reach - 2 * router.router_jitter_noise).abs()
+            margins.append(float(gaps.min()))
+
     def look(router: Any, inputs: Any, outputs: Any) -> None:
         ranks = outputs[0].float()
+        if hasattr(router, "router_jitter_noise"):
+            look_at_closeness(router, ranks)
         if hasattr(router, "moe_statics"):
             ranks = router.moe_statics(ranks.softmax(-1))
         elif hasattr(router, "classifier"):

@@ -29,7 +29,7 @@ SPARSE = (
     *("dots1", "solar_open", "minimax_m2", "hy_v3", "ernie4_5_moe", "exaone_moe", "mellum"),
     *("flex_olmo", "granitemoeshared", "llama4_text", "cohere2_moe", "mimo_v2_flash"),
     *("qwen3_next", "qwen3_5_moe_text", "lfm2_moe", "granitemoehybrid"),
-    *("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash"),
+    *("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "phimoe"),
     *("kimi_linear", "bailing_hybrid", "mistral4"),
 )
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu", "longcat_flash")

@@ -124,6 +124,53 @@ def test_options_match_mirror(xp, options, num_experts, num_tokens):
     _assert_same(kernels.moe_route(xp.asarray(logits), 6, **arguments), want)
 
 
+def _hf_sparsemixer(row, jitter):
+    """Weights of the two chosen experts of one token, as the reference of Phi-3.5-MoE has them."""
+    weights, left = [], row.astype(np.float64)
+    for _ in range(2):
+        best = left.max()
+        factor = np.maximum(np.abs(row), best)
+        kept = np.where((best - row) / factor > 2 * jitter, -np.inf, left)
+        exps = np.exp(kept - best)
+        weights.append((exps / exps.sum())[left.argmax()])
+        left[left.argmax()] = -np.inf
+    return weights
+
+
+@pytest.mark.grid("num_tokens", [0, 1, 16, 17, 300])
+@pytest.mark.grid(("num_experts", "jitter"), [(16, 0.01), (16, 0.3), (32, 0.2), (2, 0.0), (7, 1.0)])
+def test_sparsemixer(xp, num_tokens, num_experts, jitter):
+    logits = distinct_logits(num_tokens, num_experts, seed=10)
+    logits -= np.float32(logits.mean()) if logits.size else 0  # of both signs
+    options = {"score": "sparsemixer", "jitter": jitter, "renormalize": False, "scale": 1.5}
+    load = xp.zeros(num_experts, np.int64)
+    got = kernels.moe_route(xp.asarray(logits), 2, load=load, **options)
+    want = reference.moe_route(logits, 2, **options)
+    _assert_same(got, want)
+    _assert_sorted(got, num_experts)
+    assert int(load.sum()) == 2 * num_tokens
+    rows = np.array([_hf_sparsemixer(row, jitter) for row in logits]).reshape(-1, 2)
+    np.testing.assert_allclose(want.weights, 1.5 * rows, rtol=1e-5)
+    if num_tokens == 300 and jitter == 0.3:
+        assert 0.2 < want.weights.min() < 0.9 and want.weights.max() == 1.5
+
+
+def test_what_a_sparsemixer_lacks(xp):
+    logits = xp.zeros((3, 33), np.float32)
+    options = {"score": "sparsemixer", "renormalize": False}
+    with pytest.raises(ContractError, match=r"logits: must be of at most 32 experts; got 33"):
+        kernels.moe_route(logits, 2, **options)
+    few = xp.zeros((3, 8), np.float32)
+    with pytest.raises(ContractError, match=r"renormalize: must be False with sparsemixer"):
+        kernels.moe_route(few, 2, score="sparsemixer")
+    with pytest.raises(ContractError, match=r"num_groups: must be 1 with sparsemixer"):
+        kernels.moe_route(few, 2, num_groups=2, top_groups=2, **options)
+    with pytest.raises(ContractError, match=r"correction: must be None with sparsemixer"):
+        kernels.moe_route(few, 2, correction=xp.zeros(8, np.float32), **options)
+    with pytest.raises(ContractError, match=r"jitter: must be a number from 0"):
+        kernels.moe_route(few, 2, jitter=-1.0, **options)
+
+
 @pytest.mark.parametrize("num_tokens", [1, 8, 64, 65, 300])
 @pytest.mark.parametrize(("num_experts", "top_k"), [(8, 2), (128, 8), (300, 16)])
 def test_of_equals_the_first(xp, num_tokens, num_experts, top_k):

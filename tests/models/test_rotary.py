@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -53,6 +54,19 @@ def test_a_table_built_in_parts_equals_the_whole():
     positions = np.arange(20000)[:, None] * np.array([1.0, 0.1])
     want = np.concatenate([np.cos(positions), np.sin(positions)], axis=1)
     np.testing.assert_allclose(table, want, atol=1e-7)
+
+
+def test_long_rows_have_a_factor_of_their_own():
+    factors = {"short_factor": (1.0, 1.5), "long_factor": (2.0, 3.0), "original_max_position": 4}
+    rope = RopeConfig(rotary_dim=4, scaling="longrope", attention_factor=1.1, **factors)
+    plain = rope_table(rope, 6)
+    table = rope_table(replace(rope, long_attention_factor=1.3), 6)
+    np.testing.assert_array_equal(table[:6], plain[:6])
+    np.testing.assert_allclose(table[6:], plain[6:] * 1.3 / 1.1, rtol=1e-6)
+    one = replace(rope, long_factor=rope.short_factor)
+    assert not one.has_two_ropes
+    assert replace(one, long_attention_factor=1.3).has_two_ropes
+    assert not replace(one, long_attention_factor=1.1).has_two_ropes
 
 
 def test_longrope_has_short_rows_then_long_rows():
