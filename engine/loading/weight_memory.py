@@ -29,16 +29,8 @@ _NONE: Mapping[str, Format] = MappingProxyType({})
 _EXPERT_KINDS = ("experts_gate_up", "experts_down")
 _QUANTIZED_KINDS = (
     *("qkv", "o", "gate_up", "up", "down", "shared_gate_up", "shared_down"),
-    *(
-        "delta_in",
-        "delta_out",
-        "lightning_in",
-        "lightning_out",
-        "conv_in",
-        "conv_out",
-        "mamba_in",
-        "mamba_out",
-    ),
+    *("delta_in", "delta_out", "lightning_in", "lightning_out"),  # delta_*_up: narrower than blocks
+    *("conv_in", "conv_out", "mamba_in", "mamba_out"),
     *("mla_in", "mla_q_up", "mla_out"),  # not mla_kv_up: its heads are multiplied one by one
     *(SECOND + kind for kind in ("mla_in", "mla_q_up", "mla_out", "gate_up", "down")),
     *("moe_latent_in", "moe_latent_out"),

@@ -21,7 +21,7 @@ from tests.golden.tiny_weights import tiny_weight
 
 BLOCKS = fp8(block=True)
 # Matrices that published checkpoints keep in 16 bits.
-KEPT = re.compile(r"embed|lm_head|norm|mlp\.gate\.|mlp\.router\.")
+KEPT = re.compile(r"embed|lm_head|norm|\.gate\.|mlp\.router\.")
 TOKENS = np.random.default_rng(0).integers(4, 128, (2, 24))
 
 
@@ -36,7 +36,11 @@ def _write(folder, case, tensors, **keys):
 @pytest.fixture(params=["deepseek_v3", "deepseek_v2", "glm4_moe_lite", "longcat_flash"])
 def checkpoints(request, tmp_path):
     """A checkpoint in fp8 blocks, and its dequantized twin."""
-    record = json.loads((GOLDEN / "models" / f"{request.param}.json").read_text())
+    return _write_pair(request.param, tmp_path)
+
+
+def _write_pair(case, tmp_path):
+    record = json.loads((GOLDEN / "models" / f"{case}.json").read_text())
     stored, plain = {}, {}
     for name, shape in record["tensors"].items():
         plain[name] = stored[name] = ("F32", tiny_weight(name, shape, record["norm_mean"]))
@@ -48,8 +52,8 @@ def checkpoints(request, tmp_path):
             stored |= {prefix + kind: tensor for kind, tensor in kinds.items()}
     quantized = {"quantization_config": BLOCKS.config}
     return (
-        _write(tmp_path / "stored", request.param, stored, **quantized),
-        _write(tmp_path / "plain", request.param, plain),
+        _write(tmp_path / "stored", case, stored, **quantized),
+        _write(tmp_path / "plain", case, plain),
     )
 
 
@@ -73,6 +77,24 @@ def test_fp8_blocks_give_the_logits_of_the_twin(checkpoints):
     cosines = (got * want).sum(-1) / norms
     # Activations in 8 bits, which change a few choices of experts.
     assert 1e-7 < 1 - np.median(cosines) < 0.02
+
+
+@pytest.mark.parametrize("case", ["kimi_linear_new_keys", "bailing_hybrid"])
+def test_fp8_blocks_beside_kimi_delta_attention(tmp_path, case):
+    """Parts of fused rows have blocks of their own; projections from latents are dequantized."""
+    stored, plain = _write_pair(case, tmp_path)
+    want, _ = _logits(plain)
+    got, _ = _logits(stored, quantization="none")
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5 * want.std())
+    got, model = _logits(stored)
+    weights = model.decoder.weights
+    kinds = ("delta_in", "delta_out", "mla_in", "mla_out")
+    quantized = [weight.formats() for name, weight in weights.items() if name.endswith(kinds)]
+    assert len(quantized) == 8
+    assert {form.name for formats in quantized for form in formats} == {"fp8_block"}
+    norms = np.linalg.norm(got, axis=-1) * np.linalg.norm(want, axis=-1)
+    # Activations in 8 bits: recurrences keep what each token rounds.
+    assert 1e-7 < 1 - np.median((got * want).sum(-1) / norms) < 0.06
 
 
 def test_short_prompts_are_absorbed_and_long_ones_expanded(golden, monkeypatch):
