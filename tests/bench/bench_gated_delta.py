@@ -23,8 +23,15 @@ def _run(arrays, states, slots, longest):
 
 
 def _case(
-    name: str, batch: StateBatch, key_heads: int, heads: int, state_dtype: str = "bfloat16"
+    name: str,
+    batch: StateBatch,
+    key_heads: int,
+    heads: int,
+    state_dtype: str = "bfloat16",
+    *,
+    has_channel_gate: bool = False,
 ) -> BenchCase:
+    gate = (_DIM,) if has_channel_gate else ()
     slots = batch.slots()
     tokens = batch.num_tokens
 
@@ -34,12 +41,12 @@ def _case(
             "q": (tokens, key_heads, _DIM),
             "k": (tokens, key_heads, _DIM),
             "v": (tokens, heads, _DIM),
-            "a": (tokens, heads),
+            "a": (tokens, heads, *gate),
             "b": (tokens, heads),
         }
         bfloat16 = cases.np_dtype("bfloat16")
         arrays = {name: normal(shape).astype(bfloat16) for name, shape in shapes.items()}
-        arrays |= {"a_log": normal(heads), "dt_bias": normal(heads) - 2}
+        arrays |= {"a_log": normal(heads), "dt_bias": normal((heads, *gate)) - 2}
         states = normal((batch.num_slots, heads, _DIM, _DIM)) * np.float32(0.1)
         states = states.astype(cases.np_dtype(state_dtype))
         return arrays, states, batch.on(xp, slots), max(batch.lens)
@@ -58,12 +65,17 @@ def _case(
         assert np.isfinite(to_numpy(result[:first]).astype(np.float32)).all()
 
     state_bytes = 2 * heads * _DIM * _DIM * cases.np_dtype(state_dtype).itemsize
-    rows = 2 * _DIM * (2 * key_heads + 2 * heads) + 4 * heads
+    rows = 2 * _DIM * (2 * key_heads + 2 * heads) + 2 * heads * (1 + (*gate, 1)[0])
     # Per 64 tokens and head: K K^T, Q K^T, X and what it adds to the output; K S, Q S and S.
     flops = 0 if max(batch.lens) == 1 else heads * tokens * _DIM * (4 * 2 * 64 + 3 * 2 * _DIM)
     name = f"{name}, heads {key_heads} and {heads}, states {state_dtype}"
     nbytes = tokens * rows + len(batch.lens) * state_bytes
     return BenchCase(name, make, _run, nbytes=nbytes, flops=flops, check=check)
+
+
+def _kimi(name: str, batch: StateBatch) -> BenchCase:
+    """Kimi Linear's heads, with a decay per channel."""
+    return _case(f"KDA, {name}", batch, 32, 32, "float32", has_channel_gate=True)
 
 
 def _decode(batch: int, state_dtype: str = "bfloat16") -> BenchCase:
@@ -79,5 +91,10 @@ CASES = [
     _case("prefill, 16384 tokens", StateBatch((16384,), (0,)), 16, 32),
     _case("prefill, 32 x 512 tokens", StateBatch((512,) * 32, (0,) * 32), 16, 32),
     _case("prefill, 16 x 4096 tokens", StateBatch((4096,) * 16, (0,) * 16), 16, 32),
+    _kimi("decode, batch 32", StateBatch((1,) * 32, (100,) * 32)),
+    _kimi("prefill, 8192 tokens", StateBatch((8192,), (0,))),
 ]
-CPU_CASES = [_case("prefill, 64 tokens", StateBatch((64,), (0,)), 1, 2)]
+CPU_CASES = [
+    _case("prefill, 64 tokens", StateBatch((64,), (0,)), 1, 2),
+    _case("KDA, prefill, 64 tokens", StateBatch((64,), (0,)), 2, 2, has_channel_gate=True),
+]
