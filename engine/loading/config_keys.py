@@ -43,6 +43,8 @@ CONFIG_KEYS: Mapping[str, tuple[Any, ...]] = {
     "attention_value_scale": (1,),
     "swiglu_limit": _OFF,
     "swiglu_alpha": _OFF,
+    "expert_swiglu_limit_list": _OFF,
+    "share_expert_swiglu_limit_list": _OFF,
     # Which positions attend to which
     "use_bidirectional_attention": _OFF,
     "is_causal": (True,),

@@ -184,6 +184,8 @@ _SPARSE_ATTENTION = " (its sparse attention selects keys with an indexer, which 
 _HINTS = {
     "deepseek_v32": _SPARSE_ATTENTION,
     "glm_moe_dsa": _SPARSE_ATTENTION,
+    "glm5_next": _SPARSE_ATTENTION,
+    "minimax": " (its residual stream is the normalised one, which is not supported)",
 }
 
 

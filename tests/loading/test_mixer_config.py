@@ -141,6 +141,8 @@ def test_the_width_of_lfm2_is_adjusted(keys, width):
         ("bailing_hybrid", {"no_kda_lora": False}, "no_kda_lora must be true; got False"),
         ("bailing_hybrid", {"gated_attention_proj_granularity_type": "element_wise"},
          "gated_attention_proj_granularity_type must be null or 'head_wise'"),
+        ("bailing_hybrid", {"expert_swiglu_limit_list": [0, 7.0]},
+         "expert_swiglu_limit_list must be null or 0"),
         ("bailing_hybrid", {"kda_lower_bound": 0.5}, "kda_lower_bound must be a number from -1000"),
         ("bailing_hybrid", {"head_dim": 512}, "head_dim must be a whole number from 1 to 256"),
         ("bailing_hybrid", {"group_norm_size": 3, "layer_group_size": 2},

@@ -118,7 +118,7 @@ def test_the_scale_has_yarns_temperature():
         assert mla_scale(sizes, plain) == 192**-0.5
 
 
-@pytest.mark.parametrize("model_type", ["deepseek_v32", "glm_moe_dsa"])
+@pytest.mark.parametrize("model_type", ["deepseek_v32", "glm_moe_dsa", "glm5_next"])
 def test_sparse_attention_is_refused_in_one_line(model_type):
     with pytest.raises(ConfigError, match=r"its sparse attention .* is not supported") as caught:
         config_from_dict({"model_type": model_type})
