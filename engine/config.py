@@ -516,6 +516,9 @@ class ModelConfig:
     tie_word_embeddings, qkv_bias, o_bias, mlp_bias, lm_head_bias, qk_norm, pre_norms, post_norms
         Whether each of these exists (bool): output embedding tied to the input embedding, biases,
         q and k norms, norms before and after attention and MLP.
+    inner_norms : bool
+        Whether the inputs of attention's output projection and of the MLP's down projection are
+        normalised (BitNet).
     norms_by_kind : bool
         Whether only layers with attention have the norms after, and only the others those before
         (OLMo hybrid).
@@ -547,8 +550,8 @@ class ModelConfig:
         "sigmoid" multiplies the output of attention by sigmoid(g) before its projection; a row of
         `qkv` per feature of the heads computes g. "" for no gate.
     activation : str
-        Activation of the gate (of up, without a gate): "silu", "gelu" (erf), "gelu_tanh" or,
-        without a gate, "relu2" (the square of ReLU) or "xielu".
+        Activation of the gate (of up, without a gate): "silu", "gelu" (erf), "gelu_tanh", "relu2"
+        (the square of ReLU) or, without a gate, "xielu".
     moe : MoeConfig or None
         Mixture of experts; None if all layers are dense.
     num_extra_layers : int
@@ -636,6 +639,7 @@ class ModelConfig:
     bare_qk_norm: bool = False
     pre_norms: bool = True
     post_norms: bool = False
+    inner_norms: bool = False
     norms_by_kind: bool = False
     single_branch: bool = False
     parallel: bool = False

@@ -15,7 +15,7 @@ from engine.layers.norm import Norm, QuantizedRows
 from engine.weights import FORMATS, Weight
 from engine.weights.formats import STACKED
 
-__all__ = ["PRODUCTS", "Linear", "Product"]
+__all__ = ["PRODUCTS", "Linear", "NormedLinear", "Product"]
 
 
 @dataclass(frozen=True)
@@ -223,3 +223,38 @@ class Linear:
     def of_normed(self, x: Any, norm: Norm, *, activation: str | None = None) -> Any:
         """Return activation(norm(x) Wᵀ + b). For few tokens it is one kernel."""
         return self._product.of_normed(x, norm, self.weight, bias=self.bias, activation=activation)
+
+
+class NormedLinear(Linear):
+    """A linear layer that normalises its input first (BitNet).
+
+    Parameters
+    ----------
+    norm : Norm
+    linear : Linear
+    """
+
+    __slots__ = ("linear", "norm")
+
+    def __init__(self, norm: Norm, linear: Linear) -> None:
+        bias = None if linear.bias is None else Weight.dense(linear.bias)
+        super().__init__(linear.weight, bias, deterministic=linear.deterministic)
+        self.norm = norm
+        self.linear = linear
+
+    def arrays(self) -> Iterator[tuple[str, Any]]:
+        """Yield (name, array) for every array of the layer."""
+        yield from arrays_of(norm=self.norm, linear=self.linear)
+
+    def __call__(
+        self,
+        x: Any,
+        *,
+        activation: str | None = None,
+        out_dtype: Any = None,
+        residual: Any = None,
+    ) -> Any:
+        """Return the product of norm(x), which overwrites `x` (T, in). See `Linear`."""
+        x = self.norm(x, out=x)
+        options = {"activation": activation, "out_dtype": out_dtype, "residual": residual}
+        return self.linear(x, **options)

@@ -16,8 +16,8 @@ from engine.weights import Format
 __all__ = ["MLP"]
 
 _GELU = {"gelu": "none", "gelu_tanh": "tanh"}
-_GATES = ("silu", *_GELU)
-_PLAIN = (*_GATES, "relu2", "xielu")
+_GATES = ("silu", *_GELU, "relu2")
+_PLAIN = (*_GATES, "xielu")
 
 
 class MLP:
@@ -30,8 +30,8 @@ class MLP:
     down : Linear
         (N, F).
     activation : str
-        Activation of the gate, or of up: "silu", "gelu" (erf), "gelu_tanh", or without a gate
-        "relu2" (the square of ReLU) or "xielu".
+        Activation of the gate, or of up: "silu", "gelu" (erf), "gelu_tanh", "relu2" (the square of
+        ReLU), or without a gate "xielu".
     is_gated : bool
         Whether `gate_up` includes a gate.
     coefficients : (4,) array of float32, optional
@@ -106,6 +106,8 @@ class MLP:
         if self.cutoff is not None:
             gate = product[:, : product.shape[1] // 2]
             kernels.gaussian_topk(gate, self.cutoff, out=gate)
+        if self.is_gated and self.activation == "relu2":
+            return kernels.relu(product, squared=True, gated=True)
         if self.is_gated:
             return kernels.geglu(product, approximate=_GELU[self.activation])
         if self.activation == "silu":

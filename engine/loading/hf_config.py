@@ -105,8 +105,9 @@ _ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
     "gelu_fast": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
+    "relu2": "relu2",
 }
-_UNGATED_ACTIVATIONS = {**_ACTIVATIONS, "relu2": "relu2", "xielu": "xielu"}
+_UNGATED_ACTIVATIONS = {**_ACTIVATIONS, "xielu": "xielu"}
 
 
 def load_hf_config(directory: str | PathLike[str]) -> ModelConfig:
@@ -363,6 +364,7 @@ def _switches(fields: Fields, kind: Family) -> dict[str, Any]:
         "bare_qk_norm": kind.bare_qk_norm,
         "pre_norms": kind.pre_norms,
         "post_norms": declared(kind.post_norms),
+        "inner_norms": kind.inner_norms,
         "norms_by_kind": kind.norms_by_kind,
         "layer_norm": kind.layer_norm and _eps_key(fields, kind) == kind.eps_key,
         "norm_weight": kind.norm_weight,

@@ -27,7 +27,8 @@ def pad_mlps(weights: dict[str, Weight], config: ModelConfig, device: Device, dt
         If a second copy of a layer's MLP does not fit on the device.
     """
     multiple = _ROW_ALIGNMENT // itemsize(dtype)
-    if config.intermediate_size % multiple == 0 or not config.has_mlp:
+    is_aligned = config.intermediate_size % multiple == 0
+    if is_aligned or not config.has_mlp or config.inner_norms:  # padding would enter the mean
         return
     with weight_room(config, device, dtype):
         for layer in (i for i in range(config.num_layers) if config.moe_of(i) is None):

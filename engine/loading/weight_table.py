@@ -487,6 +487,8 @@ def _attention_shapes(
             shapes["k_norm"] = (d,)
     if config.sinks:
         shapes["sinks"] = (parts.size("sink"),)
+    if config.inner_norms:
+        shapes["o_norm"] = (parts.whole["heads"],)
     shapes["o"] = parts.second_shape("o", n)
     if config.o_bias:
         shapes["o_bias"] = shapes["o"][:1]
@@ -611,6 +613,8 @@ def _mlp_shapes(config: ModelConfig, parts: _Parts) -> dict[str, tuple[int, ...]
     rows = parts.rows(first)
     down = parts.second_shape("down", n)
     shapes: dict[str, tuple[int, ...]] = {first: (rows, n), "down": down}
+    if config.inner_norms:
+        shapes["down_norm"] = (parts.whole["gate"],)
     if config.activation == "xielu":
         shapes |= dict.fromkeys(XIELU_KINDS, (1,))
     if config.mlp_bias:

@@ -21,7 +21,7 @@ from engine.layers.arrays import arrays_of
 from engine.layers.attention import Attention, AttentionParams, SharedAttention
 from engine.layers.batch import ForwardBatch
 from engine.layers.embedding import Embedding
-from engine.layers.linear import Linear
+from engine.layers.linear import Linear, NormedLinear
 from engine.layers.mixer import FeedForward, JointMixer, Mixer
 from engine.layers.mla import Mla
 from engine.layers.mlp import MLP
@@ -531,6 +531,12 @@ class Decoder:
         bias = self._weight(f"{name}_bias") if has_bias else None
         return make(self._weight(name), bias, deterministic=self.deterministic)
 
+    def _with_norm(self, name: str, divide: Callable[[Norm], Norm], linear: Linear) -> Linear:
+        """Return `linear` behind the norm of its input, if the model has inner norms."""
+        if not self.config.inner_norms:
+            return linear
+        return NormedLinear(divide(Norm(self._weight(name).data, self.config.rms_norm_eps)), linear)
+
     @property
     def _stream_parts(self) -> Parts:
         return Parts(self._weight, partial(self._linear, has_bias=False), self._norm)
@@ -670,7 +676,11 @@ class Decoder:
         config = self.config
         return MLP(
             self._linear(f"{name}{'gate_up' if config.gated_mlp else 'up'}", config.mlp_bias),
-            self._linear(f"{name}down", config.mlp_bias, self.parts.down),
+            self._with_norm(
+                f"{name}down_norm",
+                self.parts.feature_norm,
+                self._linear(f"{name}down", config.mlp_bias, self.parts.down),
+            ),
             config.activation,
             is_gated=config.gated_mlp,
             coefficients=self._xielu(name) if config.activation == "xielu" else None,
@@ -760,7 +770,11 @@ class Decoder:
         return make(
             params,
             self._linear(f"{name}.qkv", config.qkv_bias),
-            self._linear(f"{name}.o", config.o_bias, self.parts.attention_output),
+            self._with_norm(
+                f"{name}.o_norm",
+                lambda norm: self.parts.row_norm(norm, len(norm.weight) // config.head_dim),
+                self._linear(f"{name}.o", config.o_bias, self.parts.attention_output),
+            ),
             rope.array,
             self._head_norm(index, "q"),
             None if is_shared else self._head_norm(index, "k"),

@@ -266,6 +266,8 @@ class Family:
         Attention and MLP read the same input, and both are added to it; or the key of that flag.
     parallel_norms : bool
         Each branch of a parallel block has a norm of its own.
+    inner_norms : bool
+        See `ModelConfig.inner_norms`.
     norms_by_kind : bool
         See `ModelConfig.norms_by_kind`.
     whole_qk_norm : bool
@@ -404,6 +406,7 @@ class Family:
     bare_qk_norm: bool = False
     pre_norms: bool = True
     post_norms: bool | str = False
+    inner_norms: bool = False
     norms_by_kind: bool = False
     sinks: bool | Literal["windows"] = False
     windows: WindowRule = "never"

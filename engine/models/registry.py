@@ -11,6 +11,7 @@ from engine.models.apertus import APERTUS
 from engine.models.arcee import ARCEE
 from engine.models.bailing_hybrid import BAILING_HYBRID
 from engine.models.bailing_linear import BAILING_MOE_LINEAR, BAILING_MOE_V2_5
+from engine.models.bitnet import BITNET
 from engine.models.cohere2 import COHERE2
 from engine.models.cohere2_moe import COHERE2_MOE
 from engine.models.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2
@@ -127,6 +128,7 @@ _DENSE = (
     OLMO_HYBRID,
     YOUTU,
     MINICPM3,
+    BITNET,
     FALCON_H1,
 )
 _SPARSE = (

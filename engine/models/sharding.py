@@ -182,6 +182,10 @@ class WholeParts:
         """Return a norm of all `num_heads` heads together."""
         return norm
 
+    def feature_norm(self, norm: Norm) -> Norm:
+        """Return a norm of all features of an MLP."""
+        return norm
+
     def embedding(self, embedding: Embedding) -> Embedding:
         """Return the token embedding."""
         return embedding
@@ -250,7 +254,8 @@ class ParallelParts(WholeParts):
     @property
     def can_plan(self) -> bool:
         """Whether layers launch only kernels, which all-gathers do not: they also copy."""
-        return not (self.shard.by_output or self.config.whole_qk_norm)
+        c = self.config
+        return not (self.shard.by_output or c.whole_qk_norm or c.inner_norms)
 
     @property
     def can_fuse(self) -> bool:
@@ -292,6 +297,10 @@ class ParallelParts(WholeParts):
     def row_norm(self, norm: Norm, num_heads: int) -> Norm:
         """Return a norm of all `num_heads` heads together, which are divided among the ranks."""
         return AllGatherNorm(norm, self.collectives, self._share(num_heads))
+
+    def feature_norm(self, norm: Norm) -> Norm:
+        """Return a norm of all features of an MLP, which are divided among the ranks."""
+        return AllGatherNorm(norm, self.collectives)
 
     def embedding(self, embedding: Embedding) -> Embedding:
         """Return the token embedding, divided by rows of the vocabulary."""

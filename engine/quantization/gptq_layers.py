@@ -16,6 +16,7 @@ from engine.cache.memory_pool import MemoryPool
 from engine.device import Device
 from engine.errors import WeightsError
 from engine.layers.batch import ForwardBatch
+from engine.layers.linear import NormedLinear
 from engine.layers.mlp import MLP
 from engine.layers.moe import MoE
 from engine.layers.norm import Norm
@@ -110,6 +111,10 @@ def _linears(layer: DecoderLayer, index: int) -> dict[str, tuple[Any, str]]:
     if isinstance(mlp, MLP):
         found[f"{prefix}{'gate_up' if mlp.is_gated else 'up'}"] = mlp, "gate_up"
         found[f"{prefix}down"] = mlp, "down"
+    for kind, place in found.items():
+        linear = getattr(*place)
+        if isinstance(linear, NormedLinear):  # what it multiplies is normalised
+            found[kind] = linear, "linear"
     return {f"layers.{index}.{kind}": place for kind, place in found.items()}
 
 

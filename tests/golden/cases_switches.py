@@ -28,6 +28,7 @@ _ALPHA = {"type": "dynamic", "alpha": 50.0, "factor": 1.0}
 _APERTUS = {**_TINY, "model_type": "apertus", "hidden_act": "xielu", "head_dim": 24}
 _OLMO = {**_TINY, "model_type": "olmo"}
 del _OLMO["rms_norm_eps"]
+_BITNET = {**_RELU2, "model_type": "bitnet", "rms_norm_eps": 1e-3}
 _NANOCHAT = {**_RELU2, "model_type": "nanochat", "rms_norm_eps": 1e-3}
 _COHERE2_MOE = {
     **_MOE,
@@ -229,6 +230,14 @@ SWITCHES: dict[str, dict[str, Any]] = {
                 "partial_rotary_factor": 0.75,
             },
         },
+    },
+    "bitnet": {**_BITNET, "rope_theta": 500.0},
+    "bitnet_new_keys_biases": {
+        **_BITNET,
+        "intermediate_size": 90,
+        "attention_bias": True,
+        "tie_word_embeddings": True,
+        "rope_parameters": _ROPE,
     },
     "hunyuan_v1_moe_new_keys": {
         **_HUNYUAN_MOE,

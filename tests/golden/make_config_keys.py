@@ -54,7 +54,7 @@ FAMILIES = (
     *("gemma", "vaultgemma", "glm", "seed_oss", "ernie4_5", "exaone4", "helium", "hyperclovax"),
     *SPARSE,
     *("arcee", "nemotron", "jais2", "gpt_neox", "hunyuan_v1_dense"),
-    *("apertus", "olmo", "nanochat", "youtu", "minicpm3"),
+    *("apertus", "olmo", "nanochat", "youtu", "minicpm3", "bitnet"),
     *("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text"),
     *("qwen3_5_text", "lfm2", "nemotron_h", "olmo_hybrid", "falcon_h1"),
 )
