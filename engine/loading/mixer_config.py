@@ -16,6 +16,7 @@ from engine.models.mixer_family import FULL_ATTENTION, MixerFamily
 
 __all__ = ["mixer_config", "with_layer_types"]
 
+_MAX_LAYERS = 1024
 _MAX_HEADS = 4096
 _MAX_HEAD_DIM = 1024
 _MAX_DELTA_DIM = 256  # features of a head that `kernels.gated_delta` supports
@@ -93,7 +94,9 @@ def _with_listed_layers(values: Mapping[str, Any], key: str, where: str) -> Mapp
     listed = given or {}
     sizes = {own: listed[name] for name, own in _LINEAR_KEYS.items() if name in listed}
     count = values.get("num_hidden_layers")
-    if values.get("layer_types") is not None or type(count) is not int:
+    if values.get("layer_types") is not None:
+        return {**values, **sizes}
+    if not isinstance(count, int) or not 0 < count <= _MAX_LAYERS:  # refused later, with the others
         return {**values, **sizes}
     is_full = [layer > 0 and layer % 4 == 0 for layer in range(count)]
     full = listed.get("full_attn_layers")

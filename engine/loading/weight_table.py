@@ -786,11 +786,13 @@ def place_tensors(
 
 
 def _stored_shapes(shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """Return the shapes in which checkpoints store an array: a number also without axes, a vector
-    also as Kimi Linear's decays."""
-    if shape == (1,):
-        return (1,), ()
-    return (shape, (1, 1, *shape, 1)) if len(shape) == 1 else (shape,)
+    """Return the shapes in which checkpoints store an array of `shape`.
+
+    A vector may be stored as Kimi Linear's decay rates are, and a number without axes.
+    """
+    if len(shape) != 1:
+        return (shape,)
+    return shape, (1, 1, *shape, 1), *(((),) if shape == (1,) else ())
 
 
 def _is_extra(config: ModelConfig, name: str) -> bool:

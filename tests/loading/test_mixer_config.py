@@ -135,6 +135,7 @@ def test_the_width_of_lfm2_is_adjusted(keys, width):
          "linear_attn_config must name each of 4 layers once, from 1 on, in full_attn_layers or"),
         ("kimi_linear", {"linear_attn_config": {"full_attn_layers": 2, "kda_layers": []}},
          "must name each of 4 layers once"),
+        ("kimi_linear", {"num_hidden_layers": 10**12}, "num_hidden_layers must be a whole number"),
         ("kimi_linear", {"mla_use_nope": False}, "mla_use_nope must be null or True"),
         ("kimi_linear", {"moe_router_activation_func": "softmax"},
          "moe_router_activation_func must be null or 'sigmoid'"),
