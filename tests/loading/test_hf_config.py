@@ -299,10 +299,10 @@ def test_apertus_without_a_scaling_has_its_own():
     assert known("apertus", rope_parameters={"rope_type": "default"}).rope.theta == 12e6
 
 
-def test_relu_squared_needs_an_mlp_without_a_gate():
-    assert known("arcee").activation == known("nemotron").activation == "relu2"
-    with pytest.raises(ConfigError, match=r"hidden_act must be one of silu, .*; got 'relu2'"):
-        known("granite", hidden_act="relu2")
+def test_xielu_needs_an_mlp_without_a_gate():
+    assert known("arcee").activation == known("bitnet").activation == "relu2"
+    with pytest.raises(ConfigError, match=r"hidden_act must be one of silu, .*; got 'xielu'"):
+        known("granite", hidden_act="xielu")
 
 
 def test_cohere2_has_rope_only_with_a_window():
