@@ -396,6 +396,24 @@ def fp8(block: bool = False, dtype: str = "F32", static: bool = False) -> Case:
     return Case(config, fp8_linear(kind, name, dtype, "input_scale" if static else ""))
 
 
+def bitnet(linear_class: str = "autobitlinear") -> Case:
+    def linear(rng: np.random.Generator, shape: tuple[int, int], seed: int):
+        ternary = rng.integers(-1, 2, shape)
+        step = shape[0] // 4
+        packed = sum((ternary[i * step :][:step] + 1) << (2 * i) for i in range(4))
+        scale = random_scales(rng, (1,), 0.7 / np.sqrt(shape[1]), "BF16")
+        factor = scale.astype(np.float32)
+        if linear_class == "bitlinear":
+            scale = random_scales(rng, (1,), 1.4 * np.sqrt(shape[1]), "F32")
+            factor = np.float32(1 / np.float64(scale))
+        kind = "F32" if linear_class == "bitlinear" else "BF16"
+        numbers = (ternary * factor).astype(np.float32)
+        return {"weight": ("U8", packed), "weight_scale": (kind, scale)}, numbers
+
+    config = {"quant_method": "bitnet", "linear_class": linear_class}
+    return Case(config | {"quantization_mode": "offline", "modules_to_not_convert": None}, linear)
+
+
 CASES: dict[str, Case] = {
     "ct_int4": ct_packed(),
     "ct_int4_asymmetric": ct_packed(group_size=32, symmetric=False),
@@ -432,6 +450,8 @@ CASES: dict[str, Case] = {
     "awq_g64": awq(group_size=64),
     "awq_symmetric": awq(zero_point=False),
     "awq_old_file": awq(file="quant_config.json"),
+    "bitnet": bitnet(),
+    "bitnet_bitlinear": bitnet("bitlinear"),
     "fp8": fp8(),
     "fp8_static": fp8(static=True),
     "fp8_block": fp8(block=True),

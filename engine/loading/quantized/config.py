@@ -47,7 +47,7 @@ class QuantizationScheme:
     Attributes
     ----------
     method : str
-        "compressed-tensors", "gptq", "awq", "fp8", or "mxfp4" (gpt-oss).
+        "compressed-tensors", "gptq", "awq", "fp8", "mxfp4" (gpt-oss) or "bitnet".
     groups : tuple of (ModuleRules, Storage or None)
         Rules and the storage of the modules they select; the first match wins. None: not quantized.
     ignored : ModuleRules

@@ -1,4 +1,4 @@
-"""Read the quantization_config of GPTQ, AWQ, Hugging Face's fp8, and gpt-oss."""
+"""Read the quantization_config of GPTQ, AWQ, Hugging Face's fp8, gpt-oss and BitNet."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from engine.loading.quantized.module_rules import (
 from engine.loading.quantized.storage import Storage
 from engine.weights import FORMATS
 
-__all__ = ["awq_scheme", "fp8_scheme", "gptq_scheme", "mxfp4_scheme"]
+__all__ = ["awq_scheme", "bitnet_scheme", "fp8_scheme", "gptq_scheme", "mxfp4_scheme"]
 
 _MAX_OVERRIDES = 256
 
@@ -140,3 +140,18 @@ def mxfp4_scheme(fields: Fields) -> QuantizationScheme:
     """Return the scheme of gpt-oss; `read_mxfp4_experts` reads its experts."""
     texts_of(fields, "modules_to_not_convert", fields.raw("modules_to_not_convert"))
     return QuantizationScheme("mxfp4")
+
+
+def bitnet_scheme(fields: Fields) -> QuantizationScheme:
+    """Return the scheme of BitNet: packed ternary matrices, and activations in 8 bits."""
+    layout = fields.text("linear_class", "bitlinear")
+    if layout not in ("bitlinear", "autobitlinear"):
+        raise fields.error("linear_class", "bitlinear or autobitlinear")
+    if fields.text("quantization_mode", "offline") != "offline":
+        raise fields.error("quantization_mode", "offline (weights that are ternary in the file)")
+    if fields.flag("use_rms_norm", False):
+        raise fields.error("use_rms_norm", "false (norms of the model itself are read)")
+    storage = Storage(layout, FORMATS["int8"], bits=2, activations="dynamic")
+    key = "modules_to_not_convert"
+    ignored = boundary_rules(fields, key, fields.raw(key))
+    return QuantizationScheme("bitnet", ((EVERY_MODULE, storage),), ignored)

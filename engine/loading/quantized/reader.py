@@ -14,6 +14,7 @@ from engine.checks import shown
 from engine.errors import WeightsError
 from engine.loading.gguf import GgufFile
 from engine.loading.quantized.awq import awq_shape, awq_storage, read_awq
+from engine.loading.quantized.bitnet import bitnet_shape, read_bitnet
 from engine.loading.quantized.compressed_tensors import (
     check_no_zero_points,
     int8_shape,
@@ -46,6 +47,8 @@ _LAYOUTS: dict[str, tuple[_Shape, _Reader]] = {
     "mxfp4": (mxfp4_shape, read_mxfp4),
     "gptq": (gptq_shape, read_gptq),
     "awq": (awq_shape, read_awq),
+    "bitlinear": (bitnet_shape, read_bitnet),
+    "autobitlinear": (bitnet_shape, read_bitnet),
 }
 
 # A module with one of these tensors is quantized.

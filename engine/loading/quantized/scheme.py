@@ -11,7 +11,13 @@ from typing import Any
 from engine.loading._fields import Fields
 from engine.loading.quantized.config import QuantizationScheme, warn_unread
 from engine.loading.quantized.config_ct import compressed_tensors_scheme
-from engine.loading.quantized.config_hf import awq_scheme, fp8_scheme, gptq_scheme, mxfp4_scheme
+from engine.loading.quantized.config_hf import (
+    awq_scheme,
+    bitnet_scheme,
+    fp8_scheme,
+    gptq_scheme,
+    mxfp4_scheme,
+)
 from engine.loading.text_model import text_values, wrapper_of
 from engine.model_files import is_present, read_json
 
@@ -23,6 +29,7 @@ _METHODS: dict[str, Callable[[Fields], QuantizationScheme]] = {
     "awq": awq_scheme,
     "fp8": fp8_scheme,
     "mxfp4": mxfp4_scheme,
+    "bitnet": bitnet_scheme,
 }
 
 _OLD_FILES = ("quantize_config.json", "quant_config.json")

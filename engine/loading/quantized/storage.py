@@ -19,7 +19,7 @@ class Storage:
     ----------
     layout : str
         Tensor layout: "packed" (compressed-tensors' integers packed in words), "int8", "fp8",
-        "mxfp4", "gptq" or "awq".
+        "mxfp4", "gptq", "awq", or BitNet's "bitlinear" and "autobitlinear".
     format : Format
         Format of the rows read. Stored groups may be larger, a multiple of its groups; their scales
         are then repeated.

@@ -32,6 +32,7 @@ FORMAT_NAMES = {
     "gptq_8": "int8_g128",
     "gptq_8_asymmetric": "int8_g32_zp", "gptq_old_file": "int4_g128", "awq": "int4_g128_zp",
     "awq_g64": "int4_g64_zp", "awq_symmetric": "int4_g128", "awq_old_file": "int4_g128_zp",
+    "bitnet": "int8", "bitnet_bitlinear": "int8",
     "fp8": "fp8", "fp8_static": "fp8", "fp8_block": "fp8_block", "fp8_block_ue8m0": "fp8_block",
 }  # fmt: skip
 Q = "model.layers.1.self_attn.q_proj"

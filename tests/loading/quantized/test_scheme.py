@@ -30,7 +30,20 @@ def ct(weights=None, group=None, **top):
 REFUSED = {
     "method": (
         {"quant_method": "bitsandbytes"},
-        "quant_method must be one of compressed-tensors, gptq, awq, fp8, mxfp4; got 'bitsandbytes'",
+        "quant_method must be one of compressed-tensors, gptq, awq, fp8, mxfp4, bitnet; got "
+        "'bitsandbytes'",
+    ),
+    "bitnet, online": (
+        {"quant_method": "bitnet", "quantization_mode": "online"},
+        "quantization_mode must be offline .*; got 'online'",
+    ),
+    "bitnet, norms": (
+        {"quant_method": "bitnet", "use_rms_norm": True},
+        "use_rms_norm must be false .*; got True",
+    ),
+    "bitnet, others": (
+        {"quant_method": "bitnet", "linear_class": "linear"},
+        "linear_class must be bitlinear or autobitlinear; got 'linear'",
     ),
     "no method": ({}, "quant_method must be a string; got nothing"),
     "method of another type": ({"quant_method": 4}, "quant_method must be a string; got 4"),
