@@ -14,8 +14,10 @@ from engine.commands._bench_models import built_in_config, built_in_names
 from engine.config import MoeConfig
 from engine.device import Device
 from engine.errors import ConfigError
+from engine.loading.hf_config import config_from_dict
 from engine.loading.load_config import LoadConfig
 from engine.loading.weight_memory import quantized_formats, weight_bytes
+from engine.loading.weight_table import weight_shapes
 from engine.scaling import (
     CARDS,
     NCCL,
@@ -136,6 +138,19 @@ def test_reading_takes_at_least_the_memory_its_bytes():
             num_bytes -= 2 * config.vocab_size * config.hidden_size  # a row of it is read
         terms = _speed(name=name, quantization=quantization).token(1)
         assert terms.weights > num_bytes / card.memory_rate / 1e6
+
+
+@pytest.mark.parametrize(
+    "case", ["qwen3_next", "kimi_linear", "bailing_moe_v2_5", "deepseek_v3", "granitemoehybrid"]
+)
+def test_every_kind_of_layer_reads_its_matrices(case):
+    record = json.loads((ROOT / f"tests/golden/models/{case}.json").read_text())
+    few = {"hidden_size": 1 << 16, "vocab_size": 1, "moe": None}
+    config = dataclasses.replace(config_from_dict(record["config"]), **few)
+    model = StepModel(config, "bfloat16", 2, None, find_card("h200"), Constants())
+    shapes = [shape for shape in weight_shapes(config).values() if len(shape) == 2]
+    num_bytes = 2 * sum(map(math.prod, shapes))
+    assert Speed(model, Division()).token(1).weights > num_bytes / model.card.memory_rate / 1e6
 
 
 def test_tensor_parallel_divides_what_is_read_and_adds_sums():

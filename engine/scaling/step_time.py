@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from statistics import NormalDist
@@ -22,11 +23,21 @@ from engine.weights import FORMATS, Format, dense_format
 
 __all__ = ["Step", "StepModel"]
 
+# Kind of layer -> the product that reads its norm.
+_FIRST = {
+    "attention": "qkv",
+    "mla": "mla_in",
+    "gated_delta": "delta_in",
+    "lightning": "lightning_in",
+    "mamba2": "mamba_in",
+    "short_conv": "conv_in",
+}
 _MATRICES = (
-    "qkv",
+    *_FIRST.values(),
     "o",
-    "delta_in",
-    "delta_out",
+    *("mla_q_up", "mla_kv_up", "mla_out"),
+    *("delta_z_up", "delta_a_up", "delta_out"),
+    *("lightning_out", "mamba_out", "conv_out"),
     "gate_up",
     "up",
     "down",
@@ -152,15 +163,18 @@ class StepModel:
     ) -> Terms:
         found = {kind: shapes.get(f"layers.{layer}.{kind}") for kind in _MATRICES}
         chosen = {kind: self._format(f"layers.{layer}.{kind}", formats) for kind in found}
-        is_delta = local.kind(layer) == "gated_delta"
-        terms = self._states(local, step) if is_delta else self._attention(local, window, step)
+        own = local.kind(layer)
+        is_recurrent = own in _STATES
+        terms = (
+            self._states(local, own, step) if is_recurrent else self._attention(local, window, step)
+        )
         for kind, shape in found.items():
             if shape is not None:
                 terms += self._product(shape, chosen[kind], step.rows)
         moe = local.moe_of(layer)
         if moe is not None:
             terms += self._experts(moe, layer, shapes, formats, step, division)
-        first = chosen["delta_in" if is_delta else "qkv"]
+        first = chosen[_FIRST.get(own, "qkv")]
         terms += self._elementwise(local, moe, first, step, division)
         sums = 1 if local.parallel else 2
         return terms + self._sum(step.num_tokens, division).times(sums)
@@ -226,7 +240,10 @@ class StepModel:
         context = min(step.context, window) if window else step.context
         constants = self.constants
         heads = local.num_heads
-        kv_bytes = 2 * local.num_kv_heads * local.head_dim * self.page_itemsize
+        cached = 2 * local.num_kv_heads * local.head_dim
+        if local.mla is not None:
+            cached = local.mla.cache_dim
+        kv_bytes = cached * self.page_itemsize
         if step.is_decode:
             share = constants.read_pages if self.page_itemsize > 1 else constants.read_page_codes
             reading = self._read_us(step.num_tokens * context * kv_bytes, share)
@@ -236,19 +253,18 @@ class StepModel:
         rate = constants.tensor_attention * self.card.tensor_16
         return Terms(attention=operations / rate / 1e6, launches=constants.launch_us)
 
-    def _states(self, local: ModelConfig, step: Step) -> Terms:
-        """Return the time of a gated delta net without its projections."""
-        delta = local.gated_delta
-        assert delta is not None
+    def _states(self, local: ModelConfig, kind: str, step: Step) -> Terms:
+        """Return the time of linear attention without its projections."""
+        heads, key_dim, value_dim = _STATES[kind](local)
         constants = self.constants
-        state = delta.value_dim * delta.key_head_dim
+        state = heads * key_dim * value_dim
         launches = 2 * constants.elementwise_us + constants.launch_us
         if step.is_decode:  # each state is read and written
             reading = self._read_us(step.num_tokens * 2 * 4 * state, constants.read_pages)
             return Terms(pages=reading, launches=launches)
         # A chunk multiplies with the state three times, and twice with its own keys and values.
-        chunk = 2 * _DELTA_CHUNK * (delta.key_head_dim + delta.value_head_dim)
-        operations = 2 * step.num_tokens * (3 * state + chunk * delta.num_value_heads)
+        chunk = 2 * _DELTA_CHUNK * (key_dim + value_dim)
+        operations = 2 * step.num_tokens * (3 * state + chunk * heads)
         rate = constants.tensor_attention * self.card.tensor_16
         return Terms(attention=operations / rate / 1e6, launches=launches)
 
@@ -349,6 +365,32 @@ class StepModel:
 
 
 @lru_cache(maxsize=256)
+def _delta_state(local: ModelConfig) -> tuple[int, int, int]:
+    delta = local.gated_delta
+    assert delta is not None
+    return delta.num_value_heads, delta.key_head_dim, delta.value_head_dim
+
+
+def _lightning_state(local: ModelConfig) -> tuple[int, int, int]:
+    lightning = local.lightning
+    assert lightning is not None
+    return lightning.num_heads, lightning.head_dim, lightning.head_dim
+
+
+def _mamba_state(local: ModelConfig) -> tuple[int, int, int]:
+    mamba = local.mamba2
+    assert mamba is not None
+    return mamba.num_heads, mamba.state_size, mamba.head_dim
+
+
+# Kind of layer -> function that returns the number of its states, and their rows and columns.
+_STATES: dict[str, Callable[[ModelConfig], tuple[int, int, int]]] = {
+    "gated_delta": _delta_state,
+    "lightning": _lightning_state,
+    "mamba2": _mamba_state,
+}
+
+
 def _weights(
     local: ModelConfig, quantization: str | None
 ) -> tuple[dict[str, tuple[int, ...]], dict[str, Format], Counter[tuple[int, int]]]:
