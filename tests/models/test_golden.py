@@ -288,6 +288,30 @@ def test_kernels_that_store_keys_are_compiled_before_the_first_step(golden, monk
     assert called
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_ops_that_layers_call_are_compiled_before_the_first_step(golden, monkeypatch, case):
+    want, called = golden(case), set()
+
+    def watched(name, op):
+        def run(*args, **options):
+            called.add(name)
+            return op(*args, **options)
+
+        return run
+
+    for name in kernels.__all__:
+        if name.islower():
+            monkeypatch.setattr(kernels, name, watched(name, getattr(kernels, name)))
+    model = want.load()
+    cache = model.new_cache(1, want.max_tokens)
+    for ids in (want.prompt, want.greedy[:1]):
+        model.step([ids], cache)
+    files = (Path(spec.file) for spec in kernel_specs(model.config, "float32"))
+    listed = {name for file in files for name in (file.stem, file.parts[0])}
+    assert len(called) > 4
+    assert called - {"moe_gemm_combine"} <= listed  # it launches moe_gemm's modules
+
+
 # Names in published checkpoints -> in those saved with save_original_format=False.
 DECAYS = {f"self_attn.{one}": f"self_attn.forget_gate.{one}" for one in ("A_log", "dt_bias", "f_")}
 FUSED = {
