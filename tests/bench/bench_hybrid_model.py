@@ -22,9 +22,9 @@ _SIZES = (1, 32, 256)
 _PROMPTS = 16, 4096
 _KERNELS = 24  # kernels in a row
 _WORK = {
+    "prefill": (Work.same(*_PROMPTS, 1), 2),
     "latency": (Work.same(1, 128, 512), 2),
     "throughput": (Work.mixed(256), 1),
-    "prefill": (Work.same(*_PROMPTS, 1), 2),
 }
 
 
@@ -64,7 +64,7 @@ def _rows(engine, torch):
         yield row_of(
             "hybrid_model", f"decode {size} x 500", decode_steps(engine, size, torch), most=_KERNELS
         )
-    yield row_of("hybrid_model", "prefill", *_prefill_steps(engine, torch), most=_KERNELS)
+    yield row_of("hybrid_model", "prefill step", *_prefill_steps(engine, torch), most=_KERNELS)
 
 
 def main(device):

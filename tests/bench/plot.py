@@ -511,6 +511,38 @@ def _whole_models() -> Picture:
     return Picture("Whole models beside vLLM 0.24", _source(record), panels, 3, 3.6)
 
 
+def _hybrid_model() -> Picture:
+    record = _load("hybrid_model")
+    rows = {row["case"]: row for row in record["rows"]}
+    peer = {row["case"]: row for row in record["vllm"]["rows"]}
+
+    def beside(title: str, unit: str, case: str, key: str, digits: str) -> Bars:
+        series = {"ours": [rows[case][key]], "vLLM": [peer[case][key]]}
+        return Bars(title, unit, [""], series, digits=digits)
+
+    def shares(title: str, case: str) -> Bars:
+        row = rows[case]
+        us = {
+            name.removesuffix(" us"): row[name] * row[f"{name.removesuffix(' us')} a step"]
+            for name in row
+            if name.endswith(" us") and name != "step us"
+        }
+        names = sorted(us, key=lambda name: -us[name])[:9]
+        values = [us[name] / 1e3 for name in names]
+        return Bars(title, "ms of a step", names, {"ours": values}, digits=".2f")
+
+    panels = [
+        beside("one request", "ms a token, less is better", "latency", "ms_per_token", ".2f"),
+        beside("256 requests", "output tokens/s", "throughput", "output_tokens_per_s", ".0f"),
+        beside("16 prompts of 4,096", "prompt tokens/s", "prefill", "prompt_tokens_per_s", ".0f"),
+        shares("a step of one request", "decode 1 x 500"),
+        shares("a step of 256 requests", "decode 256 x 500"),
+        shares("a step of 8,192 prompt tokens", "prefill step"),
+    ]
+    title = "Qwen3.6-35B-A3B's shape in fp8 blocks"
+    return Picture(title, _source(record), panels, 3, 2.8, 15.0)
+
+
 def _serve() -> Picture:
     record = _load("serve")
     rows, steps = record["rows"], record["structured"]["rows"]
@@ -610,6 +642,7 @@ PICTURES: dict[str, Callable[[], Picture]] = {
     "attention_roofline": _roofline,
     "quantization": _quantization,
     "whole_models": _whole_models,
+    "hybrid_model": _hybrid_model,
     "scaling": _scaling,
 }
 
