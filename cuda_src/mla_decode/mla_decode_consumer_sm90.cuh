@@ -8,7 +8,9 @@
 //   warpgroup 0:  S0 | P0, P0 V0 | S2, P1 V1 | P2, P2 V2 | S4, P3 V3 | ...
 //   warpgroup 1:  S1, P0 V0 | P1, P1 V1 | S3, P2 V2 | P3, P3 V3 | ...
 //
-// One buffer for P is enough: a thread has read P of tile j before it writes P of tile j + 1.
+// One buffer for P is enough: a thread has read P of tile j before it writes P of tile j + 1. Only
+// two tiles fit in shared memory, so a part of a stage is released as soon as its last product has
+// ended: in the midst of a softmax for the other warpgroup's tiles.
 // The base of a row moves only if its maximum exceeds it by more than kBaseRange, so O is rarely
 // rescaled.
 #pragma once
@@ -32,36 +34,6 @@ class Consumer {
   __device__ __forceinline__ Consumer(unsigned smem, float score_factor)
       : smem_(smem), ring_{smem}, score_factor_(score_factor) {}
 
-  // Barrier across the consumers.
-  __device__ __forceinline__ static void barrier() {
-    named_barrier_sync<kConsumerThreads>(kAllBarrier);
-  }
-
-  // Copies the rows of Q to shared memory.
-  __device__ __forceinline__ void load_queries(const MlaDecodeSm90Params& p, int b,
-                                               const TileRows& rows) const {
-    constexpr int kWords = kWidth / 8;
-    const scalar_t* q = p.q + b * p.q_stride_b;
-    const scalar_t* q_rope = p.q_rope + b * p.q_rope_stride_b;
-#pragma unroll 6
-    for (int i = threadIdx.x; i < kRows * kWords; i += kConsumerThreads) {
-      const int row = i / kWords, word = i % kWords;
-      uint4 x = make_uint4(0, 0, 0, 0);
-      if (rows.exists(row)) {
-        const int token = (rows.begin + row) / p.num_heads, head = (rows.begin + row) % p.num_heads;
-        const int column = word * 8;
-        x = *reinterpret_cast<const uint4*>(
-            column < kLatent ? q + token * p.q_stride_t + head * p.q_stride_h + column
-                             : q_rope + token * p.q_rope_stride_t + head * p.q_rope_stride_h +
-                                   (column - kLatent));
-      }
-      st_shared_v4(smem_ + word / 8 * kChunkBytes + row * 128 + (word ^ row) % 8 * 16, x.x, x.y,
-                   x.z, x.w);
-    }
-    fence_async_proxy();  // wgmma reads them
-    barrier();
-  }
-
   // Processes the key tiles of a work tile.
   __device__ __forceinline__ void run(const TileRows& rows, const WorkTile& work) {
     const int n = work.num_tiles;
@@ -71,6 +43,7 @@ class Consumer {
       start_scores(s, work, 0);
       wgmma_wait<0>();
       wgmma_pin(s);
+      ring_.release(first_, kRopePart);
       own_tile(s, rows, work, 0);
     }
     int tile = 1 - kGroup;  // the other warpgroup's tile
@@ -79,19 +52,20 @@ class Consumer {
       float s[kKeys / 2];
       wgmma_wait<0>();  // P V of this warpgroup's previous tile, whose stage the next one may use
       wgmma_pin(o_);
-      if (tile > 0) ring_.release(first_ + tile - 1);
+      if (tile > 0) ring_.release(first_ + tile - 1, kGroup);
       start_scores(s, work, tile + 1);
       other_tile(tile);
       wgmma_wait<1>();
       wgmma_pin(s);
+      ring_.release(first_ + tile + 1, kRopePart);
       own_tile(s, rows, work, tile + 1);
     }
     wgmma_wait<0>();
-    if (tile > 0) ring_.release(first_ + tile - 1);
+    if (tile > 0) ring_.release(first_ + tile - 1, kGroup);
     if (tile < n) {
       other_tile(tile);
       wgmma_wait<0>();
-      ring_.release(first_ + tile);
+      ring_.release(first_ + tile, kGroup);
     }
     wgmma_pin(o_);
     first_ += n;
@@ -106,12 +80,17 @@ class Consumer {
       sum_[i] += __shfl_xor_sync(kFullMask, sum_[i], 1);
       sum_[i] += __shfl_xor_sync(kFullMask, sum_[i], 2);
     }
-    const unsigned sums = smem_ + kExchangeAt;
-    barrier();  // SAFETY: the last tile's P has been read.
-    st_shared_v2(sums + threadIdx.x * 8, sum_[0], sum_[1]);
-    barrier();
-    const float2 other = ld_shared_v2(sums + (threadIdx.x ^ kGroupThreads) * 8);
-    const float total[2] = {sum_[0] + other.x, sum_[1] + other.y};
+    float total[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      if (threadIdx.x % 4 == 0) st_shared(sums(kGroup) + row_of(i) * 4, __float_as_int(sum_[i]));
+    hand_over();
+    wait_for_other();
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      total[i] = sum_[i] + __int_as_float(ld_shared(sums(kGroup ^ 1) + row_of(i) * 4));
+    // SAFETY: the next work tile begins once all consumers have read Q, P and the sums of this one.
+    mbarrier_arrive(smem_ + kQEmptyAt);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int row = row_of(i);
@@ -123,14 +102,14 @@ class Consumer {
   }
 
  private:
-  // Named barriers: all consumers; a warpgroup (2 and 3); two warps of the same rows (4 to 11).
-  static constexpr int kAllBarrier = 1, kGroupBarrier = 2, kPairBarrier = 4;
+  static constexpr int kGroupBarrier = 1;    // named barriers 1 and 2: a warpgroup
   static constexpr float kBaseRange = 8.0f;  // log2
 
   unsigned smem_;
   Ring ring_;
   float score_factor_;
-  unsigned first_ = 0;  // number of the work tile's first tile
+  unsigned first_ = 0;         // number of the work tile's first tile
+  unsigned num_received_ = 0;  // since the CTA's start
   float o_[kColumns / 2];
   float base_[2], sum_[2];  // of rows row_of(0) and row_of(1)
 
@@ -140,6 +119,18 @@ class Consumer {
   }
   __device__ __forceinline__ unsigned exchange() const {
     return smem_ + kExchangeAt + threadIdx.x % kGroupThreads * 16;
+  }
+  __device__ __forceinline__ unsigned sums(int group) const {
+    return smem_ + kSumsAt + group * kRows * 4;
+  }
+
+  // Tell the other warpgroup's warp of the same rows that this warp has written to shared memory;
+  // wait until it has.
+  __device__ __forceinline__ void hand_over() const {
+    mbarrier_arrive(smem_ + kHandoffsAt + (kGroup * 4 + warp()) * 8);
+  }
+  __device__ __forceinline__ void wait_for_other() {
+    mbarrier_wait(smem_ + kHandoffsAt + ((kGroup ^ 1) * 4 + warp()) * 8, num_received_++ & 1);
   }
 
   __device__ __forceinline__ void reset() {
@@ -152,37 +143,51 @@ class Consumer {
   // Starts S = Q K^T of a tile.
   __device__ __forceinline__ void start_scores(float (&s)[kKeys / 2], const WorkTile& work,
                                                int tile) const {
-    ring_.wait_full(first_ + tile);
-    clear_beyond(work.num_keys - (work.first_key + tile * kKeys), first_ + tile);
-    const uint64_t q = wgmma_descriptor(smem_);
-    const uint64_t k = descriptor(ring_.tile(first_ + tile), 16);
-    wgmma_fence();
-#pragma unroll
-    for (int chunk = 0; chunk < kChunks; ++chunk)
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        wgmma<kKeys>(s, q + (chunk * kChunkBytes + i * 32) / 16, k + (chunk * 1024 + i * 32) / 16,
-                     chunk + i > 0);
+    const int count = work.num_keys - (work.first_key + tile * kKeys);
+    if (count < kKeys) clear_beyond(count, first_ + tile);
+    add_scores<kRopePart>(s, first_ + tile);
+    add_scores<kGroup>(s, first_ + tile);
+    add_scores<kGroup ^ 1>(s, first_ + tile);
     wgmma_commit();
   }
 
-  // Descriptor of a tile of keys, whose groups of 8 keys are kKeyGroupBytes apart.
+  template <int kPart>
+  __device__ __forceinline__ void add_scores(float (&s)[kKeys / 2], unsigned tile) const {
+    ring_.wait_full(tile, kPart);
+    wgmma_fence();
+    const uint64_t q = opaque(wgmma_descriptor(smem_ + kPart * kHalfChunks * kChunkBytes));
+    const uint64_t k = descriptor<kPart>(ring_.part(tile, kPart), 16);
+#pragma unroll
+    for (int chunk = 0; chunk < chunks_of(kPart); ++chunk)
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        wgmma<kKeys>(s, q + (chunk * kChunkBytes + i * 32) / 16, k + (chunk * 1024 + i * 32) / 16,
+                     kPart != kRopePart || i > 0);
+  }
+
+  // Descriptor of a part of a tile, whose groups of 8 keys are chunks_of(kPart) * 1024 bytes apart.
+  template <int kPart>
   __device__ __forceinline__ static uint64_t descriptor(unsigned address, unsigned chunk_bytes) {
-    return static_cast<uint64_t>((address & 0x3FFFF) >> 4) |
-           static_cast<uint64_t>(chunk_bytes >> 4) << 16 |
-           static_cast<uint64_t>(kKeyGroupBytes >> 4) << 32 | 1ull << 62;
+    return opaque(static_cast<uint64_t>((address & 0x3FFFF) >> 4) |
+                  static_cast<uint64_t>(chunk_bytes >> 4) << 16 |
+                  static_cast<uint64_t>(chunks_of(kPart) * 64) << 32 | 1ull << 62);
+  }
+  __device__ __forceinline__ static uint64_t opaque(uint64_t x) {
+    asm volatile("" : "+l"(x));
+    return x;
   }
 
   // Clears the latents of a tile's keys from `count` on: P is 0 there, but 0 * NaN would reach the
   // sum. The tile's owner calls it.
   __device__ __forceinline__ void clear_beyond(int count, unsigned tile) const {
-    if (count >= kKeys) return;
-    constexpr int kWords = kLatent / 8;
+    ring_.wait_full(tile, 0);
+    ring_.wait_full(tile, 1);
+    constexpr int kWords = kLatent / 8, kHalfWords = kWords / 2;
     for (int i = count * kWords + threadIdx.x % kGroupThreads; i < kKeys * kWords;
          i += kGroupThreads) {
-      const int key = i / kWords, word = i % kWords;
-      st_shared_v4(ring_.tile(tile) + key / 8 * kKeyGroupBytes + word / 8 * 1024 + key % 8 * 128 +
-                       word % 8 * 16,
+      const int key = i / kWords, part = i % kWords / kHalfWords, word = i % kHalfWords;
+      st_shared_v4(ring_.part(tile, part) + key / 8 * kHalfChunks * 1024 + word / 8 * 1024 +
+                       key % 8 * 128 + word % 8 * 16,
                    0u, 0u, 0u, 0u);
     }
     fence_async_proxy();
@@ -195,27 +200,29 @@ class Consumer {
     const int first_key = work.first_key + tile * kKeys;
     if (first_key + kKeys - 1 > rows.rule.last_key_of_first_token) mask(s, rows, first_key);
     float factor[2];
-    exponentiate(s, factor);
+    exponentiate(s, factor[0], 0);
+    wgmma_wait_after(sum_[0], exchange());
+    wgmma_wait<0>();  // P V of the other warpgroup's tile, whose stage its next load needs
+    wgmma_pin(o_);
+    if (tile > 0) ring_.release(first_ + tile - 1, kGroup);
+    exponentiate(s, factor[1], 1);
     unsigned p[kKeys / 4];
 #pragma unroll
     for (int i = 0; i < kKeys / 4; ++i) p[i] = pack2<scalar_t>(s[2 * i], s[2 * i + 1]);
-    wgmma_wait<0>();  // P V of the other warpgroup's tile
-    wgmma_pin(o_);
-    if (tile > 0) ring_.release(first_ + tile - 1);
 #pragma unroll
     for (int i = 0; i < kKeys / 16; ++i)
       st_shared_v4(exchange() + i * kGroupThreads * 16, p[4 * i], p[4 * i + 1], p[4 * i + 2],
                    p[4 * i + 3]);
     st_shared_v4(exchange() + kKeys / 16 * kGroupThreads * 16, base_[0], base_[1], factor[0],
                  factor[1]);
-    named_barrier_arrive<2 * kWarpSize>(kPairBarrier + kGroup * 4 + warp());
+    hand_over();
     rescale(factor);
     multiply(p, tile);
   }
 
   // Receives P of one of the other warpgroup's tiles, and starts P V.
   __device__ __forceinline__ void other_tile(int tile) {
-    named_barrier_sync<2 * kWarpSize>(kPairBarrier + (kGroup ^ 1) * 4 + warp());
+    wait_for_other();
     unsigned p[kKeys / 4];
 #pragma unroll
     for (int i = 0; i < kKeys / 16; ++i)
@@ -230,7 +237,7 @@ class Consumer {
       base_[i] = __uint_as_float(stats[i]);
       sum_[i] *= factor[i];
     }
-    ring_.wait_full(first_ + tile);
+    ring_.wait_full(first_ + tile, kGroup);
     wgmma_pin(o_);
     rescale(factor);
     multiply(p, tile);
@@ -249,32 +256,29 @@ class Consumer {
     }
   }
 
-  // Replaces scores by 2^(score - base), and adds them to the sums. Moves the bases if necessary;
-  // `factor` receives what O must be multiplied by.
-  __device__ __forceinline__ void exponentiate(float (&s)[kKeys / 2], float (&factor)[2]) {
+  // Replaces the scores of row_of(i) by 2^(score - base), and adds them to its sum. Moves its base
+  // if necessary; `factor` receives what O must be multiplied by.
+  __device__ __forceinline__ void exponentiate(float (&s)[kKeys / 2], float& factor, int i) {
+    float top = -kInf;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      float top = -kInf;
+    for (int j = 0; j < kKeys / 8; ++j)
+      top = fmaxf(top, fmaxf(s[4 * j + 2 * i], s[4 * j + 2 * i + 1]));
+    top = fmaxf(top, __shfl_xor_sync(kFullMask, top, 1));
+    top = fmaxf(top, __shfl_xor_sync(kFullMask, top, 2)) * score_factor_;
+    const float base = top > base_[i] + kBaseRange ? top : base_[i];
+    factor = base == base_[i] ? 1.0f : exp2_approx(base_[i] - base);
+    base_[i] = base;
+    const float minus_base = -finite_or_zero(base);
+    float sum = 0.0f;
 #pragma unroll
-      for (int j = 0; j < kKeys / 8; ++j)
-        top = fmaxf(top, fmaxf(s[4 * j + 2 * i], s[4 * j + 2 * i + 1]));
-      top = fmaxf(top, __shfl_xor_sync(kFullMask, top, 1));
-      top = fmaxf(top, __shfl_xor_sync(kFullMask, top, 2)) * score_factor_;
-      const float base = top > base_[i] + kBaseRange ? top : base_[i];
-      factor[i] = base == base_[i] ? 1.0f : exp2_approx(base_[i] - base);
-      base_[i] = base;
-      const float minus_base = -finite_or_zero(base);
-      float sum = 0.0f;
+    for (int j = 0; j < kKeys / 8; ++j)
 #pragma unroll
-      for (int j = 0; j < kKeys / 8; ++j)
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          float& x = s[4 * j + 2 * i + c];
-          x = exp2_approx(fmaf(x, score_factor_, minus_base));
-          sum += x;
-        }
-      sum_[i] = sum_[i] * factor[i] + sum;
-    }
+      for (int c = 0; c < 2; ++c) {
+        float& x = s[4 * j + 2 * i + c];
+        x = exp2_approx(fmaf(x, score_factor_, minus_base));
+        sum += x;
+      }
+    sum_[i] = sum_[i] * factor + sum;
   }
 
   __device__ __forceinline__ void rescale(const float (&factor)[2]) {
@@ -285,13 +289,12 @@ class Consumer {
 
   // Starts O += P V with this warpgroup's columns of V.
   __device__ __forceinline__ void multiply(const unsigned (&p)[kKeys / 4], int tile) {
-    const uint64_t v =
-        descriptor(ring_.tile(first_ + tile) + kGroup * (kColumns / 64) * 1024, 1024);
+    const uint64_t v = descriptor<kGroup>(ring_.part(first_ + tile, kGroup), 1024);
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < kKeys / 16; ++i) {
       const unsigned a[4] = {p[4 * i], p[4 * i + 1], p[4 * i + 2], p[4 * i + 3]};
-      wgmma_transposed<kColumns>(o_, a, v + i * 2 * kKeyGroupBytes / 16);
+      wgmma_transposed<kColumns>(o_, a, v + i * 2 * kHalfChunks * 64);
     }
     wgmma_commit();
   }

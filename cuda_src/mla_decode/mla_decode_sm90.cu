@@ -6,12 +6,12 @@
 // Numerics: scores, softmax and sums are in float. P is relative to a base close to the row's
 // running maximum, and rounded to scalar_t before P V. Partials are weighted by 2^(base - largest
 // base) and summed in key order.
-// Parallelisation: one CTA per SM, with two consumer warpgroups and a producer warp. A CTA
-// processes a row tile of 64 rows (token, head); common/decode_scheduler.cuh assigns keys to CTAs,
-// a CTA group being one CTA per row tile, so the keys are read from L2 once per row tile and from
-// memory once. The values of a tile of keys are the first L of its L + R columns, in place: a tile
-// is loaded once, 72 KB for L = 512. With up to 64 rows the kernel is bound by memory, with 128 by
-// the tensor cores.
+// Parallelisation: one CTA per SM, with two consumer warpgroups and two producer warps. A CTA
+// processes a row tile of 64 rows (token, head). mla_decode_scheduler_sm90.cuh assigns keys to CTA
+// groups of one CTA per row tile, so the keys are read from L2 once per row tile and from memory
+// once. The values of a tile of keys are the first L of its L + R columns, in place: a tile is
+// loaded once, 72 KB for L = 512. With up to 64 rows the kernel is bound by memory, with 128 by the
+// tensor cores.
 // mla_decode_combine then sums the partials of sequences that several CTA groups have split.
 // Programmatic dependent launch: only lengths and tables may be read before the preceding kernel
 // has ended.
@@ -92,26 +92,24 @@ __device__ __forceinline__ void store(const MlaDecodeSm90Params& p, Consumer<kGr
   }
 }
 
-// Consumers: warp 0 runs the scheduler for all of them, in shared memory because the inner loop
-// needs the registers.
 template <int kGroup>
-__device__ __forceinline__ void consume(const MlaDecodeSm90Params& p, const DecodeProblem& problem,
-                                        unsigned char* smem_bytes) {
-  Schedule& schedule = *reinterpret_cast<Schedule*>(smem_bytes + kScheduleAt);
-  const bool is_scheduler = kGroup == 0 && threadIdx.x < kWarpSize;
-  if (is_scheduler) schedule.start(problem);
-  Consumer<kGroup> consumer(smem_address(smem_bytes), p.score_factor);
+__device__ __forceinline__ void consume(const MlaDecodeSm90Params& p, unsigned char* smem_bytes) {
+  const DecodeProblem problem{
+      p.context_lens, p.max_keys, p.batch, p.row_tiles, p.num_queries, p.num_heads, 0,
+      p.num_splits,   1};
+  const unsigned smem = smem_address(smem_bytes);
+  const WorkTile* const slots = reinterpret_cast<const WorkTile*>(smem_bytes + kWorkAt);
+  Consumer<kGroup> consumer(smem, p.score_factor);
+  pdl_wait();  // the preceding kernels may read what this one writes
   const int begin = blockIdx.x % p.row_tiles * kRows;
   for_each_empty(problem, [&](int b) { write_empty(p, b, TileRows{problem.rows(0), begin}); });
-  while (true) {
-    consumer.barrier();  // the previous work tile is no longer needed
-    if (is_scheduler) schedule.next(problem);
-    consumer.barrier();
-    if (!schedule.has_work) break;
-    const TileRows rows{problem.rows(schedule.work.num_keys), begin};
-    consumer.load_queries(p, schedule.work.b, rows);
-    consumer.run(rows, schedule.work);
-    store(p, consumer, rows, schedule.work);
+  for (unsigned i = 0;; ++i) {
+    mbarrier_wait(smem + kQFullAt, i & 1);
+    const WorkTile& work = slots[i % 2];
+    if (work.num_tiles == 0) break;
+    const TileRows rows{problem.rows(work.num_keys), begin};
+    consumer.run(rows, work);
+    store(p, consumer, rows, work);
   }
 }
 
@@ -119,27 +117,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     mla_decode_sm90(const __grid_constant__ MlaDecodeSm90Params p) {
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   const unsigned smem = smem_address(smem_bytes);
-  const DecodeProblem problem{
-      p.context_lens, p.max_keys, p.batch, p.row_tiles, p.num_queries, p.num_heads, 0,
-      p.num_splits,   1};
   pdl_trigger();
   if (threadIdx.x == 0) Ring{smem}.init();
   __syncthreads();
-  pdl_wait();  // the preceding kernels write the queries and the newest keys
-
   if (threadIdx.x >= kConsumerThreads) {
     warpgroup_reg_dealloc<kProducerRegisters>();
-    if (threadIdx.x < kConsumerThreads + kWarpSize) {
-      Scheduler scheduler(problem);
-      Producer producer(p, smem);
-      WorkTile work;
-      while (scheduler.next(problem, work)) producer.run(work);
-    }
+    if (threadIdx.x < kConsumerThreads + kWarpSize)
+      KeyProducer(p, smem).run();
+    else if (threadIdx.x < kConsumerThreads + 2 * kWarpSize)
+      produce_queries(p, smem_bytes);
   } else {
     warpgroup_reg_alloc<kConsumerRegisters>();
     if (threadIdx.x < kGroupThreads)
-      consume<0>(p, problem, smem_bytes);
+      consume<0>(p, smem_bytes);
     else
-      consume<1>(p, problem, smem_bytes);
+      consume<1>(p, smem_bytes);
   }
 }

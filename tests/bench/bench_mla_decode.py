@@ -1,4 +1,7 @@
-"""mla_decode, bfloat16, L = 512, R = 64: GB/s of the latents read, TFLOP/s with 128 heads."""
+"""mla_decode, bfloat16, L = 512, R = 64: GB/s of the latents read, TFLOP/s with 128 heads.
+
+Launched with `pdl`, as in a model.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,8 @@ def _case(batch: int, context: int, num_heads: int, num_queries: int = 1) -> Ben
 
     def run(q, q_rope, pages, tables, lens):
         where = {"block_tables": tables, "context_lens": lens}
-        return kernels.mla_decode(q, q_rope, pages, **where, scale=_SCALE, max_context_len=context)
+        options = {"scale": _SCALE, "max_context_len": context, "pdl": True}
+        return kernels.mla_decode(q, q_rope, pages, **where, **options)
 
     def check(args, result):
         q, q_rope, pages, tables, lens = args
@@ -57,6 +61,7 @@ def _case(batch: int, context: int, num_heads: int, num_queries: int = 1) -> Ben
 CASES = [
     *(_case(batch, 4096, num_heads) for num_heads in (16, 64) for batch in (1, 16, 32, 64, 128)),
     *(_case(batch, 4096, 128) for batch in (16, 64, 128)),
+    *(_case(128, 8192, 128, num_queries) for num_queries in (1, 2)),
     _case(64, 4096, 16, num_queries=4),
     _case(16, 32768, 20),
 ]

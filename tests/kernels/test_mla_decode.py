@@ -10,16 +10,11 @@ import pytest
 from engine import kernels, reference
 from engine.device import to_numpy
 from engine.errors import ContractError, DTypeError, ShapeError
-from engine.kernels.mla_decode import sm90, specs
+from engine.kernels.mla_decode import specs
 from engine.kernels.mla_decode.sm90 import choose_hopper_tile
 from engine.testing import cases
 from engine.testing.cases_attention import paged_cache
 from engine.testing.tolerances import assert_close
-
-
-@pytest.fixture(autouse=True)
-def _trusted(monkeypatch):
-    monkeypatch.setattr(sm90, "IS_TRUSTED", True)
 
 
 @dataclass(frozen=True)
@@ -119,6 +114,16 @@ def test_persistent_schedule(cp, batch, num_heads):
         assert_close(got, want, reduction=case.reduction)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("lens", [(300,) * 131, (300,) * 70, (64,) * 500, (0, 640, 0) * 40])
+def test_whole_sequences_and_empty_ones(cp, lens):
+    """Shares rounded up to whole sequences, more sequences than lanes, none in between."""
+    case = Case(lens, num_queries=2, num_heads=64)
+    arrays = _inputs(case, "bfloat16")
+    want = _run(reference.mla_decode, np, arrays)
+    assert_close(_run(kernels.mla_decode, cp, arrays), want, reduction=case.reduction)
+
+
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 def test_shared_blocks_and_any_number_of_splits(xp, dtype):
     arrays = _inputs(Case((500, 48, 49, 300)), dtype, num_shared=3)
@@ -126,6 +131,31 @@ def test_shared_blocks_and_any_number_of_splits(xp, dtype):
     for num_splits in (2, 5, 8, 40):
         got = _run(kernels.mla_decode, xp, arrays, num_splits=num_splits)
         assert_close(got, want, reduction=1100)
+
+
+@pytest.mark.parametrize("num_heads", [3, 128])
+def test_splits_do_not_depend_on_the_batch(xp, num_heads):
+    """With `num_splits` given, a sequence has the same bits alone and among many."""
+    case = Case((400, *range(1, 40)), num_heads=num_heads, latent=256)
+    q, q_rope, pages, tables, lens = _inputs(case, "bfloat16")
+    many = _run(kernels.mla_decode, xp, (q, q_rope, pages, tables, lens), num_splits=3)
+    one = (q[:1], q_rope[:1], pages, tables[:1], lens[:1])
+    alone = _run(kernels.mla_decode, xp, one, num_splits=3)
+    np.testing.assert_array_equal(to_numpy(many[:1]), to_numpy(alone))
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_tokens_unevenly_apart(xp, dtype):
+    """Queries as (B, H, Q, L) in memory: no distance between rows is common to all."""
+    case = Case((70, 300), num_queries=3, num_heads=4)
+    q, q_rope, *rest = _inputs(case, dtype)
+    want = _run(reference.mla_decode, np, (q, q_rope, *rest))
+    q, q_rope = (np.ascontiguousarray(x.swapaxes(1, 2)) for x in (q, q_rope))
+    q, q_rope, pages, tables, lens = cases.to_module(xp, q, q_rope, *rest)
+    q, q_rope = q.swapaxes(1, 2), q_rope.swapaxes(1, 2)
+    where = {"block_tables": tables, "context_lens": lens, "scale": 0.07}
+    got = kernels.mla_decode(q, q_rope, pages, **where)
+    assert_close(got, want, reduction=case.reduction)
 
 
 def test_the_same_twice(xp):

@@ -23,8 +23,7 @@ _KERNEL = Kernel(
     struct="MlaCombineParams",
 )
 _THREADS = 256  # kCombineThreads in CUDA
-_MANY_ROWS = 4096  # rows of the batch from which on a block combines several
-_ROWS_PER_CTA = 8
+_MANY_ROWS = 1024  # rows of the batch from which on each warp combines one
 
 
 def launch_combine(
@@ -38,12 +37,11 @@ def launch_combine(
 ) -> None:
     """Launch on the current stream, after the kernel that writes the partials.
 
-    Most sequences of a large batch are not split, and blocks without work end at once: there a
-    block takes several rows, so that there are fewer blocks.
+    Many rows of few partials are combined by a warp each, few rows of many partials by a block.
     """
     batch, _, num_heads, latent = problem.q.shape
     rows = problem.num_rows
-    rows_per_cta = 1 if batch * rows < _MANY_ROWS else _ROWS_PER_CTA
+    rows_per_cta = 1 if batch * rows < _MANY_ROWS else _THREADS // 32
     _KERNEL.launch(
         spec,
         (batch, ceil_div(rows, rows_per_cta)),

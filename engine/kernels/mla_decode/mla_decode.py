@@ -131,7 +131,7 @@ def mla_decode(
     out = call.output("out", out, q.shape, q.dtype, layout="rows")
     lse = call.xp.empty(q.shape[:3], np.float32) if return_lse else None
     problem = replace(problem, out=out, lse=lse)
-    if sm90.IS_TRUSTED and sm90.is_supported(problem):
+    if sm90.is_supported(problem):
         sm90.launch(problem, pdl=pdl)
     else:
         portable.launch(problem)

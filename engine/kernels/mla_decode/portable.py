@@ -5,6 +5,7 @@ from __future__ import annotations
 from engine.dtypes import dtype_name, itemsize
 from engine.kernels._attention import are_aligned
 from engine.kernels._chip import sm_count
+from engine.kernels._elementwise import named_strides
 from engine.kernels._launch import Kernel, ceil_div
 from engine.kernels._module import ModuleSpec
 from engine.kernels._workspace import workspace
@@ -16,9 +17,12 @@ __all__ = ["launch", "specs"]
 
 _KERNEL = Kernel(
     "mla_decode",
-    SHARED_PARAMS.format(
-        pages="pages:ptr ",
-        strides="page_stride:i64 latent:i32 rope:i32 is_vector:i32 ",
+    "q:ptr q_rope:ptr "
+    + SHARED_PARAMS.format(
+        q_strides="q_stride_b:i64 q_stride_t:i64 q_stride_h:i64 q_rope_stride_b:i64 "
+        "q_rope_stride_t:i64 q_rope_stride_h:i64 ",
+        sizes="page_stride:i64 latent:i32 rope:i32 is_vector:i32 ",
+        options="",
     ),
     struct="MlaDecodeParams",
 )
@@ -86,7 +90,9 @@ def launch(problem: Problem) -> None:
         (_THREADS,),
         shared_bytes(dtype, padded),
         **problem.arguments(),
-        pages=problem.pages,
+        **named_strides("bth", q=problem.q, q_rope=problem.q_rope),
+        q=problem.q,
+        q_rope=problem.q_rope,
         row_tiles=row_tiles,
         page_stride=problem.pages.strides[0] // problem.pages.itemsize,
         latent=latent,

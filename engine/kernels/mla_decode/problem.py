@@ -14,17 +14,16 @@ from engine.kernels._elementwise import element_strides, named_strides
 
 __all__ = ["MAX_SPLITS", "SHARED_PARAMS", "Problem"]
 
-MAX_SPLITS = 1024  # kMaxSplits in CUDA
+MAX_SPLITS = 1024
 
 SHARED_PARAMS = (
-    "q:ptr q_rope:ptr {pages}block_tables:ptr context_lens:ptr out:ptr lse:ptr partial_o:ptr "
-    "partial_stats:ptr splits:ptr q_stride_b:i64 q_stride_t:i64 q_stride_h:i64 "
-    "q_rope_stride_b:i64 q_rope_stride_t:i64 q_rope_stride_h:i64 out_stride_b:i64 "
+    "pages:ptr block_tables:ptr context_lens:ptr out:ptr lse:ptr partial_o:ptr "
+    "partial_stats:ptr splits:ptr {q_strides}out_stride_b:i64 "
     "out_stride_t:i64 out_stride_h:i64 table_stride:i64 max_keys:i64 batch:i32 num_queries:i32 "
-    "num_heads:i32 row_tiles:i32 block_shift:i32 num_blocks:i32 {strides}num_splits:i32 "
-    "score_factor:f32"
+    "num_heads:i32 row_tiles:i32 block_shift:i32 num_blocks:i32 {sizes}num_splits:i32 "
+    "{options}score_factor:f32"
 )
-"""Kernel parameters; each tier adds how it addresses the pages."""
+"""Kernel parameters that both tiers share; each adds how it addresses q and the pages."""
 
 
 @dataclass(frozen=True)
@@ -65,13 +64,12 @@ class Problem:
         num_blocks, block_size, _ = self.pages.shape
         tables = self.block_tables
         return {
-            "q": self.q,
-            "q_rope": self.q_rope,
+            "pages": self.pages,
             "block_tables": tables,
             "context_lens": self.context_lens,
             "out": self.out,
             "lse": self.lse,
-            **named_strides("bth", q=self.q, q_rope=self.q_rope, out=self.out),
+            **named_strides("bth", out=self.out),
             "table_stride": element_strides(tables)[0],
             "max_keys": tables.shape[1] * block_size if self.pages.size else 0,
             "batch": batch,
