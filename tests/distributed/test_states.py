@@ -9,19 +9,21 @@ import pytest
 from engine import SamplingParams
 from tests.distributed.engines import make_engine
 from tests.distributed.golden import write_checkpoint
-from tests.e2e.test_hybrids import prompt
+from tests.e2e.test_hybrids import ROOM, prompt
 
 HEAD = prompt(0, 70)
 PROMPTS = [HEAD + prompt(1, 9), HEAD + prompt(2, 30), prompt(3, 3), HEAD[:64], [*HEAD, 5]]
 OPTIONS = {"num_blocks": 14, "swap_space_gb": 1e-3, "preemption_mode": "swap", "debug": True}
 
 
-@pytest.fixture(scope="module", params=["qwen3_next", "nemotron_h"])
+@pytest.fixture(
+    scope="module", params=["qwen3_next", "nemotron_h", "kimi_linear", "bailing_moe_v2_5"]
+)
 def folder(request, tmp_path_factory):
     """A golden model, with room for long sequences."""
     folder = write_checkpoint(request.param, tmp_path_factory.mktemp(request.param))
     values = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(values | {"max_position_embeddings": 512}))
+    (folder / "config.json").write_text(json.dumps(values | ROOM))
     return str(folder)
 
 

@@ -42,7 +42,11 @@ def test_norms_of_all_heads_are_whole():
 
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize(
-    "case", ["llama", "gpt_oss", "glm4_moe", "phi", "olmo2", "qwen3_next", "qwen3_5_text"]
+    "case",
+    [
+        *("llama", "gpt_oss", "glm4_moe", "phi", "olmo2", "qwen3_next", "qwen3_5_text"),
+        *("kimi_linear", "bailing_hybrid", "bailing_moe_v2_5", "bailing_moe_linear"),
+    ],
 )
 def test_shards_by_output_add_up_to_the_whole(tmp_path, case, count):
     """No matrix is divided by its input features; what is read is what `take_shard` takes."""
