@@ -32,12 +32,12 @@ def moe_combine(
     real = accumulation_dtype(pairs.dtype)
     y = np.zeros((pairs.shape[0], pairs.shape[2]), real)
     for rank in range(pairs.shape[1]):
-        z = pairs[:, rank].astype(real)
+        row = pairs[:, rank].astype(real)
         if routing is not None and num_identity:
             is_identity = routing.experts[:, rank, None] >= len(routing.offsets) - 1 - num_identity
             own = 0 if identity is None else identity.astype(real) * routing.weights[:, rank, None]
-            z = np.where(is_identity, own, z)
-        y += z
+            row = np.where(is_identity, own, row)
+        y += row
     if shared is not None:
         z = shared.astype(real)
         if shared_gate is not None:
