@@ -487,6 +487,8 @@ class ModelConfig:
         Rope of every layer or, with `rope_local`, of the full-attention layers.
     rope_local : RopeConfig or None
         Rope of the sliding-window layers (Gemma 3).
+    interleaved_rope : bool
+        Whether the checkpoint, unless a .gguf file, stores the rotated rows of q and k interleaved.
     layer_windows : tuple of int
         Per layer: sliding window in keys, including the query's own; 0 is full attention.
     layer_chunks : tuple of int
@@ -617,6 +619,7 @@ class ModelConfig:
     norm_bias: bool = False
     rope: RopeConfig = field(default_factory=RopeConfig)
     rope_local: RopeConfig | None = None
+    interleaved_rope: bool = False
     layer_windows: tuple[int, ...] = ()
     layer_chunks: tuple[int, ...] = ()
     rope_layers: tuple[bool, ...] = ()

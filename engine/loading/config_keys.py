@@ -206,7 +206,7 @@ def _implied(kind: Family, config: ModelConfig) -> dict[str, tuple[Any, ...]]:
     implied |= dict.fromkeys(
         ("use_parallel_residual", "use_parallel_block", "parallel_attn"), (config.parallel,)
     )
-    implied |= dict.fromkeys(("rope_interleave", "rope_interleaved"), (kind.interleaved_rope,))
+    implied |= dict.fromkeys(("rope_interleave", "rope_interleaved"), (config.interleaved_rope,))
     if config.qk_norm:
         implied |= dict.fromkeys(("qk_layernorm", "use_qk_norm"), (True, False))
     if any(config.layer_windows):

@@ -353,6 +353,7 @@ def _switches(fields: Fields, kind: Family) -> dict[str, Any]:
         raise fields.error(key, f"one of {', '.join(activations)}")
     return {
         "tie_word_embeddings": fields.flag("tie_word_embeddings", False),
+        "interleaved_rope": _is_interleaved(fields, kind),
         "qkv_bias": declared(kind.qkv_bias),
         "o_bias": declared(kind.o_bias),
         "mlp_bias": declared(kind.mlp_bias),
@@ -378,6 +379,12 @@ def _switches(fields: Fields, kind: Family) -> dict[str, Any]:
         "attn_gate": kind.attn_gate,
         "activation": activations[name],
     }
+
+
+def _is_interleaved(fields: Fields, kind: Family) -> bool:
+    """Tell whether the checkpoint stores rotated rows interleaved."""
+    key = kind.interleaved_rope
+    return fields.flag(key, True) if isinstance(key, str) else key
 
 
 def _v_head_dim(fields: Fields, kind: Family) -> int:

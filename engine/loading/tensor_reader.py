@@ -67,7 +67,7 @@ class TensorReader:
         if mtp is not None:
             self._skipped = _as_last_layer(self.checkpoint.checkpoint, mtp, config.num_layers - 1)
         self._names = kind.gguf_names if is_gguf else kind.names
-        self._is_interleaved = kind.gguf_interleaved_rope if is_gguf else kind.interleaved_rope
+        self._is_interleaved = kind.gguf_interleaved_rope if is_gguf else config.interleaved_rope
         self._norm_offset = config.norm_weight_offset if is_gguf else 0.0
 
     def placements(self, shard: Shard) -> list[Placement]:

@@ -350,9 +350,9 @@ class Family:
     scales_unrotated_q : bool
         Unless `attn_temperature_tuning` is off, `attn_scale` and `floor_scale` say how queries grow
         with their position in layers without rope.
-    interleaved_rope : bool
+    interleaved_rope : bool or str
         Checkpoints store the rotated rows of q and k interleaved: pair i is rows 2i and 2i + 1 of a
-        head instead of i and i + R/2.
+        head instead of i and i + R/2; or the key of that flag, which is on by default.
     gguf_interleaved_rope : bool
         The same flag for .gguf files.
     mixers : MixerFamily or None
@@ -436,7 +436,7 @@ class Family:
     rotary_dim: str = ""
     q_scale: bool = False
     scales_unrotated_q: bool = False
-    interleaved_rope: bool = False
+    interleaved_rope: bool | str = False
     gguf_interleaved_rope: bool = False
     mixers: MixerFamily | None = None
     mla: bool = False

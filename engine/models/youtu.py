@@ -24,6 +24,6 @@ YOUTU = Family(
     },
     qkv_bias="attention_bias",
     o_bias="attention_bias",
-    interleaved_rope=True,
+    interleaved_rope="rope_interleave",
     mla=True,
 )

@@ -27,7 +27,6 @@ from engine.loading.weight_table import Placement
 from engine.loading.weights import load_weights
 from engine.model_files import excerpt, read_file
 from engine.models.decoder import Decoder
-from engine.models.registry import family
 from engine.quantization.gptq_layers import gptq_layers
 from engine.text.tokenizer import load_tokenizer
 from engine.weights.compressed_tensors import storable_format
@@ -166,11 +165,10 @@ def _calibrated(
 
 def _rows(plan: FolderPlan, places: Sequence[Placement]) -> np.ndarray[Any, Any]:
     """Return, for each row of a tensor, its row in the fused weight."""
-    is_interleaved = family(plan.config.model_type).interleaved_rope
     rows = np.empty(places[0].shape[0], np.int64)
     for place in places:
         own = np.arange(place.last - place.first)
-        if place.rotated is not None and is_interleaved:
+        if place.rotated is not None and plan.config.interleaved_rope:
             own = np.argsort(half_split(own, place.rotated))
         rows[place.first : place.last] = place.start + own
     return rows

@@ -91,6 +91,11 @@ LATENTS: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "rope_parameters": {"rope_type": "yarn", "rope_theta": 500.0, **_YARN, "mscale": 0.6},
     },
+    "deepseek_v3_half_order": {
+        **_V3,
+        "rope_interleave": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+    },
     "glm4_moe_lite": {
         **_LITE,
         "v_head_dim": 20,

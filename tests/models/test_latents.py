@@ -133,7 +133,7 @@ def test_sparse_attention_is_refused_in_one_line(model_type):
         ({"qk_rope_head_dim": 7}, "qk_rope_head_dim must be even; got 7"),
         ({"v_head_dim": 300}, "v_head_dim must be a whole number from 1 to 192; got 300"),
         ({"q_lora_rank": None, "attention_bias": True}, "attention_bias must be false without"),
-        ({"rope_interleave": False}, r"rope_interleave must be null or True"),
+        ({"model_type": "deepseek_v2", "rope_interleave": False}, "rope_interleave must be"),
     ],
 )
 def test_sizes_are_checked(keys, message):
