@@ -133,7 +133,9 @@ class Attention:
         self.q_factors = q_factors
         self.v_norm = v_norm
         self.v_factor = v_factor
-        self.norms_whole_rows = q_norm is not None and q_norm.weight.shape[0] != params.head_dim
+        is_whole = q_norm is not None and q_norm.weight.shape[0] != params.head_dim
+        # A limit applies to the normalised rows, also of a single head.
+        self.norms_whole_rows = is_whole or (q_norm is not None and params.clip > 0)
 
     @property
     def input_format(self) -> Format | None:

@@ -13,7 +13,7 @@ from engine.layers.linear import Linear
 from engine.layers.norm import Norm
 from engine.weights import Format
 
-__all__ = ["MLP"]
+__all__ = ["MLP", "gated"]
 
 _GELU = {"gelu": "none", "gelu_tanh": "tanh"}
 _GATES = ("silu", *_GELU, "relu2")
@@ -38,7 +38,7 @@ class MLP:
         Coefficients of `kernels.xielu`.
     sparsity : float
         Share of the gate's features to set to 0 (`kernels.gaussian_topk`); 0 keeps all. Only with a
-        gate and a GELU.
+        gate.
 
     Raises
     ------
@@ -96,7 +96,8 @@ class MLP:
 
     def _gated(self, x: Any, norm: Norm | None) -> Any:
         """Return act(gate) * up, or act(up), (T, F)."""
-        activation = "swiglu" if self.activation == "silu" and self.is_gated else None
+        is_fused = self.activation == "silu" and self.is_gated and self.cutoff is None
+        activation = "swiglu" if is_fused else None
         if norm is None:
             product = self.gate_up(x, activation=activation)
         else:
@@ -109,7 +110,7 @@ class MLP:
         if self.is_gated and self.activation == "relu2":
             return kernels.relu(product, squared=True, gated=True)
         if self.is_gated:
-            return kernels.geglu(product, approximate=_GELU[self.activation])
+            return gated(self.activation, product)
         if self.activation == "silu":
             return kernels.silu(product, out=product)
         if self.activation == "relu2":
@@ -117,3 +118,10 @@ class MLP:
         if self.activation == "xielu":
             return kernels.xielu(product, self.coefficients, out=product)
         return kernels.gelu(product, approximate=_GELU[self.activation], out=product)
+
+
+def gated(activation: str, x: Any, up: Any = None, out: Any = None) -> Any:
+    """Return act(x) * up, in `out` if given; without `up`, `x` is rows of [gate | up]."""
+    if activation == "silu":
+        return kernels.swiglu(x, up=up, out=out)
+    return kernels.geglu(x, up=up, approximate=_GELU[activation], out=out)

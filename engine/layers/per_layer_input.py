@@ -17,6 +17,7 @@ from engine.device import array_module
 from engine.layers.arrays import arrays_of
 from engine.layers.embedding import Embedding
 from engine.layers.linear import Linear
+from engine.layers.mlp import gated
 from engine.layers.norm import Norm
 
 __all__ = ["PerLayerGate", "PerLayerInput"]
@@ -61,7 +62,7 @@ class PerLayerInput:
 
 
 class PerLayerGate:
-    """A layer's use of its input p: norm(W2 (gelu(W1 h) * p)), to be added to h.
+    """A layer's use of its input p: norm(W2 (act(W1 h) * p)), to be added to h.
 
     Parameters
     ----------
@@ -71,14 +72,19 @@ class PerLayerGate:
         W2, (N, P).
     norm : Norm
         (N,).
+    activation : str
+        act: "silu", "gelu" (erf) or "gelu_tanh".
     """
 
-    __slots__ = ("gate", "norm", "output")
+    __slots__ = ("activation", "gate", "norm", "output")
 
-    def __init__(self, gate: Linear, output: Linear, norm: Norm) -> None:
+    def __init__(
+        self, gate: Linear, output: Linear, norm: Norm, activation: str = "gelu_tanh"
+    ) -> None:
         self.gate = gate
         self.output = output
         self.norm = norm
+        self.activation = activation
 
     def arrays(self) -> Iterator[tuple[str, Any]]:
         """Yield (name, array) for every array."""
@@ -87,5 +93,5 @@ class PerLayerGate:
     def __call__(self, h: Any, p: Any) -> Any:
         """Return the layer's addition (T, N) to `h` (T, N), for its input `p` (T, P)."""
         gate = self.gate(h)
-        y = self.output(kernels.geglu(gate, up=p, out=gate))
+        y = self.output(gated(self.activation, gate, p, gate))
         return self.norm(y, out=y)

@@ -94,6 +94,8 @@ _GGUF_SAMPLING = {
 }
 _ONLY_THE_BEST = 1e-9  # as a top_p, which must be above 0 in `SamplingParams`
 
+_ENDS = ("embed", "lm_head")
+
 _ROWS_COMPARED = 1024  # rows of two matrices compared at a time
 
 _STORED_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -123,29 +125,30 @@ def load_hf_config(directory: str | PathLike[str]) -> ModelConfig:
         more[key] = _stored_dtype(path)
     config = config_from_dict({**values, **more}, str(path / "config.json"))
     if wrapper_of(path) is not None:
-        return replace(config, tie_word_embeddings=_is_tied(path, config.tie_word_embeddings))
-    if config.tie_word_embeddings and _has_own_output(path):
+        return replace(config, tie_word_embeddings=_is_tied(path, config))
+    if config.tie_word_embeddings and _has_own_output(path, config):
         warn_once(
             f"{path}: the output layer is not tied to the embedding, since the checkpoint has "
-            "another lm_head.weight; tie_word_embeddings should be false"
+            "another output layer; tie_word_embeddings should be false"
         )
         return replace(config, tie_word_embeddings=False)
     return config
 
 
-def _is_tied(directory: Path, stated: bool) -> bool:
+def _is_tied(directory: Path, config: ModelConfig) -> bool:
     """Tell whether the output layer of a multimodal model is its embedding.
 
     The keys of such models contradict each other, between `text_config` and the whole model, and
-    between releases: an output layer in the checkpoint decides. `stated` holds without one.
+    between releases: an output layer in the checkpoint decides. Without one, `config` does.
     """
+    stated = config.tie_word_embeddings
     checkpoint = _checkpoint(directory)
     if checkpoint is None:
         return stated
     stored = {name for name in checkpoint.names() if name.startswith("lm_head.")}
     if stored != {"lm_head.weight"}:  # none, or a quantized one
         return not stored
-    return stated and not _has_own_output(directory)
+    return stated and not _has_own_output(directory, config)
 
 
 def _checkpoint(directory: Path) -> SafetensorsFile | SafetensorsDirectory | None:
@@ -158,13 +161,15 @@ def _checkpoint(directory: Path) -> SafetensorsFile | SafetensorsDirectory | Non
         return None
 
 
-def _has_own_output(directory: Path) -> bool:
+def _has_own_output(directory: Path, config: ModelConfig) -> bool:
     """Tell whether an output layer is stored beside the embedding, with other values."""
-    names = ("model.embed_tokens.weight", "lm_head.weight")
     checkpoint = _checkpoint(directory)
     if checkpoint is None:
         return False
-    if not all(one in checkpoint and checkpoint.dtype(one) in _STORED_DTYPES for one in names):
+    kind = family(config.model_type)
+    wanted = {part: [one.checkpoint for one in kind.names if one.kind == part] for part in _ENDS}
+    names = [next((one for one in wanted[part] if one in checkpoint), "") for part in _ENDS]
+    if not all(one and checkpoint.dtype(one) in _STORED_DTYPES for one in names):
         return False
     shape = checkpoint.shape(names[0])
     if len(shape) != 2 or checkpoint.shape(names[1]) != shape:

@@ -22,6 +22,7 @@ _MAX_HEAD_DIM = 1024
 _MAX_DELTA_DIM = 256  # features of a head that `kernels.gated_delta` supports
 _MAX_STATE = 256  # columns that `kernels.mamba2` supports
 _MAX_CONV = 4  # taps that `kernels.causal_conv` supports
+_INFINITY = {"__float__": "Infinity"}  # as transformers 5 writes it
 
 
 def mixer_config(fields: Fields, kind: MixerFamily | None, num_layers: int) -> dict[str, Any]:
@@ -201,6 +202,8 @@ def _step_limit(fields: Fields) -> tuple[float, float]:
     if given is None:
         return 0.0, math.inf
     is_pair = isinstance(given, list | tuple) and len(given) == 2
+    if is_pair and given[1] == _INFINITY:
+        given = [given[0], math.inf]
     if not is_pair or any(type(one) not in (int, float) for one in given):
         raise fields.error("time_step_limit", "two numbers")
     low, high = map(float, given)

@@ -16,9 +16,9 @@ _MAX_WIDTH = 1 << 20
 _MAX_TENSORS = 1 << 16  # maximum number of experts, summed over layers
 _MAX_SHARED = 64
 _COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
+_ROUTING_KEYS = ("n_group", "topk_group", "scoring_func", "topk_method")
 _SILU = ("silu", "swish")
 _GELU = ("gelu_pytorch_tanh", "gelu_new")
-_ACTIVATIONS = {"swiglu": _SILU, "geglu": _GELU, "relu2": ("relu2",)}
 _ACTIVATIONS = {"swiglu": _SILU, "geglu": _GELU, "relu2": ("relu2",)}
 
 
@@ -36,7 +36,7 @@ def moe_config(fields: Fields, kind: MoeFamily | None, num_layers: int) -> MoeCo
     num_experts = _num_experts(fields, kind.num_experts, num_layers)
     sparse = _sparse_layers(fields, kind, num_layers)
     if not any(sparse):
-        for key in ("n_group", "topk_group", "scoring_func", "topk_method", kind.scale):
+        for key in (*_ROUTING_KEYS, kind.scale, kind.shared_width):
             fields.raw(key)  # without experts it does not matter
         return None
 
@@ -152,7 +152,13 @@ def _groups(fields: Fields, kind: MoeFamily, num_experts: int) -> tuple[int, int
     num_groups = fields.integer("n_group", 1, num_experts, 1)
     if num_experts % num_groups or (num_groups > 1 and num_experts // num_groups < 2):
         raise fields.error("n_group", f"such that {num_experts} experts are in groups of 2 or more")
-    return num_groups, fields.integer("topk_group", 1, num_groups, 1)
+    top_groups = fields.integer("topk_group", 1, num_groups, 1)
+    if not kind.choice_key:
+        return num_groups, top_groups
+    choice = fields.text(kind.choice_key, "greedy")
+    if choice not in ("greedy", "group_limited_greedy"):
+        raise fields.error(kind.choice_key, "greedy or group_limited_greedy")
+    return (1, 1) if choice == "greedy" else (num_groups, top_groups)
 
 
 def _shared_size(fields: Fields, kind: MoeFamily, width: int) -> int:

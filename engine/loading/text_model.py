@@ -55,6 +55,7 @@ def text_values(values: Mapping[str, Any], where: str = "config") -> Mapping[str
         return {**values, "model_type": kind.text}
     if not isinstance(text, Mapping):
         raise ConfigError(f"{where}: text_config must be an object; got {shown(text)}")
+    text = {key: value for key, value in text.items() if key not in kind.idle_keys}
     shared = {key: values[key] for key in _SHARED if values.get(key) is not None}
     return {**text, **shared, "model_type": text.get("model_type") or kind.text}
 

@@ -114,5 +114,12 @@ DEEPSEEK_V2 = replace(
     interleaved_rope=True,
     extra_layers="",
     mtp=None,
-    moe=replace(_EXPERTS, num_experts=64, renormalize=False, score="softmax", correction=False),
+    moe=replace(
+        _EXPERTS,
+        num_experts=64,
+        renormalize=False,
+        score="softmax",
+        correction=False,
+        choice_key="topk_method",
+    ),
 )

@@ -47,6 +47,9 @@ class MoeFamily:
         Key of the factor on a token's weights; "" for none.
     has_groups : bool
         Whether `n_group` and `topk_group` limit the selection.
+    choice_key : str
+        Key that says whether groups limit the selection ("group_limited_greedy") or not ("greedy");
+        "" if they do whenever there are any.
     sums_groups : bool
         See `MoeConfig.sums_groups`.
     dense_width : str
@@ -84,6 +87,7 @@ class MoeFamily:
     scales_input: bool = False
     scale: str = ""
     has_groups: bool = False
+    choice_key: str = ""
     sums_groups: bool = False
     dense_width: str = ""
     shared_width: str = ""

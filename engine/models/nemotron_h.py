@@ -13,28 +13,42 @@ _LAYER = "backbone.layers.{i}"
 _MIXER = f"{_LAYER}.mixer"
 _EXPERT = f"{_MIXER}.experts.{{e}}"
 
+_NAMES = (
+    TensorName("backbone.embeddings.weight", "embed"),
+    TensorName("backbone.norm_f.weight", "final_norm"),
+    TensorName(f"{_LAYER}.norm.weight", "attn_norm"),
+    *linear_names(f"{_MIXER}.q_proj", "qkv", "q"),
+    *linear_names(f"{_MIXER}.k_proj", "qkv", "k"),
+    *linear_names(f"{_MIXER}.v_proj", "qkv", "v"),
+    *linear_names(f"{_MIXER}.o_proj", "o"),
+    *linear_names(f"{_MIXER}.up_proj", "up"),
+    *linear_names(f"{_MIXER}.down_proj", "down"),
+    *mamba_names(_MIXER),
+    TensorName(f"{_MIXER}.gate.weight", "router"),
+    TensorName(f"{_MIXER}.gate.e_score_correction_bias", "router_correction"),
+    TensorName(f"{_EXPERT}.up_proj.weight", "experts_gate_up", "expert_up"),
+    TensorName(f"{_EXPERT}.down_proj.weight", "experts_down"),
+    *linear_names(f"{_MIXER}.shared_experts.up_proj", "shared_gate_up", "shared_up"),
+    *linear_names(f"{_MIXER}.shared_experts.down_proj", "shared_down"),
+    *linear_names(f"{_MIXER}.fc1_latent_proj", "moe_latent_in"),
+    *linear_names(f"{_MIXER}.fc2_latent_proj", "moe_latent_out"),
+)
+
+
+def _in_new_file(name: TensorName) -> TensorName:
+    checkpoint = name.checkpoint.replace("backbone.", "model.", 1)
+    return name._replace(checkpoint=checkpoint, form="new")
+
+
 NEMOTRON_H = Family(
     model_type="nemotron_h",
     names=(
-        TensorName("backbone.embeddings.weight", "embed"),
-        TensorName("backbone.norm_f.weight", "final_norm"),
         TensorName("lm_head.weight", "lm_head"),
-        TensorName(f"{_LAYER}.norm.weight", "attn_norm"),
-        *linear_names(f"{_MIXER}.q_proj", "qkv", "q"),
-        *linear_names(f"{_MIXER}.k_proj", "qkv", "k"),
-        *linear_names(f"{_MIXER}.v_proj", "qkv", "v"),
-        *linear_names(f"{_MIXER}.o_proj", "o"),
-        *linear_names(f"{_MIXER}.up_proj", "up"),
-        *linear_names(f"{_MIXER}.down_proj", "down"),
-        *mamba_names(_MIXER),
-        TensorName(f"{_MIXER}.gate.weight", "router"),
-        TensorName(f"{_MIXER}.gate.e_score_correction_bias", "router_correction"),
-        TensorName(f"{_EXPERT}.up_proj.weight", "experts_gate_up", "expert_up"),
-        TensorName(f"{_EXPERT}.down_proj.weight", "experts_down"),
-        *linear_names(f"{_MIXER}.shared_experts.up_proj", "shared_gate_up", "shared_up"),
-        *linear_names(f"{_MIXER}.shared_experts.down_proj", "shared_down"),
-        *linear_names(f"{_MIXER}.fc1_latent_proj", "moe_latent_in"),
-        *linear_names(f"{_MIXER}.fc2_latent_proj", "moe_latent_out"),
+        *_NAMES,
+        # As transformers 5 writes them with ``save_original_format=False``.
+        *(_in_new_file(name) for name in _NAMES if "{e}" not in name.checkpoint),
+        TensorName("model.layers.{i}.mixer.experts.up_proj", "experts_gate_up", form="new"),
+        TensorName("model.layers.{i}.mixer.experts.down_proj", "experts_down", form="new"),
     ),
     gguf_names=(),
     defaults={

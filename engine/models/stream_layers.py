@@ -48,6 +48,7 @@ def build_stream_layer(
             parts.linear(f"{name}.per_layer_gate"),
             parts.linear(f"{name}.per_layer_output"),
             parts.norm(f"{name}.per_layer_output_norm"),
+            config.activation,
         )
     if config.altup is None:
         scale = parts.weight(f"{name}.layer_scale").data if config.layer_scale else None

@@ -31,6 +31,8 @@ class Wrapper:
         `model_type` of the text model, if `text_config` does not name one.
     towers : tuple of str
         Modules beside the text model, such as "visual". Their tensors are never read.
+    idle_keys : tuple of str
+        Keys of `text_config` that the text model alone applies, and the multimodal one does not.
 
     Examples
     --------
@@ -44,6 +46,7 @@ class Wrapper:
     model_type: str
     text: str
     towers: tuple[str, ...]
+    idle_keys: tuple[str, ...] = ()
 
     def text_name(self, name: str) -> str | None:
         """Return the name of a tensor in the text model alone; None if it belongs to a tower."""
@@ -73,7 +76,12 @@ class Wrapper:
 _EMBEDDERS = ("embed_vision", "embed_audio")
 _DECLARED = (
     Wrapper("mistral3", "mistral", ("vision_tower", "multi_modal_projector")),
-    Wrapper("gemma3", "gemma3_text", ("vision_tower", "multi_modal_projector")),
+    Wrapper(
+        "gemma3",
+        "gemma3_text",
+        ("vision_tower", "multi_modal_projector"),
+        idle_keys=("final_logit_softcapping",),
+    ),
     Wrapper("gemma3n", "gemma3n_text", ("vision_tower", "audio_tower", *_EMBEDDERS)),
     Wrapper("gemma4", "gemma4_text", ("vision_tower", "audio_tower", *_EMBEDDERS)),
     Wrapper("llama4", "llama4_text", ("vision_model", "multi_modal_projector")),

@@ -354,7 +354,9 @@ MODELS: dict[str, dict[str, Any]] = {
         "top_k_experts": 2,
         "moe_intermediate_size": 20,
     },
+    "gemma4_silu": {**_GEMMA4, "hidden_activation": "silu"},  # also of the per-layer inputs
     "gemma3n": _GEMMA3N,
+    "gemma3n_silu": {**_GEMMA3N, "hidden_activation": "silu"},
     "gemma3n_new_keys_widths": {
         **{key: value for key, value in _GEMMA3N.items() if not key.startswith("rope_")},
         "rope_parameters": {

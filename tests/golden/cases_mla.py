@@ -76,6 +76,12 @@ LATENTS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
     },
+    "deepseek_v2_groups_unused": {  # greedy choice by default
+        **_V2,
+        "n_group": 4,
+        "topk_group": 1,
+        "rope_theta": 500.0,
+    },
     "deepseek_v3": {
         **_V3,
         "topk_method": "noaux_tc",

@@ -165,6 +165,16 @@ SWITCHES: dict[str, dict[str, Any]] = {
         "clip_qkv": 0.9,
         "rope_theta": 500.0,
     },
+    "olmoe_clipped_one_head": {  # the limit applies after the norms
+        **_MOE,
+        "model_type": "olmoe",
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "intermediate_size": 24,
+        "num_experts": 5,
+        "clip_qkv": 0.9,
+        "rope_theta": 500.0,
+    },
     "nanochat": {**_NANOCHAT, "rope_theta": 500.0, "final_logit_softcapping": 2.0},
     "nanochat_biases_new_keys": {
         **_NANOCHAT,

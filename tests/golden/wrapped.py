@@ -167,6 +167,17 @@ WRAPPED: dict[str, dict[str, Any]] = {
             },
         },
     },
+    "gemma3_wrapped_softcap": {  # which the text model alone applies
+        "model_type": "gemma3",
+        "vision_config": _SIGLIP,
+        "text_config": {
+            **_GEMMA3,
+            "model_type": "gemma3_text",
+            "final_logit_softcapping": 1.0,
+            "rope_theta": 1000.0,
+            "sliding_window_pattern": 2,
+        },
+    },
     "gemma4_wrapped": {
         "model_type": "gemma4",
         "audio_config": None,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
@@ -77,6 +79,8 @@ def test_sizes_of_kinds():
     assert mamba == Mamba2Config(8, 8, 2, 10, 3, conv_bias=False, proj_bias=True, out_bias=True)
     limited = config_of("granitemoehybrid", **keys, time_step_limit=[0.25, 3]).mamba2
     assert (limited.dt_min, limited.dt_max) == (0.25, 3.0)
+    for limit in ([0.0, math.inf], [0.0, {"__float__": "Infinity"}]):  # as transformers 4 and 5 do
+        assert config_of("granitemoehybrid", **keys, time_step_limit=limit).mamba2 == mamba
     own = {"mamba_num_heads": 6, "mamba_head_dim": 12, "n_groups": 3, "ssm_state_size": 10}
     keys = {"head_dim": 72, "linear_attn_config": {"head_dim": 8, "num_heads": 6}}
     kimi = config_of("kimi_linear", **keys).gated_delta

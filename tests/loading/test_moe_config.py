@@ -183,3 +183,24 @@ def test_gpt_oss_has_yarn_by_default():
 def test_wrong_numbers_of_experts_are_refused(kind, changes, message):
     with pytest.raises(ConfigError, match=message):
         known(kind, **changes)
+
+
+def test_sizes_of_experts_do_not_matter_without_them():
+    """transformers writes all keys of the family."""
+    keys = {"moe_shared_expert_intermediate_size": 7688, "n_routed_experts": 8, "n_group": 1}
+    keys |= {"num_key_value_heads": 2}
+    dense = known("nemotron_h", hybrid_override_pattern="*-", **keys)
+    assert dense.moe is None and dense.layer_kinds == ("attention", "mlp")
+
+
+def test_groups_that_the_choice_does_not_use():
+    groups = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 4, "topk_group": 2}
+    for method in ({}, {"topk_method": None}, {"topk_method": "greedy"}):
+        moe = known("deepseek_v2", **groups, **method).moe
+        assert (moe.num_groups, moe.top_groups) == (1, 1)
+    moe = known("deepseek_v2", **groups, topk_method="group_limited_greedy").moe
+    assert (moe.num_groups, moe.top_groups) == (4, 2)
+    with pytest.raises(ConfigError, match="topk_method must be greedy or group_limited_greedy"):
+        known("deepseek_v2", **groups, topk_method="noaux_tc")
+    with pytest.raises(ConfigError, match=r"topk_method must be null or 'noaux_tc'.*got 'greedy'"):
+        known("deepseek_v3", **groups, first_k_dense_replace=0, topk_method="greedy")

@@ -374,6 +374,36 @@ def test_a_checkpoint_in_transformers_own_form(golden, tmp_path, case):
     assert _error(got, want.logits) < LIMIT
 
 
+@pytest.mark.parametrize("case", ["nemotron_h_experts", "nemotron_h_new_keys_biases"])
+def test_nemotron_h_in_transformers_own_form(golden, tmp_path, case):
+    want = golden(case)
+    tensors, experts = {}, {}
+    for name, value in load_file(want.directory / "model.safetensors").items():
+        name = name.replace("backbone.", "model.")
+        prefix, found, rest = name.partition(".experts.")
+        if found:
+            experts.setdefault(f"{prefix}.experts.{rest.split('.')[1]}", []).append(value)
+        else:
+            tensors[name] = value
+    tensors |= {name: np.stack(matrices) for name, matrices in experts.items()}
+    (tmp_path / "config.json").write_text(json.dumps(want.config))
+    save_file(tensors, tmp_path / "model.safetensors")
+    model = engine.load(tmp_path, device="cpu", dtype="float32", progress=False)
+    got = model.step([want.prompt], model.new_cache(1, want.max_tokens), logits="all")[0]
+    assert _error(got, want.logits) < LIMIT
+
+
+@pytest.mark.parametrize("case", ["nemotron_h", "gpt_neox"])
+def test_another_output_layer_is_not_tied_whatever_its_name(golden, tmp_path, case):
+    want = golden(case)
+    (tmp_path / "config.json").write_text(json.dumps({**want.config, "tie_word_embeddings": True}))
+    weights = (want.directory / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(weights)
+    model = engine.load(tmp_path, device="cpu", dtype="float32", progress=False)
+    got = model.step([want.prompt], model.new_cache(1, want.max_tokens), logits="all")[0]
+    assert _error(got, want.logits) < LIMIT
+
+
 @pytest.mark.parametrize(
     ("case", "prefix", "keys"),
     [
