@@ -12,10 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from engine.config import ModelConfig
-from engine.errors import ConfigError
+from engine.dtypes import np_dtype
+from engine.errors import ConfigError, WeightsError
 from engine.loading.head_tensors import HeadTensors
 from engine.loading.hf_config import load_hf_config
 from engine.loading.load_config import LoadConfig
+from engine.loading.quantized import QuantizedCheckpoint, load_scheme
+from engine.loading.safetensors import open_safetensors
 from engine.loading.weights import load_weights
 from engine.models.decoder import Decoder
 from engine.models.draft_heads import DraftTarget, MtpHead
@@ -131,6 +134,20 @@ def _appended(config: ModelConfig) -> ModelConfig:
     )
 
 
+def _dequantized(
+    directory: str | PathLike[str], name: str, shape: tuple[int, int], device: Any, dtype: str
+) -> Any:
+    """Return a quantized matrix as numbers (fp8 checkpoints of LongCat); None if it is not."""
+    scheme = load_scheme(directory)
+    checkpoint = QuantizedCheckpoint(open_safetensors(directory), scheme)
+    if scheme is None or checkpoint.format_of(name) is None:
+        return None
+    if (got := checkpoint.shape(name)) != shape:
+        raise WeightsError(f"{checkpoint.path}: tensor {name!r} must have shape {shape}; got {got}")
+    numbers = checkpoint.read(name, 0, checkpoint.shape(name)[0])
+    return device.xp.asarray(numbers.astype(np_dtype(dtype)))
+
+
 def _own_tensors(
     directory: str | PathLike[str],
     config: ModelConfig,
@@ -146,7 +163,10 @@ def _own_tensors(
         name: tensors.read(f"{getattr(kind, name).format(n=n)}.weight", (size,))
         for name in ("embed_norm", "hidden_norm", "final_norm")
     }
-    proj = tensors.read(f"{kind.proj.format(n=n)}.weight", (size, 2 * size))
+    name = f"{kind.proj.format(n=n)}.weight"
+    proj = _dequantized(directory, name, (size, 2 * size), device, dtype)
+    if proj is None:
+        proj = tensors.read(name, (size, 2 * size))
     if kind.embedding_first:
         proj = device.xp.concatenate([proj[:, size:], proj[:, :size]], axis=1)
     return weights | {"proj": proj}

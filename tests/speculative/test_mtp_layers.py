@@ -19,6 +19,9 @@ from engine.layers.batch import ForwardBatch
 from engine.loading.mtp import load_mtp_config, load_mtp_head
 from tests.distributed.golden import write_checkpoint
 from tests.e2e.tiny import alone, make_engine, mixed_params, run
+from tests.golden.quantized import fp8, write_safetensors
+
+BLOCKS = fp8(block=True)
 
 NEXT = {
     "layer": "mtp.layers.0.",
@@ -223,6 +226,36 @@ def test_states_are_those_of_the_formula(checkpoint):
     head.store(batch.token_ids, states.copy(), batch, stored)
     for one, other in zip(stored, pages, strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5)
+
+
+def test_a_projection_in_fp8_blocks(tmp_path):
+    """As in LongCat's fp8 checkpoints."""
+    case = "longcat_flash_new_keys_yarn_biases"
+    names = CASES[case][0]
+    write_checkpoint(case, tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(
+        json.dumps(values | {"quantization_config": BLOCKS.config})
+    )
+    n = values["hidden_size"]
+    rng = np.random.default_rng(8)
+    tensors = {
+        name: ("F32", array) for name, array in load_file(tmp_path / "model.safetensors").items()
+    }
+    for name in list(tensors):
+        own = name_in_head(names, name.removeprefix("model.layers.0."))
+        if name.startswith("model.layers.0.") and own:
+            tensors[names["layer"] + own] = tensors[name]
+    for kind in ("embed_norm", "hidden_norm", "final_norm"):
+        tensors[f"{names[kind]}.weight"] = ("F32", np.ones(n, np.float32))
+    stored, numbers = BLOCKS.linear(rng, (n, 2 * n), 0)
+    tensors |= {f"{names['proj']}.{kind}": tensor for kind, tensor in stored.items()}
+    write_safetensors(tmp_path / "model.safetensors", tensors)
+    model = engine.load(tmp_path, device="cpu", dtype="float32", progress=False)
+    config = load_mtp_config(tmp_path, model.config)
+    head = load_mtp_head(tmp_path, config, model.load_config, model.draft_target)
+    want = np.concatenate([numbers[:, n:], numbers[:, :n]], axis=1)  # the state comes first
+    np.testing.assert_array_equal(head._weights["proj"], want)
 
 
 def test_tokens_are_those_without_a_head(checkpoint):
