@@ -20,12 +20,12 @@ extern "C" __global__ void __launch_bounds__(kPrepareThreads, kHasChannelGate ? 
   prepare_chunk(p, *reinterpret_cast<PrepareShared*>(smem_bytes));
 }
 
-#define ENGINE_GATED_DELTA_SCAN(slice, stages)                                                    \
-  static_assert(stages * sizeof(ScanStage<slice>) == SCAN_BYTES_##slice##_##stages,               \
-                "the host launches with this size");                                              \
-  extern "C" __global__ void __launch_bounds__(Scan<slice>::kThreads, 1)                          \
-      gated_delta_scan_##slice##_##stages(const __grid_constant__ GatedDeltaParams p) {           \
-    if constexpr (kValueDim % slice == 0) scan_chunks<MmaProducts, slice, stages>(p, smem_bytes); \
+#define ENGINE_GATED_DELTA_SCAN(slice, stages)                                          \
+  static_assert(stages * sizeof(ScanStage<slice>) == SCAN_BYTES_##slice##_##stages,     \
+                "the host launches with this size");                                    \
+  extern "C" __global__ void __launch_bounds__(2 * slice, 1)                            \
+      gated_delta_scan_##slice##_##stages(const __grid_constant__ GatedDeltaParams p) { \
+    if constexpr (kValueDim % slice == 0) scan_chunks<slice, stages>(p, smem_bytes);    \
   }
 
 // Features of v per block; stages in shared memory.

@@ -75,7 +75,6 @@ struct MmaProducts {
   static __device__ __forceinline__ void commit() {}
   template <int kPending, int kTiles>
   static __device__ __forceinline__ void wait(float (&)[kTiles][4]) {}
-  static __device__ __forceinline__ void publish_copies() {}
 
   // Stores 16 columns of sums, packed (pack_operand), as 16 rows of a tile: sums of feature f and
   // token t go to row t, column f.

@@ -48,8 +48,6 @@ struct WgmmaProducts {
     wgmma_wait<kPending>();
     wgmma_pin(flat(sums));
   }
-  // Before the barrier after which other threads multiply by the thread's copies.
-  static __device__ __forceinline__ void publish_copies() { fence_async_proxy(); }
 
   static __device__ __forceinline__ void store_transposed(unsigned char* tile, int token,
                                                           int feature,

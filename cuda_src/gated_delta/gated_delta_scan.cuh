@@ -23,62 +23,61 @@ struct alignas(1024) ScanStage {
   float factors[ChunkScratch::kFactors];
 };
 
-// Zeros the blocks above the diagonal, which copy_triangle leaves as they are.
-template <int kThreads, int kSlice>
-__device__ __forceinline__ void clear_upper_blocks(ScanStage<kSlice>& stage) {
-  for (int i = threadIdx.x; i < kChunkTokens * kChunkTokens / kVec; i += kThreads) {
-    const int row = i / (kChunkTokens / kVec), column = i % (kChunkTokens / kVec) * kVec;
-    const uint32_t at = tile_address(0, row, column);
-    if (column / 16 <= row / 16) continue;
-    *reinterpret_cast<uint4*>(stage.inverse + at) = make_uint4(0, 0, 0, 0);
-    *reinterpret_cast<uint4*>(stage.reads + at) = make_uint4(0, 0, 0, 0);
-  }
-}
-
 // A block's place in the problem.
 template <int kSlice>
 struct Scan {
-  static constexpr int kThreads = 2 * kSlice;  // a warp per 16 features
   using Stage = ScanStage<kSlice>;
 
   const GatedDeltaParams& p;
+  const int b, head, slice;  // slice: first feature of v
   const Sequence sequence;
   const ChunkRange range;
-  const int head, key_head, slice;  // slice: first feature of v
 
-  // Starts the copies of chunk number `index`; always commits a group.
-  __device__ __forceinline__ void load(Stage& stage, int index) const {
-    if (index < range.end) {
-      const Chunk tokens = range.chunk(index);
-      const int64_t t = sequence.begin + tokens.begin;
-      const ChunkScratch scratch(p, range.first_id + index, head);
-      if constexpr (kHasChannelGate) {
-        copy_keys(stage.k[0], scratch.k_reads, kKeyDim, kChunkTokens);
-        copy_keys(stage.k[1], scratch.k_writes, kKeyDim, kChunkTokens);
-        copy_keys(stage.q, scratch.q, kKeyDim, kChunkTokens);
-      } else {
-        copy_keys(stage.k[0], p.k + t * p.k_stride_t + key_head * p.k_stride_h, p.k_stride_t,
-                  tokens.count());
-        copy_keys(stage.q, p.q + t * p.q_stride_t + key_head * p.q_stride_h, p.q_stride_t,
-                  tokens.count());
-      }
-      copy_triangle<kThreads>(smem_address(stage.inverse), scratch.inverse);
-      copy_triangle<kThreads>(smem_address(stage.reads), scratch.reads);
-      copy_tile<kSlice, kThreads>(smem_address(stage.v),
-                                  p.v + t * p.v_stride_t + head * p.v_stride_h + slice,
-                                  p.v_stride_t, tokens.count());
-      static_assert(ChunkScratch::kFactors <= 4 * kThreads && ChunkScratch::kFactors % 4 == 0,
-                    "four factors per thread");
-      const int i = 4 * threadIdx.x;
-      if (i < ChunkScratch::kFactors) cp_async_16(stage.factors + i, scratch.factors + i);
+  __device__ __forceinline__ explicit Scan(const GatedDeltaParams& p)
+      : p(p),
+        b(blockIdx.x),
+        head(blockIdx.y),
+        slice(blockIdx.z * kSlice),
+        sequence(load_sequence(p, b)),
+        range(p, sequence, b) {}
+
+  // Starts a thread's part of the copies of chunk number `index`; `thread` is one of kThreads.
+  template <int kThreads>
+  __device__ __forceinline__ void load(Stage& stage, int index, int thread) const {
+    const Chunk tokens = range.chunk(index);
+    const int64_t t = sequence.begin + tokens.begin;
+    const ChunkScratch scratch(p, range.first_id + index, head);
+    const auto copy_keys = [&](const void* tile, const scalar_t* from, int64_t stride, int count) {
+      copy_tile<kKeyDim, kThreads>(smem_address(tile), from, stride, count, thread);
+    };
+    if constexpr (kHasChannelGate) {
+      copy_keys(stage.k[0], scratch.k_reads, kKeyDim, kChunkTokens);
+      copy_keys(stage.k[1], scratch.k_writes, kKeyDim, kChunkTokens);
+      copy_keys(stage.q, scratch.q, kKeyDim, kChunkTokens);
+    } else {
+      const int key_head = head / (p.num_heads / p.num_key_heads);
+      copy_keys(stage.k[0], p.k + t * p.k_stride_t + key_head * p.k_stride_h, p.k_stride_t,
+                tokens.count());
+      copy_keys(stage.q, p.q + t * p.q_stride_t + key_head * p.q_stride_h, p.q_stride_t,
+                tokens.count());
     }
-    cp_async_commit();
+    copy_triangle<kThreads>(smem_address(stage.inverse), scratch.inverse, thread);
+    copy_triangle<kThreads>(smem_address(stage.reads), scratch.reads, thread);
+    copy_tile<kSlice, kThreads>(smem_address(stage.v),
+                                p.v + t * p.v_stride_t + head * p.v_stride_h + slice, p.v_stride_t,
+                                tokens.count(), thread);
+    static_assert(ChunkScratch::kFactors % 4 == 0, "four factors per copy");
+    for (int i = 4 * thread; i < ChunkScratch::kFactors; i += 4 * kThreads)
+      cp_async_16(stage.factors + i, scratch.factors + i);
   }
 
- private:
-  static __device__ __forceinline__ void copy_keys(const void* tile, const scalar_t* gmem,
-                                                   int64_t stride, int count) {
-    copy_tile<kKeyDim, kThreads>(smem_address(tile), gmem, stride, count);
+  // The slice's part of the state in a slot, and of the state between launches.
+  __device__ __forceinline__ state_t* slot(int index) const {
+    const int64_t offset = (static_cast<int64_t>(head) * kValueDim + slice) * kKeyDim;
+    return p.states + index * p.slot_stride + offset;
+  }
+  __device__ __forceinline__ float* carried(int launch) const {
+    return carried_state(p, launch, head) + slice * kKeyDim;
   }
 };
 
@@ -226,57 +225,77 @@ class ScanWarp {
   float state_[kKeyTiles][4];
 };
 
+// A warp's walk: its state, and where states and outputs are written.
+template <typename Products, int kSlice>
+class ScanWalk {
+ public:
+  __device__ __forceinline__ explicit ScanWalk(const Scan<kSlice>& scan) : scan_(scan) {
+    const GatedDeltaParams& p = scan.p;
+    const int num_tokens = scan.sequence.num_tokens();
+    target_ = target_slot(p, scan.b, num_tokens, num_tokens);
+    snapshot_end_ = p.snapshot_slots != nullptr ? p.snapshot_offsets[scan.b] : -1;
+    snapshot_ = snapshot_slot(p, scan.b, snapshot_end_);
+    if (scan.range.begin > 0) {
+      warp_.load_state(scan.carried(p.launch - 1));
+    } else if (scan.sequence.first_slot >= 0) {
+      warp_.load_state(scan.slot(scan.sequence.first_slot));
+    }
+  }
+
+  // Advances by chunk number `index`, whose stage is complete.
+  __device__ __forceinline__ void advance(ScanStage<kSlice>& stage, int index) {
+    const GatedDeltaParams& p = scan_.p;
+    const Chunk tokens = scan_.range.chunk(index);
+    warp_.advance(stage);
+    const int64_t row = static_cast<int64_t>(scan_.sequence.begin + tokens.begin) * p.num_heads;
+    warp_.store_output(p.out + (row + scan_.head) * kValueDim + scan_.slice,
+                       static_cast<int64_t>(p.num_heads) * kValueDim, tokens.count(), stage);
+    if (tokens.end == scan_.sequence.num_tokens() && target_ >= 0)
+      warp_.store_state(scan_.slot(target_));
+    if (tokens.end == snapshot_end_ && snapshot_ >= 0) warp_.store_state(scan_.slot(snapshot_));
+  }
+
+  // Leaves the state for the next launch, if the sequence goes on.
+  __device__ __forceinline__ void end() {
+    if (scan_.range.end < scan_.range.num_chunks) warp_.store_state(scan_.carried(scan_.p.launch));
+  }
+
+ private:
+  const Scan<kSlice>& scan_;
+  ScanWarp<Products, kSlice> warp_;
+  int target_, snapshot_, snapshot_end_;
+};
+
 // SAFETY: a barrier per chunk. Before it a chunk's copies have landed, and the warps have finished
 // the chunk before, whose stage is then refilled. With one stage a second barrier precedes the
 // copies.
-template <typename Products, int kSlice, int kStages>
+template <int kSlice, int kStages>
 __device__ __forceinline__ void scan_chunks(const GatedDeltaParams& p, unsigned char* smem) {
+  constexpr int kThreads = 2 * kSlice;  // a warp per 16 features
   pdl_trigger();
   pdl_wait();
-  const int b = blockIdx.x, head = blockIdx.y, slice = blockIdx.z * kSlice;
-  const Sequence sequence = load_sequence(p, b);
-  const ChunkRange range(p, sequence, b);
-  if (range.begin >= range.end) return;
-  const Scan<kSlice> scan{p, sequence, range, head, head / (p.num_heads / p.num_key_heads), slice};
-  const int64_t offset = (static_cast<int64_t>(head) * kValueDim + slice) * kKeyDim;
-  const auto slot = [&](int index) { return p.states + index * p.slot_stride + offset; };
-  const int num_tokens = sequence.num_tokens();
-  const int target = target_slot(p, b, num_tokens, num_tokens);
-  const int snapshot_end = p.snapshot_slots != nullptr ? p.snapshot_offsets[b] : -1;
-  const int snapshot = snapshot_slot(p, b, snapshot_end);
-  const int64_t out_stride = static_cast<int64_t>(p.num_heads) * kValueDim;
-  scalar_t* const out =
-      p.out + sequence.begin * out_stride + static_cast<int64_t>(head) * kValueDim + slice;
+  const Scan<kSlice> scan(p);
+  const int end = scan.range.end;
+  if (scan.range.begin >= end) return;
   auto* const stages = reinterpret_cast<ScanStage<kSlice>*>(smem);
-
-#pragma unroll
-  for (int i = 0; i < kStages; ++i) clear_upper_blocks<2 * kSlice>(stages[i]);
+  const auto load = [&](int index) {
+    if (index < end) scan.template load<kThreads>(stages[index % kStages], index, threadIdx.x);
+    cp_async_commit();  // even if empty: the wait counts groups
+  };
   constexpr int kAhead = kStages > 1 ? kStages - 1 : 1;  // chunks in flight
 #pragma unroll
-  for (int i = 0; i < kAhead; ++i) scan.load(stages[(range.begin + i) % kStages], range.begin + i);
-  ScanWarp<Products, kSlice> warp;
-  if (range.begin > 0) {
-    warp.load_state(carried_state(p, p.launch - 1, head) + slice * kKeyDim);
-  } else if (sequence.first_slot >= 0) {
-    warp.load_state(slot(sequence.first_slot));
-  }
+  for (int i = 0; i < kAhead; ++i) load(scan.range.begin + i);
+  ScanWalk<MmaProducts, kSlice> walk(scan);
 #pragma unroll 1
-  for (int index = range.begin; index < range.end; ++index) {
-    ScanStage<kSlice>& stage = stages[index % kStages];
-    const Chunk tokens = range.chunk(index);
+  for (int index = scan.range.begin; index < end; ++index) {
     cp_async_wait<kAhead - 1>();
-    Products::publish_copies();
     __syncthreads();
-    if (kStages > 1) scan.load(stages[(index + kAhead) % kStages], index + kAhead);
-    warp.advance(stage);
-    warp.store_output(out + tokens.begin * out_stride, out_stride, tokens.count(), stage);
-    if (tokens.end == num_tokens && target >= 0) warp.store_state(slot(target));
-    if (tokens.end == snapshot_end && snapshot >= 0) warp.store_state(slot(snapshot));
+    if (kStages > 1) load(index + kAhead);
+    walk.advance(stages[index % kStages], index);
     if (kStages == 1) {
       __syncthreads();
-      scan.load(stage, index + 1);
+      load(index + 1);
     }
   }
-  if (range.end < range.num_chunks)
-    warp.store_state(carried_state(p, p.launch, head) + slice * kKeyDim);
+  walk.end();
 }

@@ -18,23 +18,23 @@ __device__ __forceinline__ uint32_t tile_address(uint32_t tile, int row, int col
          swizzle_128b(row, column % kPanelColumns / kVec);
 }
 
-// Copies `count` rows of kColumns values; the other rows become zeros.
+// Copies `count` rows of kColumns values; the other rows become zeros. `thread` is one of kThreads.
 template <int kColumns, int kThreads>
 __device__ __forceinline__ void copy_tile(uint32_t tile, const scalar_t* gmem, int64_t stride,
-                                          int count) {
+                                          int count, int thread) {
   constexpr int kPerRow = kColumns / kVec;
   if constexpr (kThreads % kPerRow == 0) {  // a thread's rows are evenly spaced
-    const int first_row = threadIdx.x / kPerRow, column = threadIdx.x % kPerRow * kVec;
+    const int first_row = thread / kPerRow, column = thread % kPerRow * kVec;
     gmem += first_row * stride + column;
-#pragma unroll
+#pragma unroll 8
     for (int i = 0; i < kChunkTokens; i += kThreads / kPerRow) {
       const int row = first_row + i;
       if (kChunkTokens % (kThreads / kPerRow) != 0 && row >= kChunkTokens) break;
       cp_async_16(tile_address(tile, row, column), gmem + i * stride, row < count);
     }
   } else {
-#pragma unroll
-    for (int i = threadIdx.x; i < kChunkTokens * kPerRow; i += kThreads) {
+#pragma unroll 8
+    for (int i = thread; i < kChunkTokens * kPerRow; i += kThreads) {
       const int row = i / kPerRow, column = i % kPerRow * kVec;
       cp_async_16(tile_address(tile, row, column), gmem + row * stride + column, row < count);
     }
@@ -44,12 +44,12 @@ __device__ __forceinline__ void copy_tile(uint32_t tile, const scalar_t* gmem, i
 // Copies a lower triangular matrix of 64 x 64 values, without the blocks of 16 x 16 beyond the
 // diagonal.
 template <int kThreads>
-__device__ __forceinline__ void copy_triangle(uint32_t tile, const scalar_t* gmem) {
+__device__ __forceinline__ void copy_triangle(uint32_t tile, const scalar_t* gmem, int thread) {
   constexpr int kPerRow = kChunkTokens / kVec;
-  const int column = threadIdx.x % kPerRow * kVec;
-#pragma unroll
+  const int column = thread % kPerRow * kVec;
+#pragma unroll 8
   for (int i = 0; i < kChunkTokens; i += kThreads / kPerRow) {
-    const int row = threadIdx.x / kPerRow + i;
+    const int row = thread / kPerRow + i;
     if (column / 16 <= row / 16)
       cp_async_16(tile_address(tile, row, column), gmem + row * kChunkTokens + column);
   }

@@ -213,7 +213,7 @@ def test_bits_do_not_depend_on_the_slice(cp, monkeypatch, has_channel_gate, tier
     want = reference.gated_delta(**arrays, states=want_states, **slots)
     results = []
     for kind in tier.kernels:
-        size = chunks.scan_bytes(128, *kind, has_channel_gate=has_channel_gate)
+        size = tier.shared_bytes(128, *kind, has_channel_gate=has_channel_gate)
         if size > limits().shared_bytes:
             continue
         monkeypatch.setattr(chunks, "choose_scan", lambda *_, kind=kind, **__: kind)

@@ -35,31 +35,49 @@ _PREPARE = Kernel("gated_delta_prepare", PARAMS, struct="GatedDeltaParams")
 
 @dataclass(frozen=True)
 class Tier:
-    """The scan's kernels with mma.sync, or with wgmma.
+    """The scan's kernels with mma.sync, or with wgmma and a warpgroup that copies.
 
     Attributes
     ----------
+    file : str
+        Their file.
     kernels : dict
         By features of v per block and stages.
     times : dict
         Features of v per block -> its time per chunk, relative to the narrowest.
+    has_producer : bool
+        Whether a warpgroup of its own copies, and mbarriers pass the stages to the others.
     """
 
     file: str
     kernels: dict[tuple[int, int], Kernel]
     times: dict[int, float]
+    has_producer: bool
 
     @classmethod
-    def of(cls, file: str, prefix: str, stages: Iterable[int], times: dict[int, float]) -> Tier:
+    def of(
+        cls, suffix: str, stages: Iterable[int], times: dict[int, float], *, has_producer: bool
+    ) -> Tier:
         """Return the tier with a kernel for every width and number of stages."""
         kinds = list(itertools.product(times, stages))
-        names = {kind: "{}_{}_{}".format(prefix, *kind) for kind in kinds}
+        names = {kind: "gated_delta_scan{}_{}_{}".format(suffix, *kind) for kind in kinds}
         kernels = {k: Kernel(name, PARAMS, struct="GatedDeltaParams") for k, name in names.items()}
-        return cls(f"gated_delta/{file}.cu", kernels, times)
+        return cls(f"gated_delta/gated_delta_chunks{suffix}.cu", kernels, times, has_producer)
+
+    def threads(self, width: int) -> int:
+        """Return the threads of a block: a warp per 16 features, and the producer."""
+        return 2 * width + 128 * self.has_producer
+
+    def shared_bytes(self, key_dim: int, width: int, stages: int, *, has_channel_gate: bool) -> int:
+        """Return the shared memory of a block: ScanStage in CUDA, times the stages; mbarriers."""
+        panels = 2 + (2 + has_channel_gate) * ceil_div(key_dim, _PANEL) + ceil_div(width, _PANEL)
+        factors = 4 * num_factors(key_dim, has_channel_gate=has_channel_gate)
+        stage = 1024 * ceil_div(panels * 2 * _PANEL * CHUNK + factors, 1024)
+        return stages * stage + 1024 * self.has_producer
 
 
-PORTABLE = Tier.of("gated_delta_chunks", "gated_delta_scan", (1, 2), {32: 1.0, 64: 1.2, 128: 2.0})
-HOPPER = Tier.of("gated_delta_chunks_sm90", "gated_delta_scan_sm90", (2, 3), {64: 1.0, 128: 1.5})
+PORTABLE = Tier.of("", (1, 2), {32: 1.0, 64: 1.2, 128: 2.0}, has_producer=False)
+HOPPER = Tier.of("_sm90", (2, 3), {64: 1.0, 128: 1.5}, has_producer=True)
 _HOPPER_KEY_DIMS = (64, 96, 128)  # widths of wgmma_transposed
 
 
@@ -99,7 +117,7 @@ def spec(
         "PREPARE_BYTES": prepare_bytes(key_dim, **gate),
     }
     for width, stages in tier.kernels:
-        macros[f"SCAN_BYTES_{width}_{stages}"] = scan_bytes(key_dim, width, stages, **gate)
+        macros[f"SCAN_BYTES_{width}_{stages}"] = tier.shared_bytes(key_dim, width, stages, **gate)
     return ModuleSpec(tier.file, dtype, tuple(macros.items()))
 
 
@@ -127,13 +145,6 @@ def prepare_bytes(key_dim: int, *, has_channel_gate: bool) -> int:
     matrices = operands + triangles if has_channel_gate else max(operands, triangles)
     decays = CHUNK * (key_dim + 2) if has_channel_gate else 4
     return matrices + 4 * (4 * 16 * (16 + 4) + 4 * CHUNK + decays)
-
-
-def scan_bytes(key_dim: int, width: int, stages: int, *, has_channel_gate: bool) -> int:
-    """Return the shared memory of the scan kernel: ScanStage in CUDA, times the stages."""
-    panels = 2 + (2 + has_channel_gate) * ceil_div(key_dim, _PANEL) + ceil_div(width, _PANEL)
-    factors = 4 * num_factors(key_dim, has_channel_gate=has_channel_gate)
-    return stages * 1024 * ceil_div(panels * 2 * _PANEL * CHUNK + factors, 1024)
 
 
 def num_factors(key_dim: int, *, has_channel_gate: bool) -> int:
@@ -170,7 +181,7 @@ def choose_scan(
         return ceil_div(num_heads * value_dim // width, num_sms) * tier.times[width]
 
     def fits(kind: tuple[int, int]) -> bool:
-        size = scan_bytes(key_dim, *kind, has_channel_gate=has_channel_gate)
+        size = tier.shared_bytes(key_dim, *kind, has_channel_gate=has_channel_gate)
         return value_dim % kind[0] == 0 and size <= shared_bytes
 
     return min(filter(fits, tier.kernels), key=lambda kind: (time(kind[0]), -kind[1]))
@@ -243,8 +254,8 @@ def launch(args: dict[str, Any], *, max_steps: int) -> None:
         tier.kernels[width, stages].launch(
             scan,
             (batch, num_heads, value_dim // width),
-            (2 * width,),
-            scan_bytes(key_dim, width, stages, **gate),
+            (tier.threads(width),),
+            tier.shared_bytes(key_dim, width, stages, **gate),
             pdl=True,
             **given,
         )
