@@ -81,9 +81,10 @@ class Preparation {
       const int64_t t = token_ + i;
       float g = 0.0f, beta = 0.0f;
       if (i < count_) {
-        beta = update_strength(to_float(p_.b[t * p_.b_stride_t + head_]), p_.beta_scale);
+        const float b = to_float(p_.b[t * p_.b_stride_t + head_]);
         if constexpr (!kHasChannelGate)
           g = log2_decay(p_, p_.a[t * p_.a_stride_t + head_], p_.a_log[head_], p_.dt_bias[head_]);
+        beta = update_strength(b, p_.beta_scale);
       }
       smem_.beta[i] = beta;
       if constexpr (!kHasChannelGate) smem_.log_decay[i] = running_sum(g);

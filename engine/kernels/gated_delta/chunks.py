@@ -77,7 +77,7 @@ class Tier:
 
 
 PORTABLE = Tier.of("", (1, 2), {32: 1.0, 64: 1.2, 128: 2.0}, has_producer=False)
-HOPPER = Tier.of("_sm90", (2, 3), {64: 1.0, 128: 1.5}, has_producer=True)
+HOPPER = Tier.of("_sm90", (2, 3), {64: 1.0, 128: 1.8}, has_producer=True)
 _HOPPER_KEY_DIMS = (64, 96, 128)  # widths of wgmma_transposed
 
 
@@ -200,7 +200,7 @@ def launch_ranges(num_tokens: int, batch: int, chunk_floats: int) -> list[tuple[
 
     Examples
     --------
-    >>> launch_ranges(8192, 1, 1 << 18)
+    >>> launch_ranges(8192, 1, 1 << 20)
     [(0, 64), (64, 64), (128, 2)]
     """
     total = num_tokens // CHUNK + 2 * batch

@@ -69,9 +69,10 @@ def choose_config(
 ) -> Config:
     """Choose the launch for one token per sequence (`is_single`) or a few.
 
-    `num_heads` counts the heads of all sequences; `fits` tells whether all rows are aligned. A
-    head's norm needs the whole head in one block. A single token of many heads takes `many_rows`
-    state rows per lane, which keeps more loads in flight.
+    `num_heads` counts the heads of all sequences; `fits` tells whether all rows are aligned, and
+    the value dimension divisible. A head's norm needs the whole head in one block; with many heads
+    smaller blocks and a launch for the norm are faster. A single token of many heads takes
+    `many_rows` state rows per lane, which keeps more loads in flight.
 
     Examples
     --------
@@ -81,7 +82,7 @@ def choose_config(
     >>> choose_config(512, 128, 16, has_norm=True, **shape)
     Config(kernel='single_norm', threads=256, blocks=1)
     """
-    if fits and is_single and has_norm:
+    if fits and is_single and has_norm and num_heads <= many_rows // 2 * num_sms:
         threads = ceil_div(lanes * ceil_div(value_dim, _NORM_ROWS), 32) * 32
         if threads <= _MAX_NORM_THREADS:
             return Config("single_norm", threads, 1)
@@ -97,6 +98,10 @@ def choose_config(
         kernel = "single_many"
         rows = many_rows
     return Config(kernel, _THREADS, ceil_div(value_dim, rows * groups))
+
+
+def _are_dims_whole(key_dim: int, value_dim: int) -> bool:
+    return key_dim % _COLUMNS == 0 and value_dim % _NORM_ROWS == 0
 
 
 def launch(
@@ -119,7 +124,7 @@ def launch(
         many_rows=_MANY_ROWS[state_dtype],
         is_single=max_seqlen_q == 1,
         has_norm=has_norm,
-        fits=key_dim % _COLUMNS == 0 and is_aligned(*rows),
+        fits=_are_dims_whole(key_dim, args["value_dim"]) and is_aligned(*rows),
         num_sms=sm_count(),
     )
     _KERNELS[config.kernel].launch(
