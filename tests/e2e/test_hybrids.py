@@ -20,6 +20,7 @@ CASES = (
     "lfm2_moe",
     "granitemoehybrid",
     "nemotron_h",
+    "nemotron_h_experts",
     "olmo_hybrid",
     "falcon_h1",
     "kimi_linear",

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import engine
+from engine.device import resolve_device
 from engine.errors import ConfigError
 from tests.distributed.golden import write_checkpoint
 from tests.e2e.tiny import alone, check_drained, make_engine, mixed_params, run, swap_gb
@@ -16,13 +17,22 @@ CASES = ("deepseek_v3", "deepseek_v2", "glm4_moe_lite", "longcat_flash")
 VOCAB = 128
 
 
-@pytest.fixture(scope="module", params=CASES)
+PLACES = [
+    *((case, "cpu") for case in CASES),
+    *(pytest.param((case, "cuda"), marks=pytest.mark.gpu) for case in CASES),
+]
+
+
+@pytest.fixture(scope="module", params=PLACES, ids=str)
 def model(request, tmp_path_factory):
     """A golden model, with room for long sequences."""
-    folder = write_checkpoint(request.param, tmp_path_factory.mktemp(request.param))
+    case, where = request.param
+    if where == "cuda" and not resolve_device("auto")[0].is_cuda:
+        pytest.skip("no GPU")
+    folder = write_checkpoint(case, tmp_path_factory.mktemp(case))
     values = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(values | {"max_position_embeddings": 512}))
-    return engine.load(folder, device="cpu", dtype="float32", deterministic=True, progress=False)
+    return engine.load(folder, device=where, dtype="float32", deterministic=True, progress=False)
 
 
 def prompt(seed, length):
