@@ -312,6 +312,17 @@ def test_ops_that_layers_call_are_compiled_before_the_first_step(golden, monkeyp
     assert called - {"moe_gemm_combine"} <= listed  # it launches moe_gemm's modules
 
 
+@pytest.mark.parametrize("case", ["kimi_linear", "bailing_hybrid"])
+def test_an_output_layer_beside_a_tied_config_is_used(golden, tmp_path, case):
+    """transformers ties none in these families; the embedding has another name in some."""
+    want = golden(case)
+    (tmp_path / "config.json").write_text(json.dumps({**want.config, "tie_word_embeddings": True}))
+    save_file(load_file(want.directory / "model.safetensors"), tmp_path / "model.safetensors")
+    model = engine.load(tmp_path, device="cpu", dtype="float32", progress=False)
+    got = model.step([want.prompt], model.new_cache(1, want.max_tokens), logits="all")[0]
+    assert _error(got, want.logits) < LIMIT
+
+
 # Names in published checkpoints -> in those saved with save_original_format=False.
 DECAYS = {f"self_attn.{one}": f"self_attn.forget_gate.{one}" for one in ("A_log", "dt_bias", "f_")}
 FUSED = {
