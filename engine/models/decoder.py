@@ -470,10 +470,11 @@ class Decoder:
         Returns
         -------
         (layers with experts, E) array of int64
-            On the host, in the order of the layers; (0, 0) for a model without experts. A row sums
-            up to top_k times the tokens that its layer has computed. Padding of CUDA graphs is not
-            counted. The last layer may skip tokens whose logits are not requested. A token computed
-            twice (after a preemption or a failed step) counts twice.
+            On the host, in the order of the layers; (0, 0) for a model without experts. Experts
+            that return their input are the last ones. A row sums up to top_k times the tokens that
+            its layer has computed. Padding of CUDA graphs is not counted. The last layer may skip
+            tokens whose logits are not requested. A token computed twice (after a preemption or a
+            failed step) counts twice.
 
         Notes
         -----
