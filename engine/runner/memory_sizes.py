@@ -79,7 +79,8 @@ def activation_bytes(model: ModelConfig, dtype: str, num_tokens: int, num_rows: 
         mlp = max(mlp, pairs + scaled + 3 * model.moe.shared_size)
     attention = 2 * model.qkv_dim
     if (delta := model.gated_delta) is not None:  # projected, convolved, and the heads' outputs
-        attention = max(attention, delta.in_dim + delta.conv_dim + delta.value_dim)
+        gates = delta.value_dim + delta.decay_dim if delta.gate_rank else 0
+        attention = max(attention, delta.in_dim + gates + delta.conv_dim + delta.value_dim)
     if (lightning := model.lightning) is not None:  # projected, and the heads' outputs, gated
         attention = max(attention, 6 * lightning.inner_dim)
     if (conv := model.short_conv) is not None:
