@@ -26,14 +26,14 @@ __device__ __forceinline__ void copy_tile(uint32_t tile, const scalar_t* gmem, i
   if constexpr (kThreads % kPerRow == 0) {  // a thread's rows are evenly spaced
     const int first_row = thread / kPerRow, column = thread % kPerRow * kVec;
     gmem += first_row * stride + column;
-#pragma unroll 8
+#pragma unroll 4
     for (int i = 0; i < kChunkTokens; i += kThreads / kPerRow) {
       const int row = first_row + i;
       if (kChunkTokens % (kThreads / kPerRow) != 0 && row >= kChunkTokens) break;
       cp_async_16(tile_address(tile, row, column), gmem + i * stride, row < count);
     }
   } else {
-#pragma unroll 8
+#pragma unroll 4
     for (int i = thread; i < kChunkTokens * kPerRow; i += kThreads) {
       const int row = i / kPerRow, column = i % kPerRow * kVec;
       cp_async_16(tile_address(tile, row, column), gmem + row * stride + column, row < count);
@@ -47,7 +47,7 @@ template <int kThreads>
 __device__ __forceinline__ void copy_triangle(uint32_t tile, const scalar_t* gmem, int thread) {
   constexpr int kPerRow = kChunkTokens / kVec;
   const int column = thread % kPerRow * kVec;
-#pragma unroll 8
+#pragma unroll 4
   for (int i = 0; i < kChunkTokens; i += kThreads / kPerRow) {
     const int row = thread / kPerRow + i;
     if (column / 16 <= row / 16)
