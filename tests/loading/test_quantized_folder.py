@@ -383,7 +383,7 @@ def test_rows_of_a_tensor_are_those_of_the_weight(tmp_path, kind, monkeypatch):
 
 def test_interleaved_rows():
     """Rows of rotated heads go back to the order of the file."""
-    config = SimpleNamespace(model_type="cohere2", head_dim=8, rope=SimpleNamespace(rotary_dim=8))
+    config = SimpleNamespace(interleaved_rope=True)
     stored = np.arange(32)[:, None].astype(np.float32)
     place = quantized_folder.Placement("q", "t", (32, 1), 0, 32, 5, rotated=RotatedRows(8, 0, 8))
     rows = quantize_model._rows(SimpleNamespace(config=config), [place])
