@@ -28,6 +28,7 @@ _COLORS = {
     "FlashAttention-2": "#8c8c8c",
     "FlashAttention-3": "#4f4f4f",
     "FlashInfer": "#b04a8b",
+    "flash-linear-attention": "#8c8c8c",
     "vLLM": "#c9a227",
     "llama.cpp": "#7a9a3b",
     "transformers": "#a05a2c",

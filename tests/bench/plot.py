@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -543,6 +544,34 @@ def _hybrid_model() -> Picture:
     return Picture(title, _source(record), panels, 3, 2.8, 15.0)
 
 
+def _gated_delta() -> Picture:
+    record = _load("gated_delta")
+    prefill = record["prefill"]
+    cases = ["1 x 4096", "1 x 16384", "32 x 512", "16 x 4096"]
+    rows = {row["case"]: row for row in prefill["rows"]}
+    published = {
+        case: _tokens(case) / us
+        for case, us in ((row["case"], row["us"]) for row in record["published"]["rows"])
+    }
+    steps = {row["batch"]: row["us"] for row in record["decode_h200"]["rows"][:4]}
+    state_mb = 2 * 16 * 128 * 128 * 2 / 1e6
+    names = [*cases, *(f"{case}, published" for case in published)]
+    panels = [
+        Bars("prompts, 16 and 32 heads", "tokens per us", names,
+             {"ours": [*(_tokens(case) / rows[case]["us"] for case in cases), None, None],
+              "flash-linear-attention": [*[None] * 4, *published.values()]}, digits=".1f"),
+        Bars("decode steps, 8 and 16 heads", "GB/s of states", [str(n) for n in steps],
+             {"ours": [n * state_mb / us * 1e3 for n, us in steps.items()]},
+             ("memory, 4,800 GB/s", _HBM)),
+    ]  # fmt: skip
+    return Picture("Gated delta rule, bfloat16", _source(prefill), panels, 2, 3.0)
+
+
+def _tokens(case: str) -> int:
+    """Return the tokens of "16 x 4096"."""
+    return math.prod(int(number) for number in case.split(" x "))
+
+
 def _serve() -> Picture:
     record = _load("serve")
     rows, steps = record["rows"], record["structured"]["rows"]
@@ -643,6 +672,7 @@ PICTURES: dict[str, Callable[[], Picture]] = {
     "quantization": _quantization,
     "whole_models": _whole_models,
     "hybrid_model": _hybrid_model,
+    "gated_delta": _gated_delta,
     "scaling": _scaling,
 }
 
