@@ -216,7 +216,8 @@ def _implied(kind: Family, config: ModelConfig) -> dict[str, tuple[Any, ...]]:
     if (moe := config.moe) is not None:
         implied["experts_per_token"] = (moe.top_k,)
         implied["norm_topk_prob"] = (moe.renormalize,)
-        implied["scoring_func"] = (moe.score,)
+        # dots.llm1 calls it as DeepSeek's method of selection.
+        implied["scoring_func"] = (moe.score, "noaux_tc") if moe.correction else (moe.score,)
         implied["topk_method"] = _topk_methods(moe)
         implied["moe_shared_expert_intermediate_size"] = (moe.intermediate_size,)
     if (mla := config.mla) is not None:

@@ -55,6 +55,7 @@ GEMMA3N = Family(
         "eos_token_id": 1,
         "pad_token_id": 0,
     },
+    idle_keys=("query_pre_attn_scalar",),  # a left-over in published files
     qkv_bias="attention_bias",
     o_bias="attention_bias",
     qk_norm=True,

@@ -128,6 +128,14 @@ def test_what_changes_the_logits_in_transformers_is_read_or_refused(family):
             assert f"{key} must be" in str(error) and shown(value) in str(error)
 
 
+@pytest.mark.parametrize(
+    ("family", "key", "value"),
+    [("gemma3n_text", "query_pre_attn_scalar", 256), ("dots1", "scoring_func", "noaux_tc")],
+)
+def test_values_in_published_files_that_say_nothing(family, key, value):
+    assert config_of(family, **{key: value}) == config_of(family)
+
+
 def test_every_family_was_measured():
     """MiMo's layers are Qwen2's, Kimi K2's are DeepSeek-V3's; transformers has neither type.
 
