@@ -73,9 +73,9 @@ def append(weight: Weight, last: Weight) -> tuple[Weight, Weight]:
     Examples
     --------
     >>> import numpy as np
-    >>> pair = Weight.dense(np.zeros((2, 4, 8))), Weight.dense(np.ones((4, 8)))
-    >>> appended(*append(*pair)).data[:, 0, 0]
-    array([0., 0., 1.])
+    >>> arrays = np.zeros((2, 4, 8), np.float32), np.ones((4, 8), np.float32)
+    >>> appended(*append(*map(Weight.dense, arrays))).data[:, 0, 0]
+    array([0., 0., 1.], dtype=float32)
     """
     if not _continues(weight, last):
         raise WeightsError(
