@@ -19,6 +19,7 @@ from tests.bench.figure import FOLDER, Bars, Lines, Picture, Roofline, draw
 # NVIDIA H200 datasheet: dense tensor-core rate, memory bandwidth.
 _BF16, _E4M3 = 989.0, 1979.0  # TFLOP/s
 _HBM = 4800.0  # GB/s
+_H100_HBM = 3350.0  # GB/s, an H100's
 _SHORT = {"qwen3-8b": "8B", "qwen2.5-0.5b": "0.5B", "qwen3-0.6b": "0.6B", "llama-1b": "L-1B"}
 
 
@@ -515,33 +516,22 @@ def _whole_models() -> Picture:
 def _hybrid_model() -> Picture:
     record = _load("hybrid_model")
     rows = {row["case"]: row for row in record["rows"]}
-    peer = {row["case"]: row for row in record["vllm"]["rows"]}
-
-    def beside(title: str, unit: str, case: str, key: str, digits: str) -> Bars:
-        series = {"ours": [rows[case][key]], "vLLM": [peer[case][key]]}
-        return Bars(title, unit, [""], series, digits=digits)
-
-    def shares(title: str, case: str) -> Bars:
-        row = rows[case]
-        us = {
-            name.removesuffix(" us"): row[name] * row[f"{name.removesuffix(' us')} a step"]
-            for name in row
-            if name.endswith(" us") and name != "step us"
-        }
-        names = sorted(us, key=lambda name: -us[name])[:9]
-        values = [us[name] / 1e3 for name in names]
-        return Bars(title, "ms of a step", names, {"ours": values}, digits=".2f")
-
+    step = rows["decode 1 x 500"]
+    kernels = [name.removesuffix(" a step") for name in step if name.endswith(" a step")]
+    ms = {name: step[f"{name} us"] * step[f"{name} a step"] / 1e3
+          for name in kernels if f"{name} us" in step}  # fmt: skip
+    names = sorted(ms, key=lambda name: -ms[name])[:12]
+    tokens = [record["apart"]["ms_per_token"], rows["latency"]["ms_per_token"]]
+    floor = sum(record["floor"]["one request, GB a step"].values()) * 1e3 / _H100_HBM
     panels = [
-        beside("one request", "ms a token, less is better", "latency", "ms_per_token", ".2f"),
-        beside("256 requests", "output tokens/s", "throughput", "output_tokens_per_s", ".0f"),
-        beside("16 prompts of 4,096", "prompt tokens/s", "prefill", "prompt_tokens_per_s", ".0f"),
-        shares("a step of one request", "decode 1 x 500"),
-        shares("a step of 256 requests", "decode 256 x 500"),
-        shares("a step of 8,192 prompt tokens", "prefill step"),
-    ]
+        Bars("one request", "ms a token, less is better",
+             ["2b594722, shared experts apart", "80753174, joined"],
+             {"ours": tokens}, ("bytes at 3.35 TB/s", floor), digits=".2f"),
+        Bars("a step of one request", "ms, all launches of a kernel", names,
+             {"ours": [ms[name] for name in names]}, digits=".2f"),
+    ]  # fmt: skip
     title = "Qwen3.6-35B-A3B's shape in fp8 blocks"
-    return Picture(title, _source(record), panels, 3, 2.8, 15.0)
+    return Picture(title, _source(record), panels, 2, 3.2, 12.0)
 
 
 def _gated_delta() -> Picture:
