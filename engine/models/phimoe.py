@@ -15,7 +15,7 @@ PHIMOE = Family(
         *LLAMA_NAMES,
         *HF_NORM_BIASES,
         TensorName("lm_head.bias", "lm_head_bias"),
-        *router_names("block_sparse_moe.gate", "mlp.gate"),
+        *router_names("block_sparse_moe.gate", "mlp.router"),
         *separate_expert_names("block_sparse_moe", gate="w1", up="w3", down="w2"),
         *fused_expert_names(),
     ),

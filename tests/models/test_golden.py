@@ -327,6 +327,7 @@ def test_an_output_layer_beside_a_tied_config_is_used(golden, tmp_path, case):
 DECAYS = {f"self_attn.{one}": f"self_attn.forget_gate.{one}" for one in ("A_log", "dt_bias", "f_")}
 FUSED = {
     "minimax_m2": {"block_sparse_moe.": "mlp."},
+    "phimoe": {"block_sparse_moe.gate": "mlp.router", "block_sparse_moe.": "mlp."},
     "hy_v3_biases_new_keys": {
         "mlp.router.gate": "mlp.gate",
         "mlp.expert_bias": "mlp.e_score_correction_bias",
