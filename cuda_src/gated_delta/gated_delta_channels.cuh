@@ -9,7 +9,7 @@
 #pragma once
 
 #include "common/exp2.cuh"
-#include "gated_delta/gated_delta_fragments.cuh"
+#include "common/mma_operands.cuh"
 #include "gated_delta/gated_delta_prepare_shared.cuh"
 
 class ChannelProducts {

@@ -13,9 +13,9 @@
 // reciprocals of their norms are factors of rows, applied to float sums.
 #pragma once
 
+#include "common/sequence_chunks.cuh"
 #include "gated_delta/gated_delta_problem.cuh"
 
-constexpr int kChunkTokens = 64;
 constexpr int kKeyDim = KEY_DIM, kValueDim = VALUE_DIM;
 static_assert(kKeyDim % 16 == 0 && kValueDim % 32 == 0, "tiles of the products");
 
@@ -64,38 +64,18 @@ __device__ __forceinline__ float* carried_state(const GatedDeltaParams& p, int l
   return carried + (static_cast<int64_t>(launch % 2) * p.num_heads + head) * kValueDim * kKeyDim;
 }
 
-// Tokens [begin, end) of a sequence.
-struct Chunk {
-  int begin, end;
-
-  __device__ __forceinline__ int count() const { return end - begin; }
-};
-
-// A sequence's chunks, which end at multiples of 64 in the whole sequence, and those of them,
-// [begin, end), that belong to the launch.
+// A sequence's chunks, and those of them, [begin, end), that belong to the launch.
 //
 // Their ids begin at sequence.begin / 64 + 2 b. A sequence has at most two chunks more than its
 // tokens fill, so ids of sequences do not overlap, and no kernel sums over earlier sequences.
-struct ChunkRange {
+struct ChunkRange : SequenceChunks {
   int first_id, num_chunks, begin, end;
 
   __device__ __forceinline__ ChunkRange(const GatedDeltaParams& p, const Sequence& sequence, int b)
-      : num_tokens_(sequence.num_tokens()),
-        lead_(max(p.context_lens[b] - num_tokens_, 0) % kChunkTokens) {
+      : SequenceChunks(p, sequence, b) {
     first_id = sequence.begin / kChunkTokens + 2 * b;
-    num_chunks = 0;
-    if (num_tokens_ > p.max_steps)
-      num_chunks = (lead_ + num_tokens_ + kChunkTokens - 1) / kChunkTokens;
+    num_chunks = sequence.num_tokens() > p.max_steps ? count() : 0;
     begin = max(p.first_chunk - first_id, 0);
     end = min(p.first_chunk + p.num_chunks - first_id, num_chunks);
   }
-
-  __device__ __forceinline__ Chunk chunk(int index) const {
-    const int from = index * kChunkTokens - lead_;
-    return {max(from, 0), min(from + kChunkTokens, num_tokens_)};
-  }
-
- private:
-  int num_tokens_;
-  int lead_;  // earlier tokens in the first chunk's stretch of 64
 };

@@ -8,7 +8,7 @@
 #include "common/exp2.cuh"
 #include "common/pdl.cuh"
 #include "gated_delta/gated_delta_channels.cuh"
-#include "gated_delta/gated_delta_fragments.cuh"
+#include "common/mma_operands.cuh"
 #include "gated_delta/gated_delta_inverse.cuh"
 #include "gated_delta/gated_delta_prepare_shared.cuh"
 

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "gated_delta/gated_delta_chunk.cuh"
-#include "gated_delta/gated_delta_fragments.cuh"
+#include "common/mma_operands.cuh"
 
 constexpr int kPrepareThreads = 128;
 constexpr int kBlock = 16;  // tokens of a warp

@@ -4,7 +4,7 @@
 // Hopper, has the same functions.
 #pragma once
 
-#include "gated_delta/gated_delta_fragments.cuh"
+#include "common/mma_operands.cuh"
 #include "gated_delta/gated_delta_tile.cuh"
 
 constexpr int kTokenTiles = kChunkTokens / 8, kTokenSteps = kChunkTokens / 16;

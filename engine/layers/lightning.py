@@ -116,6 +116,8 @@ class Lightning:
             states=states,
             dt_min=1.0,
             dt_max=1.0,
+            max_seqlen_q=batch.max_seqlen_q,
+            deterministic=self.in_proj.deterministic,
             pdl=True,
             **state_places(batch),
         )

@@ -118,6 +118,8 @@ class Mamba2:
             states=states,
             dt_min=c.dt_min,
             dt_max=c.dt_max,
+            max_seqlen_q=batch.max_seqlen_q,
+            deterministic=self.in_proj.deterministic,
             pdl=True,
             **places,
         )

@@ -116,6 +116,7 @@ def kernel_specs(
                 formats=tuple(form.name for form in formats),
                 **({"patterns": True} if has_patterns and op == "attention_prefill" else {}),
                 **(_delta_heads(config) if op == "gated_delta" else {}),
+                **(_mamba_states(config) if op == "mamba2" else {}),
             )
     if config.mla is not None and has_q_factors(config):  # looked up in a table of float32
         specs += importlib.import_module("engine.kernels.embedding").specs("float32")
@@ -130,6 +131,14 @@ def _delta_heads(config: ModelConfig) -> dict[str, Any]:
     assert delta is not None
     dims = {"key_dim": delta.key_head_dim, "value_dim": delta.value_head_dim}
     return {**dims, "has_channel_gate": delta.channel_gate}
+
+
+def _mamba_states(config: ModelConfig) -> dict[str, Any]:
+    """Return the shape of a state of `mamba2` as an option of `specs`."""
+    if config.lightning is not None:
+        return {"state_shape": (config.lightning.head_dim,) * 2}
+    assert config.mamba2 is not None
+    return {"state_shape": (config.mamba2.head_dim, config.mamba2.state_size)}
 
 
 def _scales_rows(config: ModelConfig) -> bool:

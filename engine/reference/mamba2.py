@@ -45,13 +45,13 @@ def mamba2(
     step = np.logaddexp(0, dt.astype(real) + dt_bias.astype(real))
     step = np.clip(step, real(dt_min), real(dt_max))[:, :, None, None]  # (T, H, 1, 1)
     decay = np.exp(-step * np.exp(a_log.astype(real))[:, None, None])
-    inputs = step * x.astype(real)[..., None] * b  # (T, H, P, N)
+    inputs = step * x.astype(real)[..., None]  # (T, H, P, 1)
     out = np.empty(x.shape, x.dtype)
     for i, (begin, end) in enumerate(itertools.pairwise(cu_seqlens_q)):
         state = first_state(states, state_slots[i], context_lens[i] - (end - begin), real)
         writes = state_writes(i, end - begin, targets, snapshot_slots, snapshot_offsets)
         for t in range(begin, end):
-            state = state * decay[t] + inputs[t]
+            state = state * decay[t] + inputs[t] * b[t]
             out[t] = np.sum(state * c[t], axis=-1) + d.astype(real)[:, None] * x[t].astype(real)
             for slot in (slot for count, slot in writes if begin + count == t + 1):
                 states[slot] = state

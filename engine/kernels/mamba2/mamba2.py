@@ -1,4 +1,4 @@
-"""Mamba-2's selective state space: `cuda_src/mamba2.cu`, `reference/mamba2.py`."""
+"""Mamba-2's selective state space: `cuda_src/mamba2/`."""
 
 from __future__ import annotations
 
@@ -6,37 +6,26 @@ import math
 from typing import Any
 
 from engine import reference
-from engine.dtypes import BFLOAT16, accumulation_dtype, dtype_name
+from engine.dtypes import BFLOAT16, accumulation_dtype
+from engine.kernels._attention import check_count
 from engine.kernels._contract import FLOAT32, FLOAT64, MIRROR_FLOATS, Contract
-from engine.kernels._elementwise import named_strides
-from engine.kernels._launch import Kernel, ceil_div
 from engine.kernels._module import ModuleSpec
-from engine.kernels._state_slots import STATE_PARAMS, StateSlots
+from engine.kernels._state_slots import StateSlots
+from engine.kernels.mamba2 import chunks, steps
+from engine.kernels.mamba2.problem import STATE_BITS, kernel_args
 
 __all__ = ["mamba2", "specs"]
 
 MAX_STATE_SIZE = 256
-_THREADS = 128  # kThreads in CUDA
-_ROWS_PER_BLOCK = 32  # kWarps * kRows in CUDA
-_LANES = 32
-_PARAMS = (
-    f"{STATE_PARAMS} x:ptr x_stride_t:i64 x_stride_h:i64 dt:ptr dt_stride_t:i64 b:ptr "
-    "b_stride_t:i64 b_stride_h:i64 c:ptr c_stride_t:i64 c_stride_h:i64 a_log:ptr d:ptr "
-    "dt_bias:ptr out:ptr num_heads:i32 num_groups:i32 head_dim:i32 state_size:i32 dt_min:f32 "
-    "dt_max:f32"
-)
-_KERNELS = {
-    columns: Kernel(f"mamba2_{columns}", _PARAMS, struct="Mamba2Params") for columns in (2, 4, 8)
-}
+_MAX_STEPS = 8  # tokens of a sequence up to which the recurrence is faster than a chunk
 
 
-def specs(dtype: str, **_: Any) -> tuple[ModuleSpec, ...]:
-    """Return the modules that the op may launch for `dtype`."""
-    return tuple(_spec(dtype, state_dtype) for state_dtype in ("float32", "bfloat16"))
-
-
-def _spec(dtype: str, state_dtype: str) -> ModuleSpec:
-    return ModuleSpec("mamba2.cu", dtype, (("STATE_BF16", int(state_dtype == "bfloat16")),))
+def specs(
+    dtype: str, *, state_shape: tuple[int, int] | None = None, **_: Any
+) -> tuple[ModuleSpec, ...]:
+    """Return the modules that the op may launch, for states of one shape (P, N) or of any."""
+    found = [steps.spec(dtype, state_dtype) for state_dtype in STATE_BITS]
+    return tuple(found + chunks.specs(dtype, STATE_BITS, state_shape))
 
 
 def mamba2(
@@ -57,6 +46,8 @@ def mamba2(
     snapshot_offsets: Any = None,
     dt_min: float = 0.0,
     dt_max: float = math.inf,
+    max_seqlen_q: int | None = None,
+    deterministic: bool = False,
     pdl: bool = False,
     out: Any = None,
 ) -> Any:
@@ -77,9 +68,15 @@ def mamba2(
     states : (num_slots, H, P, N) array of float32 or bfloat16 (float64 for float64)
         Written in place. A view with any stride between slots.
     state_slots, cu_seqlens_q, context_lens, state_targets, snapshot_slots, snapshot_offsets
-        Where states are read and written; see `causal_conv`.
+        Where states are read and written; see `causal_conv`. A snapshot's position in the sequence
+        must be a multiple of 64, or its end.
     dt_min, dt_max : float
-        Bounds of the time step.
+        Bounds of the time step. Equal bounds fix it, as in lightning attention: 1, whatever dt is.
+    max_seqlen_q : int, optional
+        Upper bound of the sequences' numbers of tokens, by default T. It only saves launches.
+    deterministic : bool
+        Run the recurrence for sequences of any length: a token's result then does not depend on
+        how its sequence is divided into calls, with float32 states.
     pdl : bool
         Programmatic dependent launch: the kernel reads nothing before its predecessor has ended.
     out : (T, H, P) array of x's dtype, optional
@@ -101,9 +98,11 @@ def mamba2(
 
         S = S e^(-step e^a_log) + (step x) b^T;  out = S c + d x
 
-    All of it is float32; a state is rounded when it is written, and out once. A result depends on
-    the sequence's own tokens only. The time of a prompt grows with its longest sequence: the
-    tokens of a sequence are computed one after the other.
+    All of it is float32; a state is rounded when it is written, and out once. Sequences of at most
+    8 tokens run this recurrence. Longer ones run in chunks that end at multiples of 64 in the
+    sequence, whose products have operands of 16 bits with float32 sums; float32, and rows that are
+    not of multiples of 16 values, remain with the recurrence. A result depends on the sequence's
+    own tokens only, so not on the rest of the batch.
 
     References
     ----------
@@ -146,34 +145,17 @@ def mamba2(
     )
     limits: dict[str, Any] = {"dt_min": call.number("dt_min", dt_min), "dt_max": float(dt_max)}
     arrays = {"x": x, "dt": dt, "b": b, "c": c, **gates}
+    longest = call["T"]
+    if max_seqlen_q is not None:
+        longest = min(longest, check_count(call, "max_seqlen_q", max_seqlen_q))
     if call.on_cpu:
         return call.finish(out, reference.mamba2(**arrays, **slots.arrays, **limits))
     out = call.output("out", out, x.shape, x.dtype)
-    _launch(arrays, slots, limits, out, pdl=pdl)
+    args = kernel_args(arrays, slots, limits, out)
+    is_chunked = not deterministic and longest > _MAX_STEPS and chunks.is_supported(args)
+    max_steps = _MAX_STEPS if is_chunked else longest
+    if not (is_chunked and slots.state_slots.shape[0] == 1):
+        steps.launch(args, max_steps=max_steps, pdl=pdl)
+    if is_chunked:
+        chunks.launch(args, max_steps=max_steps)
     return out
-
-
-def _launch(
-    arrays: dict[str, Any], slots: StateSlots, limits: dict[str, Any], out: Any, *, pdl: bool
-) -> None:
-    x = arrays["x"]
-    b = arrays["b"]
-    num_heads, head_dim = x.shape[1:]
-    columns = next(one for one in _KERNELS if one * _LANES >= b.shape[2])
-    strided = {name: arrays[name] for name in ("x", "b", "c")}
-    _KERNELS[columns].launch(
-        _spec(dtype_name(x.dtype), dtype_name(slots.states.dtype)),
-        (slots.state_slots.shape[0], num_heads, ceil_div(head_dim, _ROWS_PER_BLOCK)),
-        (_THREADS,),
-        pdl=pdl,
-        **arrays,
-        **named_strides("th", **strided),
-        **named_strides("t", dt=arrays["dt"]),
-        **slots.args,
-        **limits,
-        out=out,
-        num_heads=num_heads,
-        num_groups=b.shape[1],
-        head_dim=head_dim,
-        state_size=b.shape[2],
-    )

@@ -1,9 +1,9 @@
-// Mamba-2's selective state space, one token after the other.
+// Mamba-2's selective state space, one token after the other: decoding, short sequences.
 //
 //   S = S e^(-step e^a_log) + (step x) b^T;  out = S c + d x        S is (P, N) per head
 //   step = clip(softplus(dt + dt_bias), dt_min, dt_max)
 //
-// A state is read and written once per call. Arguments: Mamba2Params, below.
+// A state is read and written once per call. Arguments: Mamba2Params, in mamba2_problem.cuh.
 //
 // Numerics: float; a state is rounded when it is written, out once. A row's sums have one order,
 // whatever the launch.
@@ -13,45 +13,12 @@
 // Mirror: engine/reference/mamba2.py
 #include "common/pdl.cuh"
 #include "common/reduce.cuh"
-#include "common/state_slots.cuh"
-#include "common/types.cuh"
-
-#if STATE_BF16
-using state_t = __nv_bfloat16;
-#else
-using state_t = float;
-#endif
+#include "mamba2/mamba2_problem.cuh"
 
 constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / kWarpSize;
 constexpr int kRows = 8;                      // of a state, per warp
 constexpr int kRowLanes = kWarpSize / kRows;  // lanes that hold a row's sum
-
-// States: (num_slots, H, P, N).
-struct Mamba2Params : StateSlotParams<state_t> {
-  const scalar_t* x;  // (T, H, P)
-  int64_t x_stride_t, x_stride_h;
-  const scalar_t* dt;  // (T, H)
-  int64_t dt_stride_t;
-  const scalar_t* b;  // (T, G, N)
-  int64_t b_stride_t, b_stride_h;
-  const scalar_t* c;  // (T, G, N)
-  int64_t c_stride_t, c_stride_h;
-  const float* a_log;    // (H,)
-  const float* d;        // (H,)
-  const float* dt_bias;  // (H,)
-  scalar_t* out;         // (T, H, P) contiguous
-  int num_heads;         // H
-  int num_groups;        // G
-  int head_dim;          // P
-  int state_size;        // N, at most 32 * kColumns
-  float dt_min, dt_max;
-};
-
-// log(1 + e^x), without overflow.
-__device__ __forceinline__ float softplus(float x) {
-  return fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x)));
-}
 
 // Adds x[r] over the lanes; the lane with lane / kRowLanes == r gets the sum of x[r].
 __device__ __forceinline__ float transposed_sum(float (&x)[kRows]) {
@@ -162,7 +129,7 @@ __device__ __forceinline__ void mamba2(const Mamba2Params& p) {
   pdl_trigger();
   const Sequence sequence = load_sequence(p, b);
   const int num_tokens = sequence.num_tokens();
-  if (num_tokens == 0) return;
+  if (num_tokens == 0 || num_tokens > p.max_steps) return;
 
   StateRows<kColumns> state(p, head, first_row);
   state.load(sequence.first_slot);
@@ -173,7 +140,7 @@ __device__ __forceinline__ void mamba2(const Mamba2Params& p) {
     const Token<kColumns> token = next;
     const int64_t t = sequence.begin + count - 1;
     if (count < num_tokens) next.load(p, t + 1, head, row);
-    const float step = fminf(fmaxf(softplus(token.dt + bias), p.dt_min), p.dt_max);
+    const float step = time_step(p, token.dt, bias);
     const float y = state.step(token, expf(-step * rate), step * token.x);
     if (is_writer)
       p.out[(t * p.num_heads + head) * p.head_dim + row] = from_float<scalar_t>(y + skip * token.x);

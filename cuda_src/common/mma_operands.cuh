@@ -28,6 +28,39 @@ __device__ __forceinline__ void load_b(uint32_t (&b)[4], const T* smem, int pitc
   ldmatrix_x4(b, smem + (n + matrix / 2 * 8 + lane_idx() % 8) * pitch + k + matrix % 2 * 8);
 }
 
+// A matrix in shared memory whose tiles one lane loads repeatedly: the lane's address is computed
+// once, and hidden, because the compiler would keep a register for each tile's address.
+template <int kPitch>
+class OperandTiles {
+ public:
+  // For operands that load_a loads; and, transposed, for B stored by rows of k.
+  __device__ __forceinline__ static OperandTiles down(const scalar_t* smem) {
+    return OperandTiles(smem + lane_idx() % 16 * kPitch + lane_idx() / 16 * 8);
+  }
+
+  // For operands that load_b loads; and, transposed, for A^T stored by rows of k.
+  __device__ __forceinline__ static OperandTiles across(const scalar_t* smem) {
+    const int matrix = lane_idx() / 8;
+    return OperandTiles(smem + (matrix / 2 * 8 + lane_idx() % 8) * kPitch + matrix % 2 * 8);
+  }
+
+  // The tile of 16 x 16 at a row and column of memory.
+  __device__ __forceinline__ void load(uint32_t (&r)[4], int row, int column) const {
+    ldmatrix_x4(r, address_ + 2 * (row * kPitch + column));
+  }
+  __device__ __forceinline__ void load_trans(uint32_t (&r)[4], int row, int column) const {
+    ldmatrix_x4_trans(r, address_ + 2 * (row * kPitch + column));
+  }
+
+ private:
+  __device__ __forceinline__ explicit OperandTiles(const scalar_t* smem)
+      : address_(smem_address(smem)) {
+    asm volatile("" : "+r"(address_));
+  }
+
+  uint32_t address_;
+};
+
 // d[0], d[1] += A B for the two tiles of n.
 __device__ __forceinline__ void multiply(float (&first)[4], float (&second)[4],
                                          const uint32_t (&a)[4], const uint32_t (&b)[4]) {

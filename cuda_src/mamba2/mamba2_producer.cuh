@@ -1,0 +1,168 @@
+// Producer warps: copies of the chunks to come, the decays, and M (mamba2_chunk.cuh).
+#pragma once
+
+#include "common/cp_async.cuh"
+#include "common/exp2.cuh"
+#include "common/named_barrier.cuh"
+#include "mamba2/mamba2_chunk.cuh"
+
+constexpr int kProducerBarrier = 1;
+
+template <int kStages>
+class ChunkProducer {
+ public:
+  using Shared = ChunkShared<kStages>;
+  static_assert(kHeads <= kProducerWarps, "a warp computes the decays of a head");
+
+  __device__ __forceinline__ ChunkProducer(const ChunkBlock& block, Shared& smem, int warp_idx)
+      : block_(block), p_(block.p), smem_(smem), warp_idx_(warp_idx) {
+    const int head = block.head + warp_idx;
+    if (warp_idx < kHeads) {
+      rate_ = kLog2E * expf(p_.a_log[head]);
+      dt_bias_ = p_.dt_bias[head];
+    }
+    load_steps(0);
+#pragma unroll
+    for (int stage = 0; stage < kStages - 1; ++stage) copy(stage);
+  }
+
+  // Starts the copies of chunk number `index`, if there is one; always commits a group.
+  __device__ __forceinline__ void copy(int index) {
+    if (index < block_.chunks.count()) {
+      const Chunk tokens = block_.chunks.chunk(index);
+      const int64_t t = block_.sequence.begin + tokens.begin;
+      const int group = block_.head / (p_.num_heads / p_.num_groups);
+      ChunkStage& stage = smem_.stages[index % kStages];
+      copy_columns<kStateSize>(stage.b, p_.b + t * p_.b_stride_t + group * p_.b_stride_h,
+                               p_.b_stride_t, tokens.count());
+      copy_columns<kStateSize>(stage.c, p_.c + t * p_.c_stride_t + group * p_.c_stride_h,
+                               p_.c_stride_t, tokens.count());
+      const scalar_t* const x = p_.x + t * p_.x_stride_t + block_.row;
+#pragma unroll
+      for (int i = 0; i < kHeads; ++i)
+        copy_columns<kRows>(stage.x[i], x + (block_.head + i) * p_.x_stride_h, p_.x_stride_t,
+                            tokens.count());
+    }
+    cp_async_commit();
+  }
+
+  // Makes chunk number `index` ready for the consumers, after the block's next barrier.
+  __device__ __forceinline__ void produce(int index) {
+    HeadChunk(&heads)[kHeads] = smem_.heads[index % 2];
+    if (warp_idx_ < kHeads) write_decays(heads[warp_idx_]);
+    load_steps(index + 1);
+    cp_async_wait<kStages - 2>();
+    named_barrier_sync<kProducerThreads>(kProducerBarrier);
+    float sums[kChunkTokens / 8][4];
+    multiply(sums, smem_.stages[index % kStages]);
+#pragma unroll
+    for (int i = 0; i < kHeads; ++i) write_mix(heads[i], sums);
+  }
+
+ private:
+  template <int kColumns>
+  __device__ __forceinline__ void copy_columns(scalar_t* smem, const scalar_t* gmem, int64_t stride,
+                                               int count) const {
+    copy_rows<kChunkTokens, kColumns, kProducerThreads>(smem, kColumns + kPad, gmem, stride, count);
+  }
+
+  // Loads the time steps of the lane's two tokens of chunk number `index`.
+  __device__ __forceinline__ void load_steps(int index) {
+    if (warp_idx_ >= kHeads || index >= block_.chunks.count()) return;
+    const Chunk tokens = block_.chunks.chunk(index);
+    const scalar_t* const dt = p_.dt + block_.head + warp_idx_;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int at = 2 * lane_idx() + i;
+      is_token_[i] = at < tokens.count();
+      if (is_token_[i]) dt_[i] = dt[(block_.sequence.begin + tokens.begin + at) * p_.dt_stride_t];
+    }
+  }
+
+  // Writes the factors of the warp's head. A logarithm is at least -128, which is a decay of 0
+  // already: differences of running sums stay exact, and finite.
+  __device__ __forceinline__ void write_decays(HeadChunk& head) const {
+    float step[2], c[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      step[i] = is_token_[i] ? time_step(p_, to_float(dt_[i]), dt_bias_) : 0.0f;
+      c[i] = fmaxf(-step[i] * rate_, -128.0f);
+    }
+    float sum = c[0] + c[1];
+#pragma unroll
+    for (int offset = 1; offset < kWarpSize; offset *= 2) {
+      const float before = __shfl_up_sync(kFullMask, sum, offset);
+      if (lane_idx() >= offset) sum += before;
+    }
+    const float before = __shfl_up_sync(kFullMask, sum, 1);
+    if (lane_idx() > 0) c[0] += before;
+    c[1] = sum;
+    const float last = __shfl_sync(kFullMask, sum, kWarpSize - 1);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int at = 2 * lane_idx() + i;
+      head.log_decay[at] = c[i];
+      head.step[at] = step[i];
+      head.read[at] = exp2_approx(c[i]);
+      head.write[at] = step[i] * exp2_approx(last - c[i]);
+    }
+  }
+
+  // The warp's 16 rows of C B^T.
+  __device__ __forceinline__ void multiply(float (&sums)[kChunkTokens / 8][4],
+                                           const ChunkStage& stage) const {
+    const auto c = OperandTiles<kStatePitch>::down(stage.c + warp_idx_ * 16 * kStatePitch);
+    const auto b = OperandTiles<kStatePitch>::across(stage.b);
+#pragma unroll
+    for (auto& tile : sums)
+#pragma unroll
+      for (float& sum : tile) sum = 0.0f;
+#pragma unroll
+    for (int k = 0; k < kStateSize; k += 16) {
+      uint32_t a[4];
+      c.load(a, 0, k);
+#pragma unroll
+      for (int block = 0; block < kChunkTokens / 16; ++block) {
+        if (block > warp_idx_) break;
+        uint32_t columns[4];
+        b.load(columns, block * 16, k);
+        ::multiply(sums[2 * block], sums[2 * block + 1], a, columns);
+      }
+    }
+  }
+
+  // Writes the warp's rows of M.
+  __device__ __forceinline__ void write_mix(HeadChunk& head,
+                                            const float (&sums)[kChunkTokens / 8][4]) const {
+    const int row = warp_idx_ * 16 + lane_idx() / 4, column = lane_idx() % 4 * 2;
+    const float row_decays[2] = {head.log_decay[row], head.log_decay[row + 8]};
+    scalar_t* const mix = head.mix + row * kTokenPitch + column;
+#pragma unroll
+    for (int tile = 0; tile < kChunkTokens / 8; ++tile) {
+      if (tile / 2 > warp_idx_) break;
+      const auto decays = load_vec<float, 2>(head.log_decay + tile * 8 + column);
+      const auto steps = load_vec<float, 2>(head.step + tile * 8 + column);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float pair[2];
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+          const bool is_before = tile * 8 + column + n <= row + half * 8;
+          const float decay = exp2_approx(row_decays[half] - decays.v[n]);
+          pair[n] = is_before ? sums[tile][2 * half + n] * steps.v[n] * decay : 0.0f;
+        }
+        *reinterpret_cast<uint32_t*>(mix + half * 8 * kTokenPitch + tile * 8) =
+            pack2<scalar_t>(pair[0], pair[1]);
+      }
+    }
+  }
+
+  const ChunkBlock& block_;
+  const Mamba2Params& p_;
+  Shared& smem_;
+  const int warp_idx_;
+  // Of the warp's head: e^a_log in log2 units, and the next chunk's time steps.
+  float rate_, dt_bias_;
+  scalar_t dt_[2];
+  bool is_token_[2];
+};
