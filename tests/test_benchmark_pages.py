@@ -32,7 +32,7 @@ def test_pages_say_under_which_conditions(file):
     assert head.startswith("What is measured")
     assert re.search(r"H[12]00|x86", head)
     assert re.search(r"20\d\d-\d\d-\d\d", head)
-    assert re.search(r"\b[0-9a-f]{7}\b", head), "no commit"
+    assert re.search(r"\b[0-9a-f]{7,8}\b", head), "no commit"
     assert re.search(rf"\]\({file.stem}\w*\.json\)", head), "no data"
     again = file.read_text().split("\n## Run it again\n")[1].split("\n## ")[0]
     assert re.search(r"^\$ (python -m tests\.bench|engine bench)", again, re.MULTILINE)
