@@ -62,8 +62,10 @@ class ChunkConsumer {
 
  private:
   // Tokens are computed in passes: beside two tiles of the state, registers have no room for the
-  // accumulators of all tokens.
-  static constexpr int kPasses = kTiles == 1 ? 1 : kArch == 900 ? 2 : 4;
+  // accumulators of all tokens. Two passes are faster, where they do not spill.
+  static constexpr bool kFitsTwo =
+      kArch == 900 && (ENGINE_DTYPE == 2 || sizeof(state_t) == 4 || kRows == 128);
+  static constexpr int kPasses = kTiles == 1 ? 1 : kFitsTwo ? 2 : 4;
   static constexpr int kTokenTiles = kChunkTokens / 16 / kPasses;  // in a pass
   using Output = float[kTokenTiles][kTiles][2][4];
 
