@@ -244,7 +244,8 @@ def build_config(
     moe = moe_config(fields, kind.moe, sizes["num_layers"])
     rope_layers = _with_rope_in_windows(fields, kind, rope_layers, layer_windows, moe)
     if rope.has_two_ropes and (rope_local is not None or not all(rope_layers)):
-        raise fields.error("rope_scaling", "not longrope, since layers differ in their rope")
+        key = "rope_scaling" if fields.has("rope_scaling") else "rope_parameters"
+        raise fields.error(key, "not longrope, since layers differ in their rope")
     config = ModelConfig(
         model_type=kind.model_type,
         **{**sizes, **layer_fields(fields, kind, sizes, layer_windows)},
