@@ -29,6 +29,7 @@ _COLORS = {
     "FlashAttention-3": "#4f4f4f",
     "FlashInfer": "#b04a8b",
     "flash-linear-attention": "#8c8c8c",
+    "FlashMLA": "#4f4f4f",
     "vLLM": "#c9a227",
     "llama.cpp": "#7a9a3b",
     "transformers": "#a05a2c",

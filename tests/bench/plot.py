@@ -232,6 +232,32 @@ def _attention_decode() -> Picture:
     return Picture("attention_decode, bfloat16, 32/8 heads of 128", source, panels, 3, 2.7)
 
 
+def _mla_decode() -> Picture:
+    record = _load("mla_decode")
+    rows = {row["case"]: row for row in record["rows"]}
+    batches = (1, 16, 32, 64, 128)
+
+    def panel(heads: int, unit: str, limit: tuple[str, float], published: float) -> Lines:
+        cases = [rows.get(f"B {n}, 4096 keys, H {heads}, Q 1", {}) for n in batches]
+        series: dict[str, list[float | None]] = {"ours": [row.get(unit) for row in cases]}
+        series["ours, any chip"] = [
+            row[unit] * row["us"] / row["portable us"] if row else None for row in cases
+        ]
+        if published:
+            series["FlashMLA, published (H800)"] = [published if row else None for row in cases]
+        title = f"{heads} query heads, 4,096 keys"
+        return Lines(title, unit, "sequences", batches, series, limit)
+
+    memory = (f"memory, {record['peak GB/s']:,} GB/s", record["peak GB/s"])
+    panels = [
+        panel(16, "GB/s", memory, 0),
+        panel(64, "GB/s", memory, 0),
+        panel(128, "TFLOP/s", ("tensor cores, 989 TFLOP/s", _BF16), record["FlashMLA TFLOP/s"]),
+    ]
+    title = "mla_decode, bfloat16, latents of 512 + 64"
+    return Picture(title, _source(record), panels, 3, 2.9)
+
+
 def _moe_gemm() -> Picture:
     record = _load("moe_gemm")
     panels = []
@@ -646,6 +672,7 @@ PICTURES: dict[str, Callable[[], Picture]] = {
     "attention_prefill_fp8": _attention_prefill_fp8,
     "attention_backward": _attention_backward,
     "attention_decode": _attention_decode,
+    "mla_decode": _mla_decode,
     "torch_ops": _torch_ops,
     "moe_gemm": _moe_gemm,
     "shared_prefix": _shared_prefix,
