@@ -9,7 +9,7 @@ import pytest
 from engine import SamplingParams
 from tests.distributed.engines import make_engine
 from tests.distributed.golden import write_checkpoint
-from tests.e2e.test_hybrids import ROOM, prompt
+from tests.e2e.test_layer_kinds import ROOM, prompt
 
 HEAD = prompt(0, 70)
 PROMPTS = [HEAD + prompt(1, 9), HEAD + prompt(2, 30), prompt(3, 3), HEAD[:64], [*HEAD, 5]]
