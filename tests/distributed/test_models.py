@@ -29,6 +29,7 @@ HYBRIDS = ("qwen3_next", "qwen3_5", "granitemoehybrid", "nemotron_h", "olmo_hybr
 HYBRIDS += ("kimi_linear", "bailing_moe")
 NOT_BY_4 |= {case for case in CASES if case.startswith(HYBRIDS)}
 NOT_BY_2 = {"granitemoehybrid_dense_rope_biases", "bailing_moe_v2_5_new_keys"}
+NOT_BY_2 |= {"olmoe_clipped_one_head"}
 PROMPT = [[5, 17, 3, 99, 41, 8, 2, 60, 77, 12, 1], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 11]]
 
 
