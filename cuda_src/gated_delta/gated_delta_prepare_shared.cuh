@@ -27,15 +27,15 @@ struct SplitPair {
 // A 64 x 64 lower triangular matrix, in rows of kTrianglePitch.
 using Triangle = uint16_t[kChunkTokens * kTrianglePitch];
 
-// The matrix A, split, but for its blocks on the diagonal; there, once they are known, the inverses
-// of I + A's.
+// The matrix A, split into a high and a low part. Once they are known, the inverses of the diagonal
+// blocks of I + A take the place of A's.
 struct System {
   Triangle high, low;
 };
 
 struct PrepareTriangles {
   System system;
-  Triangle inverse, reads;  // of scalar_t
+  Triangle inverse, reads;  // values of scalar_t
 };
 struct PrepareOperands {
   scalar_t k[kChunkTokens * kKeyPitch], q[kChunkTokens * kKeyPitch];

@@ -107,7 +107,7 @@ class Lightning:
         kernels.rope(q, k, batch.rope_positions, self.cos_sin, out=(q, k))
         heads = kernels.mamba2(
             v,
-            projected[:, : c.num_heads],  # of no effect, since the steps' bounds are both 1
+            projected[:, : c.num_heads],  # ignored: both bounds of a step are 1
             k,
             q,
             a_log=self.rate,

@@ -213,7 +213,7 @@ def _step_limit(fields: Fields) -> tuple[float, float]:
 
 
 def _kimi_delta(fields: Fields, kind: MixerFamily) -> GatedDeltaConfig:
-    if fields.text("hidden_act", "silu") not in ("silu", "swish"):  # of the convolution too
+    if fields.text("hidden_act", "silu") not in ("silu", "swish"):  # the convolution has it, too
         raise fields.error("hidden_act", "silu in a model with Kimi delta attention")
     if not fields.flag("no_kda_lora", True):
         raise fields.error("no_kda_lora", "true")
@@ -236,7 +236,7 @@ def _kimi_delta(fields: Fields, kind: MixerFamily) -> GatedDeltaConfig:
 
 
 def _gated_delta(fields: Fields, kind: MixerFamily) -> GatedDeltaConfig:
-    if fields.text("hidden_act", "silu") not in ("silu", "swish"):  # of the convolution too
+    if fields.text("hidden_act", "silu") not in ("silu", "swish"):  # the convolution has it, too
         raise fields.error("hidden_act", "silu in a model with gated delta nets")
     heads = fields.integer("num_attention_heads", 1, _MAX_HEADS)
     key_heads = fields.integer("linear_num_key_heads", 1, _MAX_HEADS, heads)

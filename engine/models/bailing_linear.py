@@ -81,7 +81,7 @@ BAILING_MOE_V2_5 = replace(
         "eos_token_id": 156892,
         "pad_token_id": 156892,
     },
-    idle_keys=("use_qk_norm",),  # of layers that a small model may lack
+    idle_keys=("use_qk_norm",),  # set even if the model has no layer that reads it
     mla_gate=False,
     mixers=MixerFamily(
         {FULL_ATTENTION: "mla", "linear_attention": "lightning"},

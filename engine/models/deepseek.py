@@ -11,7 +11,7 @@ from engine.models.expert_names import (
     shared_expert_names,
 )
 from engine.models.family import HF_NAMES, Family, TensorName, linear_names
-from engine.models.moe_family import MoeFamily
+from engine.models.glm4_moe import GLM4_EXPERTS
 from engine.models.mtp_family import NEXTN
 
 __all__ = ["DEEPSEEK_V2", "DEEPSEEK_V3", "KIMI_K2", "MLA_NAMES", "latent_names"]
@@ -52,17 +52,7 @@ _EXPERT_NAMES: tuple[TensorName, ...] = (
     *shared_expert_names("mlp.shared_experts"),
 )
 
-_EXPERTS = MoeFamily(
-    num_experts=256,
-    width="moe_intermediate_size",
-    renormalize="norm_topk_prob",
-    sparse_layers="after_first",
-    score="sigmoid",
-    correction=True,
-    scale="routed_scaling_factor",
-    has_groups=True,
-    shared_count="n_shared_experts",
-)
+_EXPERTS = replace(GLM4_EXPERTS, num_experts=256)
 
 DEEPSEEK_V3 = Family(
     model_type="deepseek_v3",

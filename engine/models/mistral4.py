@@ -25,7 +25,8 @@ MISTRAL4 = replace(
         "topk_group": 1,
         "first_k_dense_replace": 0,
         "routed_scaling_factor": 1.0,
-        "partial_rotary_factor": 1.0,  # of the rotated part, or less of a whole head
+        # A share of the rotated part; a smaller one is a share of the whole head.
+        "partial_rotary_factor": 1.0,
         "rope_parameters": {
             "rope_type": "yarn",
             "rope_theta": 10000.0,

@@ -151,7 +151,7 @@ def test_sparsemixer(xp, num_tokens, num_experts, jitter):
     assert int(load.sum()) == 2 * num_tokens
     rows = np.array([_hf_sparsemixer(row, jitter) for row in logits]).reshape(-1, 2)
     np.testing.assert_allclose(want.weights, 1.5 * rows, rtol=1e-5)
-    if num_experts == 16 and num_tokens:  # of the best ones alone, or shared with others
+    if num_experts == 16 and num_tokens:  # a wide jitter shares the weight with other experts
         assert (want.weights.max() < 1.2) == (jitter == 0.3)
 
 

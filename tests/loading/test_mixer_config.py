@@ -95,7 +95,7 @@ def test_sizes_of_kinds():
     keys = {"num_attention_heads": 6, "group_norm_size": 3, "layer_group_size": 2}
     ring = config_of("bailing_moe_linear", **keys).lightning
     assert ring == LightningConfig(6, 128, 3, True, ring.slopes, ring.layer_factors)
-    alibi = [2**-2, 2**-4, 2**-6, 2**-8, 2**-1, 2**-3]  # of 4 heads, and between them
+    alibi = [2**-2, 2**-4, 2**-6, 2**-8, 2**-1, 2**-3]  # slopes of 4 heads, then two between them
     np.testing.assert_allclose(ring.slopes, alibi)
     np.testing.assert_allclose(ring.layer_factors, [4 / 3, 1, 2 / 3, 1 / 3], atol=2e-5)
     nemotron = config_of("nemotron_h", hybrid_override_pattern="M", **own).mamba2
