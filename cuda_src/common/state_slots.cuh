@@ -40,8 +40,9 @@ template <typename P>
 __device__ __forceinline__ Sequence load_sequence(const P& p, int b) {
   const int begin = min(max(p.cu_seqlens_q[b], 0), p.num_tokens);
   const int end = min(max(p.cu_seqlens_q[b + 1], begin), p.num_tokens);
+  const int slot = p.state_slots[b];  // loaded beside the others, not after them
   const bool has_state = p.context_lens[b] > end - begin;
-  return {begin, end, has_state ? checked_slot(p, p.state_slots[b]) : -1};
+  return {begin, end, has_state ? checked_slot(p, slot) : -1};
 }
 
 // Slot for the state after the first `count` of a sequence's `num_tokens` tokens, or -1.

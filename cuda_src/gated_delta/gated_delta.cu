@@ -95,44 +95,75 @@ struct PackedRow {
   }
 };
 
-template <bool kIsVector>
-__device__ __forceinline__ PackedRow load_row(const state_t* row, int key_dim) {
+// Rounds a row's columns.
+__device__ __forceinline__ PackedRow pack_row(const float (&x)[kColumns]) {
   PackedRow packed;
 #pragma unroll
   for (int c = 0; c < kChunks; ++c) {
-    const int first = column(c * kChunk);
-    packed.chunk[c] = make_uint4(0, 0, 0, 0);
-    if constexpr (kIsVector) {
-      if (first < key_dim) packed.chunk[c] = __ldcs(reinterpret_cast<const uint4*>(row + first));
-    } else {
-      Vec<state_t, kChunk> values;
+    Vec<state_t, kChunk> values;
 #pragma unroll
-      for (int i = 0; i < kChunk; ++i)
-        values.v[i] = first + i < key_dim ? row[first + i] : from_float<state_t>(0.0f);
-      packed.chunk[c] = reinterpret_cast<const uint4&>(values);
-    }
+    for (int i = 0; i < kChunk; ++i) values.v[i] = from_float<state_t>(x[c * kChunk + i]);
+    packed.chunk[c] = reinterpret_cast<const uint4&>(values);
   }
   return packed;
 }
 
-template <bool kIsVector>
-__device__ __forceinline__ void store_row(state_t* row, const float (&x)[kColumns], int key_dim) {
+// The lane's columns of kRows rows from `first` on, of which `count` exist; zeros beyond. With
+// kIsVector all of them exist, or none.
+template <int kRows, bool kIsVector>
+struct RowAccess {
+  int count, key_dim;
+
+  // Calls f(row, chunk of the row, its offset in elements) for the lane's chunks that exist.
+  template <typename F>
+  __device__ __forceinline__ void for_each(F f) const {
 #pragma unroll
-  for (int c = 0; c < kChunks; ++c) {
-    const int first = column(c * kChunk);
-    Vec<state_t, kChunk> values;
+    for (int c = 0; c < kChunks; ++c) {
+      const int first = column(c * kChunk);
+      if (kIsVector && (count <= 0 || first >= key_dim)) continue;
 #pragma unroll
-    for (int i = 0; i < kChunk; ++i) values.v[i] = from_float<state_t>(x[c * kChunk + i]);
-    if constexpr (kIsVector) {
-      if (first < key_dim)
-        __stcs(reinterpret_cast<uint4*>(row + first), reinterpret_cast<const uint4&>(values));
-    } else {
-#pragma unroll
-      for (int i = 0; i < kChunk; ++i)
-        if (first + i < key_dim) row[first + i] = values.v[i];
+      for (int r = 0; r < kRows; ++r)
+        if (kIsVector || r < count) f(r, c, r * key_dim + first);
     }
   }
-}
+
+  __device__ __forceinline__ void load(PackedRow (&rows)[kRows], const state_t* from) const {
+#pragma unroll
+    for (PackedRow& row : rows) row = {};
+    if (from == nullptr) return;
+    for_each([&](int r, int c, int at) {
+      if constexpr (kIsVector) {
+        rows[r].chunk[c] = __ldcs(reinterpret_cast<const uint4*>(from + at));
+      } else {
+        Vec<state_t, kChunk> values;
+#pragma unroll
+        for (int i = 0; i < kChunk; ++i)
+          values.v[i] = has_column(c, i) ? from[at + i] : from_float<state_t>(0.0f);
+        rows[r].chunk[c] = reinterpret_cast<const uint4&>(values);
+      }
+    });
+  }
+
+  __device__ __forceinline__ void store(state_t* to, const PackedRow (&rows)[kRows]) const {
+    if (to == nullptr) return;
+    for_each([&](int r, int c, int at) {
+      const uint4& words = rows[r].chunk[c];
+      if constexpr (kIsVector) {
+        __stcs(reinterpret_cast<uint4*>(to + at), words);
+      } else {
+        const auto values = reinterpret_cast<const Vec<state_t, kChunk>&>(words);
+#pragma unroll
+        for (int i = 0; i < kChunk; ++i)
+          if (has_column(c, i)) to[at + i] = values.v[i];
+      }
+    });
+  }
+
+ private:
+  __device__ __forceinline__ bool has_column(int c, int i) const {
+    return column(c * kChunk) + i < key_dim;
+  }
+};
 
 // One token's operands of a head: the lane's columns of q and k, as they are, and the gates.
 template <bool kIsVector>
@@ -178,9 +209,18 @@ struct GateParams {
 template <int kRows, bool kIsPacked>
 struct StateRows {
   PackedRow rows[kRows];
-  __device__ __forceinline__ void set(int r, const PackedRow& row) { rows[r] = row; }
+  __device__ __forceinline__ void set(const PackedRow (&packed)[kRows]) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) rows[r] = packed[r];
+  }
   __device__ __forceinline__ float get(int r, int i) const { return rows[r].get(i); }
-  __device__ __forceinline__ void keep(int, const float (&)[kColumns]) {}
+  __device__ __forceinline__ void replace(int r, const float (&x)[kColumns]) {
+    rows[r] = pack_row(x);
+  }
+  __device__ __forceinline__ void pack(PackedRow (&packed)[kRows]) const {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) packed[r] = rows[r];
+  }
 
   // Hides that the rows are unchanged: the compiler would keep their float values in registers.
   __device__ __forceinline__ void forget() {
@@ -194,14 +234,20 @@ struct StateRows {
 template <int kRows>
 struct StateRows<kRows, false> {
   float rows[kRows][kColumns];
-  __device__ __forceinline__ void set(int r, const PackedRow& row) {
+  __device__ __forceinline__ void set(const PackedRow (&packed)[kRows]) {
 #pragma unroll
-    for (int i = 0; i < kColumns; ++i) rows[r][i] = row.get(i);
+    for (int r = 0; r < kRows; ++r)
+#pragma unroll
+      for (int i = 0; i < kColumns; ++i) rows[r][i] = packed[r].get(i);
   }
   __device__ __forceinline__ float get(int r, int i) const { return rows[r][i]; }
-  __device__ __forceinline__ void keep(int r, const float (&x)[kColumns]) {
+  __device__ __forceinline__ void replace(int r, const float (&x)[kColumns]) {
 #pragma unroll
     for (int i = 0; i < kColumns; ++i) rows[r][i] = x[i];
+  }
+  __device__ __forceinline__ void pack(PackedRow (&packed)[kRows]) const {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) packed[r] = pack_row(rows[r]);
   }
   __device__ __forceinline__ void forget() {}
 };
@@ -229,12 +275,9 @@ class Recurrence {
 
   // Loads the state of `slot`, or zeros.
   __device__ __forceinline__ void load(int slot) {
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      PackedRow row = {};
-      if (slot >= 0 && has_row(r)) row = load_row<kIsVector>(state_row(slot, r), p_.key_dim);
-      state_.set(r, row);
-    }
+    PackedRow rows[kRows];
+    access().load(rows, first_row(slot));
+    state_.set(rows);
     gate_params_.load(p_, head_);
   }
 
@@ -249,8 +292,8 @@ class Recurrence {
       kq = fmaf(token.k[i], token.q[i], kq);
       k_[i] = token.k[i];
     }
-    const float q_factor = p_.scale / sqrtf(lanes_sum(q_squares) + p_.eps);
-    const float k_factor = 1.0f / sqrtf(lanes_sum(k_squares) + p_.eps);
+    const float q_factor = p_.scale * rsqrtf(lanes_sum(q_squares) + p_.eps);
+    const float k_factor = rsqrtf(lanes_sum(k_squares) + p_.eps);
     kq = q_factor * k_factor * lanes_sum(kq);
 #pragma unroll
     for (int i = 0; i < kGates; ++i)
@@ -284,21 +327,25 @@ class Recurrence {
 #pragma unroll
       for (int i = 0; i < kColumns; ++i)
         row[i] = fmaf(u, k_[i], __fmul_rn(state_.get(r, i), decay_[kHasChannelGate ? i : 0]));
-      state_.keep(r, row);
-      if (!has_row(r)) continue;
-      if (target >= 0) store_row<kIsVector>(state_row(target, r), row, p_.key_dim);
-      if (snapshot >= 0) store_row<kIsVector>(state_row(snapshot, r), row, p_.key_dim);
+      state_.replace(r, row);
     }
+    PackedRow rows[kRows];
+    state_.pack(rows);
+    access().store(first_row(target), rows);
+    access().store(first_row(snapshot), rows);
   }
 
  private:
   static constexpr int kGates = kHasChannelGate ? kColumns : 1;
 
-  __device__ __forceinline__ bool has_row(int r) const { return first_row_ + r < p_.value_dim; }
+  __device__ __forceinline__ RowAccess<kRows, kIsVector> access() const {
+    return {p_.value_dim - first_row_, p_.key_dim};
+  }
 
-  __device__ __forceinline__ state_t* state_row(int slot, int r) const {
-    const int64_t row = static_cast<int64_t>(head_) * p_.value_dim + first_row_ + r;
-    return p_.states + slot * p_.slot_stride + row * p_.key_dim;
+  // The first row in a slot, or null without one.
+  __device__ __forceinline__ state_t* first_row(int slot) const {
+    const int64_t row = static_cast<int64_t>(head_) * p_.value_dim + first_row_;
+    return slot < 0 ? nullptr : p_.states + slot * p_.slot_stride + row * p_.key_dim;
   }
 
   // Decay of column i, where it is not a factor of the whole product.
@@ -354,6 +401,7 @@ __device__ __forceinline__ void gated_delta_steps(const GatedDeltaParams& p) {
 
   Recurrence<kRows, kIsSingle, kIsVector> recurrence(p, head, group * kRows);
   recurrence.load(sequence.first_slot);
+  int target = target_slot(p, b, 1, num_tokens);  // ahead of the step, like its token
   pdl_wait();
 
   const int row = recurrence.own_row();
@@ -367,7 +415,8 @@ __device__ __forceinline__ void gated_delta_steps(const GatedDeltaParams& p) {
     if (!kIsSingle && count < num_tokens) next.load(p, t + 1, head, row);
     if (kHasNorm) norm.load(p, t, head, row);
     float out = recurrence.step(token);
-    recurrence.update(target_slot(p, b, count, num_tokens), snapshot_slot(p, b, count));
+    recurrence.update(target, snapshot_slot(p, b, count));
+    if (!kIsSingle && count < num_tokens) target = target_slot(p, b, count + 1, num_tokens);
     if (kHasNorm) out = norm.apply(p, out, recurrence.stores_row());
     if (recurrence.stores_row())
       p.out[(t * p.num_heads + head) * p.value_dim + row] = from_float<scalar_t>(out);
@@ -377,8 +426,11 @@ __device__ __forceinline__ void gated_delta_steps(const GatedDeltaParams& p) {
 // Rows per lane with many heads: those of float states take twice the registers.
 constexpr bool kIsHalf = sizeof(state_t) == 2;
 constexpr int kManyRows = kIsHalf ? 8 : 4;
-// Blocks per multiprocessor: enough loads in flight, without spills.
-constexpr int kMinBlocks = kHasChannelGate ? 2 : kIsHalf ? 4 : 3;
+// Blocks per multiprocessor: enough loads in flight, without spills. Code for Blackwell takes more
+// registers.
+constexpr bool kTakesMore = kArch >= 1000;
+constexpr int kMinBlocks = kHasChannelGate ? 2 : !kIsHalf ? 3 : kTakesMore ? 4 : 5;
+constexpr int kMinNormBlocks = kHasChannelGate || !kIsHalf || kTakesMore ? 1 : 2;
 
 #define ENGINE_GATED_DELTA(name, threads, min_blocks, rows, is_single, is_vector, has_norm) \
   extern "C" __global__ void __launch_bounds__(threads, min_blocks)                         \
@@ -391,5 +443,4 @@ ENGINE_GATED_DELTA(gated_delta_single_few, kThreads, kMinBlocks, 4, true, true, 
 ENGINE_GATED_DELTA(gated_delta_steps_4, kThreads, kMinBlocks, 4, false, true, false)
 ENGINE_GATED_DELTA(gated_delta_steps_scalar, kThreads, kMinBlocks, 4, false, false, false)
 // A head per block: value_dim / 8 groups of lanes.
-ENGINE_GATED_DELTA(gated_delta_single_norm, kMaxNormThreads, kIsHalf ? kMinBlocks / 2 : 1, 8, true,
-                   true, true)
+ENGINE_GATED_DELTA(gated_delta_single_norm, kMaxNormThreads, kMinNormBlocks, 8, true, true, true)

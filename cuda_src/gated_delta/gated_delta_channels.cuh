@@ -4,8 +4,9 @@
 //
 // e^(c_i) and e^(-c_j) apart would overflow. Between two blocks of 16 tokens, c at the end of the
 // block before the rows' block lies between c_i and c_j, so e^(c_i - c) and e^(c - c_j) are both at
-// most 1: they scale the operands of a product on tensor cores. Within a block the sums are
-// computed directly, a pair (i, j) per lane.
+// most 1: they scale the operands of a product on tensor cores. Within a block c of its middle does
+// the same, if no factor becomes too large; else the sums are computed directly, a pair (i, j) per
+// lane.
 #pragma once
 
 #include "common/exp2.cuh"
@@ -25,12 +26,21 @@ class ChannelProducts {
   // Fills the system and the scratch, but for the inverse.
   __device__ __forceinline__ void run() {
     multiply_blocks();
-    multiply_within_block();
+    if (splits_at_middle()) {
+      multiply_own_block();
+    } else {
+      multiply_pairs();
+    }
     write_scaled();
   }
 
  private:
   using Pair = Vec<float, 2>;
+
+  // float16 holds values up to 2^16, bfloat16 up to 2^127.
+  static constexpr float kMaxExponent = ENGINE_DTYPE == 1 ? 8.0f : 60.0f;
+
+  __device__ __forceinline__ int middle_row() const { return first_row_ + 7; }
 
   __device__ __forceinline__ Pair decay(int token, int channel) const {
     return load_vec<float, 2>(smem_.channel_decay + token * kChannelPitch + channel);
@@ -87,8 +97,56 @@ class ChannelProducts {
     }
   }
 
+  // Whether factors relative to c of the block's middle stay below 2^kMaxExponent.
+  __device__ __forceinline__ bool splits_at_middle() const {
+    bool is_below = true;
+#pragma unroll
+    for (int d = 2 * lane_idx(); d < kKeyDim; d += 2 * kWarpSize) {
+      const Pair first = decay(first_row_, d), middle = decay(middle_row(), d);
+      const Pair last = decay(first_row_ + 15, d);
+#pragma unroll
+      for (int n = 0; n < 2; ++n)
+        is_below &= fmaxf(first.v[n] - middle.v[n], middle.v[n] - last.v[n]) < kMaxExponent;
+    }
+    return __all_sync(kFullMask, is_below);
+  }
+
+  // The warp's own block on tensor cores.
+  __device__ __forceinline__ void multiply_own_block() {
+    float k_sums[2][4] = {}, q_sums[2][4] = {};
+#pragma unroll 1
+    for (int d = 0; d < kKeyDim; d += 16) {
+      const int channel = d + lane_idx() % 4 * 2;
+      const Pair middle[2] = {decay(middle_row(), channel), decay(middle_row(), channel + 8)};
+      uint32_t k[4], q[4], b[4];
+#pragma unroll
+      for (int part = 0; part < 4; ++part) {
+        const int i = first_row_ + lane_idx() / 4 + part % 2 * 8, at = channel + part / 2 * 8;
+        const int j = first_row_ + lane_idx() / 4 + part / 2 * 8, from = channel + part % 2 * 8;
+        const Pair c = decay(i, at);
+        k[part] = scaled(values(operands_.k, i, at), c, middle[part / 2]);
+        q[part] = scaled(values(operands_.q, i, at), c, middle[part / 2]);
+        b[part] = scaled(values(operands_.k, j, from), middle[part % 2], decay(j, from));
+      }
+      multiply(k_sums[0], k_sums[1], k, b);
+      multiply(q_sums[0], q_sums[1], q, b);
+    }
+#pragma unroll
+    for (int tile = 0; tile < 2; ++tile)
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        const int i = first_row_ + n / 2 * 8 + lane_idx() / 4;
+        const int j = first_row_ + tile * 8 + lane_idx() % 4 * 2 + n % 2;
+        if (i >= j) {
+          store(i, j, k_sums[tile][n], q_sums[tile][n]);
+        } else {
+          clear_read(i, j);
+        }
+      }
+  }
+
   // The 136 pairs i >= j of the warp's own block.
-  __device__ __forceinline__ void multiply_within_block() {
+  __device__ __forceinline__ void multiply_pairs() {
     constexpr int kPairs = 16 * 17 / 2;
 #pragma unroll 1
     for (int pair = lane_idx(); pair < kPairs; pair += kWarpSize) {
@@ -107,8 +165,12 @@ class ChannelProducts {
         }
       }
       store(i, j, k_sum, q_sum);
-      if (i != j) scratch_.reads[j * kChunkTokens + i] = from_float<scalar_t>(0.0f);
+      if (i != j) clear_read(j, i);
     }
+  }
+
+  __device__ __forceinline__ void clear_read(int i, int j) {
+    scratch_.reads[i * kChunkTokens + j] = from_float<scalar_t>(0.0f);
   }
 
   // Stores one element of A and of the reads.

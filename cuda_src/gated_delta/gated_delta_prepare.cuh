@@ -37,6 +37,8 @@ class Preparation {
     PrepareOperands& operands = smem_.matrices.operands;
     copy(operands.k, p_.k + token_ * p_.k_stride_t + key_head * p_.k_stride_h, p_.k_stride_t);
     copy(operands.q, p_.q + token_ * p_.q_stride_t + key_head * p_.q_stride_h, p_.q_stride_t);
+    if constexpr (kHasChannelGate)
+      copy(channel_gates(), p_.a + token_ * p_.a_stride_t + head_ * p_.a_stride_h, p_.a_stride_t);
     cp_async_commit();
     compute_gates();
     cp_async_wait<0>();
@@ -45,6 +47,7 @@ class Preparation {
     scalar_t* const inverse = reinterpret_cast<scalar_t*>(triangles.inverse);
     scalar_t* const reads = reinterpret_cast<scalar_t*>(triangles.reads);
     if constexpr (kHasChannelGate) {
+      compute_channel_gates();
       Block k_squares = {}, q_squares = {};
       add_squares(k_squares, operands.k);
       add_squares(q_squares, operands.q);
@@ -81,14 +84,14 @@ class Preparation {
       const int64_t t = token_ + i;
       float g = 0.0f, beta = 0.0f;
       if (i < count_) {
-        beta = update_strength(to_float(p_.b[t * p_.b_stride_t + head_]), p_.beta_scale);
+        const float b = to_float(p_.b[t * p_.b_stride_t + head_]);
         if constexpr (!kHasChannelGate)
           g = log2_decay(p_, p_.a[t * p_.a_stride_t + head_], p_.a_log[head_], p_.dt_bias[head_]);
+        beta = update_strength(b, p_.beta_scale);
       }
       smem_.beta[i] = beta;
       if constexpr (!kHasChannelGate) smem_.log_decay[i] = running_sum(g);
     }
-    if constexpr (kHasChannelGate) compute_channel_gates();
   }
 
   // Sum of g over the lanes up to this one.
@@ -106,18 +109,23 @@ class Preparation {
     if (warp_idx_ == 1) smem_.log_decay[threadIdx.x] += smem_.log_decay[kWarpSize - 1];
   }
 
+  // The decays' arguments with a gate per channel, where the triangles will be.
+  __device__ __forceinline__ scalar_t* channel_gates() const {
+    static_assert(sizeof(PrepareTriangles) >= sizeof(PrepareOperands::k), "room for the gates");
+    return reinterpret_cast<scalar_t*>(&smem_.matrices.triangles);
+  }
+
   // c of every token for the thread's channel.
   __device__ __forceinline__ void compute_channel_gates() {
     static_assert(kKeyDim <= kPrepareThreads, "one thread per channel");
     const int d = threadIdx.x;
     if (d >= kKeyDim) return;
-    const scalar_t* const a = p_.a + token_ * p_.a_stride_t + head_ * p_.a_stride_h + d;
+    const scalar_t* const a = channel_gates() + d;
     const float a_log = p_.a_log[head_], bias = p_.dt_bias[head_ * kKeyDim + d];
     float sum = 0.0f;
-#pragma unroll 8
+#pragma unroll 4
     for (int i = 0; i < kChunkTokens; ++i) {
-      const scalar_t gate = a[(i < count_ ? i : 0) * p_.a_stride_t];
-      if (i < count_) sum += log2_decay(p_, gate, a_log, bias);
+      if (i < count_) sum += log2_decay(p_, a[i * kKeyPitch], a_log, bias);
       smem_.channel_decay[i * kChannelPitch + d] = sum;
     }
   }

@@ -11,7 +11,7 @@ constexpr int kBlocks = kChunkTokens / kBlock;
 constexpr int kKeyPitch = kKeyDim + 8;
 constexpr int kTrianglePitch = kChunkTokens + 8;
 constexpr int kDiagonalPitch = kBlock + 4;
-constexpr int kChannelPitch = kKeyDim + 2;
+constexpr int kChannelPitch = kKeyDim + 8;  // eight rows' pairs are in different banks
 
 // A float as the sum of two bfloat16 values, with a relative error of 2^-16.
 struct SplitPair {

@@ -104,8 +104,11 @@ class ScanWarp {
   template <typename T>
   __device__ __forceinline__ void store_state(T* state) {
     for_each([&](int row, int column, float& first, float& second) {
-      store_vec(state + row * kKeyDim + column,
-                Vec<T, 2>{from_float<T>(first), from_float<T>(second)});
+      if constexpr (sizeof(T) == 4) {
+        *reinterpret_cast<float2*>(state + row * kKeyDim + column) = make_float2(first, second);
+      } else {
+        *reinterpret_cast<uint32_t*>(state + row * kKeyDim + column) = pack2<T>(first, second);
+      }
     });
   }
 
@@ -155,8 +158,8 @@ class ScanWarp {
       const int row = token + lane / 16 * 8 + lane / 2 % 4 * 2 + lane / 8 % 2;
       if (row >= count) continue;
       const uint32_t from = tile_address(0, row, column);
-      store_vec(out + row * stride + column,
-                load_vec<scalar_t, kVec>(reinterpret_cast<const scalar_t*>(stage.v + from)));
+      *reinterpret_cast<uint4*>(out + row * stride + column) =
+          *reinterpret_cast<const uint4*>(stage.v + from);
     }
   }
 

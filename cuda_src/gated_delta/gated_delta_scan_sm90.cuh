@@ -34,8 +34,49 @@ __device__ __forceinline__ void clear_upper_blocks(ScanStage<kSlice>& stage) {
   }
 }
 
-// SAFETY: a stage's copies arrive on `full` when they have landed; consumers wait for it and order
-// wgmma behind the copies by a fence. Their warps arrive on `empty` when they have read the stage.
+// Copies to shared memory are ordinary accesses, wgmma's are not. So a thread of the producer waits
+// for its copies of a chunk, fences them, and only then arrives on the stage's `full`; meanwhile it
+// has started those of the next chunk, if there is a stage to spare. A fence by the consumers would
+// wait for their stores to global memory, too. Consumers' warps arrive on `empty` when they have
+// read a stage.
+template <int kSlice, int kStages>
+__device__ __forceinline__ void produce_chunks(const Scan<kSlice>& scan,
+                                               ScanRing<kSlice, kStages>& ring) {
+  constexpr int kBehind = kStages > 2 ? 1 : 0;  // chunks started after the one that is awaited
+  const auto publish = [&](int chunk) {
+    fence_async_proxy();
+    mbarrier_arrive(smem_address(&ring.full[chunk % kStages]));
+  };
+  const int thread = threadIdx.x % kProducerThreads, count = scan.range.end - scan.range.begin;
+  PipelineState<kStages> state(1);
+#pragma unroll 1
+  for (int chunk = 0; chunk < count; ++chunk, state.advance()) {
+    mbarrier_wait(smem_address(&ring.empty[state.stage]), state.phase);
+    scan.template load<kProducerThreads>(ring.stages[state.stage], scan.range.begin + chunk,
+                                         thread);
+    cp_async_commit();
+    cp_async_wait<kBehind>();
+    if (chunk >= kBehind) publish(chunk - kBehind);
+  }
+  cp_async_wait<0>();
+  if (kBehind > 0) publish(count - 1);
+}
+
+template <int kSlice, int kStages>
+__device__ __forceinline__ void consume_chunks(const Scan<kSlice>& scan,
+                                               ScanRing<kSlice, kStages>& ring) {
+  ScanWalk<WgmmaProducts, kSlice> walk(scan);
+  PipelineState<kStages> state(0);
+#pragma unroll 1
+  for (int index = scan.range.begin; index < scan.range.end; ++index, state.advance()) {
+    mbarrier_wait(smem_address(&ring.full[state.stage]), state.phase);
+    walk.advance(ring.stages[state.stage], index);
+    __syncwarp();
+    if (lane_idx() == 0) mbarrier_arrive(smem_address(&ring.empty[state.stage]));
+  }
+  walk.end();
+}
+
 template <int kSlice, int kStages>
 __device__ __forceinline__ void scan_chunks_sm90(const GatedDeltaParams& p, unsigned char* smem) {
   using Ring = ScanRing<kSlice, kStages>;
@@ -49,34 +90,16 @@ __device__ __forceinline__ void scan_chunks_sm90(const GatedDeltaParams& p, unsi
     mbarrier_init_fence();
   }
   for (ScanStage<kSlice>& stage : ring.stages) clear_upper_blocks(stage);
+  fence_async_proxy();
   __syncthreads();
   pdl_wait();
   const Scan<kSlice> scan(p);
   if (scan.range.begin >= scan.range.end) return;
   if (uniform_warp_idx() >= Ring::kConsumers) {
     if constexpr (Ring::kMovesRegisters) warpgroup_reg_dealloc<kProducerRegisters>();
-    const int thread = threadIdx.x % kProducerThreads;
-    PipelineState<kStages> state(1);
-#pragma unroll 1
-    for (int index = scan.range.begin; index < scan.range.end; ++index, state.advance()) {
-      mbarrier_wait(smem_address(&ring.empty[state.stage]), state.phase);
-      scan.template load<kProducerThreads>(ring.stages[state.stage], index, thread);
-      mbarrier_arrive_cp_async(smem_address(&ring.full[state.stage]));
-    }
-    cp_async_commit();
-    cp_async_wait<0>();  // shared memory must outlive the copies
+    produce_chunks(scan, ring);
   } else {
     if constexpr (Ring::kMovesRegisters) warpgroup_reg_alloc<kConsumerRegisters>();
-    PipelineState<kStages> state(0);
-    ScanWalk<WgmmaProducts, kSlice> walk(scan);
-#pragma unroll 1
-    for (int index = scan.range.begin; index < scan.range.end; ++index, state.advance()) {
-      mbarrier_wait(smem_address(&ring.full[state.stage]), state.phase);
-      fence_async_proxy();
-      walk.advance(ring.stages[state.stage], index);
-      __syncwarp();
-      if (lane_idx() == 0) mbarrier_arrive(smem_address(&ring.empty[state.stage]));
-    }
-    walk.end();
+    consume_chunks(scan, ring);
   }
 }

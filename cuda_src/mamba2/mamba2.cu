@@ -7,9 +7,10 @@
 //
 // Numerics: float; a state is rounded when it is written, out once. A row's sums have one order,
 // whatever the launch.
-// Parallelisation: a warp holds kRows rows of a state in registers: column i * 32 + lane of each in
-// every lane. Its rows' sums over the lanes are added by a transposing reduction, which leaves each
-// row's sum in kRowLanes lanes. The next token's operands are loaded while a token is computed.
+// Parallelisation: a warp holds kRows rows of a state in registers, kColumns adjacent columns of
+// each in every lane. Its rows' sums over the lanes are added by a transposing reduction, which
+// leaves each row's sum in kRowLanes lanes. The next token's operands are loaded while a token is
+// computed.
 // Mirror: engine/reference/mamba2.py
 #include "common/pdl.cuh"
 #include "common/reduce.cuh"
@@ -39,55 +40,99 @@ __device__ __forceinline__ float transposed_sum(float (&x)[kRows]) {
   return x[0];
 }
 
+// The lane's columns of a row of `size` values, kColumns adjacent ones; zeros beyond.
+template <int kColumns, bool kIsVector>
+struct LaneColumns {
+  __device__ __forceinline__ static int first() { return threadIdx.x % kWarpSize * kColumns; }
+
+  template <typename T>
+  __device__ __forceinline__ static void load(float (&x)[kColumns], const T* row, int size) {
+    if constexpr (kIsVector) {
+      constexpr int kPart = part<T>();
+#pragma unroll
+      for (int i = 0; i < kColumns; i += kPart) {
+        Vec<T, kPart> values = {};
+        if (first() < size) values = load_vec<T, kPart>(row + first() + i);
+#pragma unroll
+        for (int j = 0; j < kPart; ++j) x[i + j] = to_float(values.v[j]);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kColumns; ++i)
+        x[i] = first() + i < size ? to_float(row[first() + i]) : 0.0f;
+    }
+  }
+
+  template <typename T>
+  __device__ __forceinline__ static void store(T* row, const float (&x)[kColumns], int size) {
+    if constexpr (kIsVector) {
+      constexpr int kPart = part<T>();
+      if (first() >= size) return;
+#pragma unroll
+      for (int i = 0; i < kColumns; i += kPart) {
+        Vec<T, kPart> values;
+#pragma unroll
+        for (int j = 0; j < kPart; ++j) values.v[j] = from_float<T>(x[i + j]);
+        store_vec(row + first() + i, values);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kColumns; ++i)
+        if (first() + i < size) row[first() + i] = from_float<T>(x[i]);
+    }
+  }
+
+ private:
+  // Values of one access.
+  template <typename T>
+  __device__ __forceinline__ static constexpr int part() {
+    constexpr int kMost = kVecBytes / sizeof(T);
+    return kColumns < kMost ? kColumns : kMost;
+  }
+};
+
 // A token's operands of a head: the lane's columns of b and c, and x of the lane's row.
-template <int kColumns>
+template <int kColumns, bool kIsVector>
 struct Token {
   float b[kColumns], c[kColumns], dt, x;
 
   __device__ __forceinline__ void load(const Mamba2Params& p, int64_t t, int head, int row) {
+    using Columns = LaneColumns<kColumns, kIsVector>;
     const int group = head / (p.num_heads / p.num_groups);
-    const scalar_t* const b_row = p.b + t * p.b_stride_t + group * p.b_stride_h;
-    const scalar_t* const c_row = p.c + t * p.c_stride_t + group * p.c_stride_h;
-#pragma unroll
-    for (int i = 0; i < kColumns; ++i) {
-      const int column = i * kWarpSize + threadIdx.x % kWarpSize;
-      const bool is_inside = column < p.state_size;
-      b[i] = is_inside ? to_float(b_row[column]) : 0.0f;
-      c[i] = is_inside ? to_float(c_row[column]) : 0.0f;
-    }
+    Columns::load(b, p.b + t * p.b_stride_t + group * p.b_stride_h, p.state_size);
+    Columns::load(c, p.c + t * p.c_stride_t + group * p.c_stride_h, p.state_size);
     dt = to_float(p.dt[t * p.dt_stride_t + head]);
     x = row < p.head_dim ? to_float(p.x[t * p.x_stride_t + head * p.x_stride_h + row]) : 0.0f;
   }
 };
 
-template <int kColumns>
+template <int kColumns, bool kIsVector>
 class StateRows {
  public:
+  using Columns = LaneColumns<kColumns, kIsVector>;
+
   __device__ __forceinline__ StateRows(const Mamba2Params& p, int head, int first_row)
-      : p_(p), first_row_(first_row) {
+      : p_(p), num_rows_(p.head_dim - first_row) {
     offset_ = (static_cast<int64_t>(head) * p.head_dim + first_row) * p.state_size;
   }
 
   __device__ __forceinline__ void load(int slot) {
 #pragma unroll
     for (int r = 0; r < kRows; ++r)
-#pragma unroll
-      for (int i = 0; i < kColumns; ++i)
-        rows_[r][i] = slot >= 0 && is_inside(r, i) ? to_float(*element(slot, r, i)) : 0.0f;
+      Columns::load(rows_[r], row(slot, r), slot >= 0 && r < num_rows_ ? p_.state_size : 0);
   }
 
   __device__ __forceinline__ void store(int slot) const {
     if (slot < 0) return;
 #pragma unroll
     for (int r = 0; r < kRows; ++r)
-#pragma unroll
-      for (int i = 0; i < kColumns; ++i)
-        if (is_inside(r, i)) *element(slot, r, i) = from_float<state_t>(rows_[r][i]);
+      if (r < num_rows_) Columns::store(row(slot, r), rows_[r], p_.state_size);
   }
 
   // Adds a token to the state; returns the product with c of the lane's row. `input` is step * x
   // of that row.
-  __device__ __forceinline__ float step(const Token<kColumns>& token, float decay, float input) {
+  __device__ __forceinline__ float step(const Token<kColumns, kIsVector>& token, float decay,
+                                        float input) {
     float sums[kRows] = {};
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
@@ -102,24 +147,17 @@ class StateRows {
   }
 
  private:
-  __device__ __forceinline__ bool is_inside(int r, int i) const {
-    return first_row_ + r < p_.head_dim && column(i) < p_.state_size;
-  }
-  __device__ __forceinline__ static int column(int i) {
-    return i * kWarpSize + threadIdx.x % kWarpSize;
-  }
-  __device__ __forceinline__ state_t* element(int slot, int r, int i) const {
-    return p_.states + slot * p_.slot_stride + offset_ + static_cast<int64_t>(r) * p_.state_size +
-           column(i);
+  __device__ __forceinline__ state_t* row(int slot, int r) const {
+    return p_.states + slot * p_.slot_stride + offset_ + static_cast<int64_t>(r) * p_.state_size;
   }
 
   const Mamba2Params& p_;
-  const int first_row_;
+  const int num_rows_;
   int64_t offset_;
   float rows_[kRows][kColumns];
 };
 
-template <int kColumns>
+template <int kColumns, bool kIsVector>
 __device__ __forceinline__ void mamba2(const Mamba2Params& p) {
   const int b = blockIdx.x, head = blockIdx.y;
   const int first_row = (blockIdx.z * kWarps + threadIdx.x / kWarpSize) * kRows;
@@ -131,13 +169,14 @@ __device__ __forceinline__ void mamba2(const Mamba2Params& p) {
   const int num_tokens = sequence.num_tokens();
   if (num_tokens == 0 || num_tokens > p.max_steps) return;
 
-  StateRows<kColumns> state(p, head, first_row);
+  StateRows<kColumns, kIsVector> state(p, head, first_row);
   state.load(sequence.first_slot);
   const float rate = expf(p.a_log[head]), skip = p.d[head], bias = p.dt_bias[head];
-  Token<kColumns> next;
+  Token<kColumns, kIsVector> next;
   next.load(p, sequence.begin, head, row);
+#pragma unroll 1
   for (int count = 1; count <= num_tokens; ++count) {
-    const Token<kColumns> token = next;
+    const Token<kColumns, kIsVector> token = next;
     const int64_t t = sequence.begin + count - 1;
     if (count < num_tokens) next.load(p, t + 1, head, row);
     const float step = time_step(p, token.dt, bias);
@@ -149,12 +188,15 @@ __device__ __forceinline__ void mamba2(const Mamba2Params& p) {
   }
 }
 
-#define ENGINE_MAMBA2(columns)                                   \
-  extern "C" __global__ void __launch_bounds__(kThreads)         \
-      mamba2_##columns(const __grid_constant__ Mamba2Params p) { \
-    mamba2<columns>(p);                                          \
+#define ENGINE_MAMBA2(name, columns, is_vector)                           \
+  extern "C" __global__ void __launch_bounds__(kThreads)                  \
+      mamba2_##name##_##columns(const __grid_constant__ Mamba2Params p) { \
+    mamba2<columns, is_vector>(p);                                        \
   }
 
-ENGINE_MAMBA2(2)
-ENGINE_MAMBA2(4)
-ENGINE_MAMBA2(8)
+ENGINE_MAMBA2(vector, 2, true)
+ENGINE_MAMBA2(vector, 4, true)
+ENGINE_MAMBA2(vector, 8, true)
+ENGINE_MAMBA2(scalar, 2, false)
+ENGINE_MAMBA2(scalar, 4, false)
+ENGINE_MAMBA2(scalar, 8, false)

@@ -37,19 +37,16 @@ struct ChunkStage {
   scalar_t x[kHeads][kChunkTokens * kRowPitch];
 };
 
-// What the producers compute of a chunk for a head.
-struct HeadChunk {
-  scalar_t mix[kChunkTokens * kTokenPitch];  // M; columns up to the row's block of 16
-  float log_decay[kChunkTokens];             // c, in log2 units
-  float step[kChunkTokens];
-  float read[kChunkTokens];   // e^c
-  float write[kChunkTokens];  // step e^(c_last - c)
+// Factors of a chunk's tokens for a head. With c in log2 units: c; step; e^c; step e^(c_last - c).
+struct ChunkFactors {
+  float log_decay[kChunkTokens], step[kChunkTokens], read[kChunkTokens], write[kChunkTokens];
 };
 
 template <int kStages>
 struct ChunkShared {
   ChunkStage stages[kStages];
-  HeadChunk heads[2][kHeads];
+  scalar_t mix[2][kHeads][kChunkTokens * kTokenPitch];  // M; columns up to the row's block of 16
+  ChunkFactors factors[3][kHeads];
 };
 
 // A block's place in the problem.

@@ -58,7 +58,8 @@ __device__ __forceinline__ void mamba2_chunks(const Mamba2Params& p) {
 #pragma unroll 1
   for (int index = 0; index < num_chunks; ++index) {
     const Chunk tokens = block.chunks.chunk(index);
-    consumer.consume(smem.stages[index % kStages], smem.heads[index % 2], tokens);
+    consumer.consume(smem.stages[index % kStages], smem.mix[index % 2][consumer.head()],
+                     smem.factors[index % 3][consumer.head()], tokens);
     if (tokens.end == num_tokens) consumer.store(target);
     if (tokens.end == snapshot_end) consumer.store(snapshot);
     __syncthreads();

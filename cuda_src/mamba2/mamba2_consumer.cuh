@@ -23,6 +23,9 @@ class ChunkConsumer {
     for_each([](int, float& first, float& second) { first = second = 0.0f; });
   }
 
+  // The consumer's head in the block.
+  __device__ __forceinline__ int head() const { return head_; }
+
   __device__ __forceinline__ void load(int slot) {
     if (slot < 0) return;
     const state_t* const state = lane_state(slot);
@@ -43,9 +46,8 @@ class ChunkConsumer {
   }
 
   // Computes the output of a chunk's tokens, and the state after it.
-  __device__ __forceinline__ void consume(const ChunkStage& stage, const HeadChunk (&heads)[kHeads],
-                                          const Chunk& tokens) {
-    const HeadChunk& head = heads[head_];
+  __device__ __forceinline__ void consume(const ChunkStage& stage, const scalar_t* mix,
+                                          const ChunkFactors& factors, const Chunk& tokens) {
     const scalar_t* const x = stage.x[head_] + first_row_;
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
@@ -53,11 +55,11 @@ class ChunkConsumer {
       float out[kTokenTiles][kTiles][2][4] = {};
       if (kPasses > 1) hide();
       read_state(out, stage.c + first * 16 * kStatePitch);
-      scale_rows(out, head.read + first * 16);
-      mix_tokens(out, head.mix + first * 16 * kTokenPitch, x, first);
+      scale_rows(out, factors.read + first * 16);
+      mix_tokens(out, mix + first * 16 * kTokenPitch, x, first);
       store_output(out, x + first * 16 * kRowPitch, tokens, first * 16);
     }
-    update(stage.b, x, head);
+    update(stage.b, x, factors);
   }
 
  private:
@@ -167,11 +169,11 @@ class ChunkConsumer {
 
   // S = e^(c_last) S + X^T diag(write) B.
   __device__ __forceinline__ void update(const scalar_t* smem_b, const scalar_t* smem_x,
-                                         const HeadChunk& head) {
+                                         const ChunkFactors& factors) {
     const auto b = OperandTiles<kStatePitch>::down(smem_b);
     const auto x = OperandTiles<kRowPitch>::across(smem_x);
-    const float* const writes = head.write + lane_idx() % 4 * 2;
-    const float decay = head.read[kChunkTokens - 1];
+    const float* const writes = factors.write + lane_idx() % 4 * 2;
+    const float decay = factors.read[kChunkTokens - 1];
     for_each([&](int, float& first, float& second) {
       first *= decay;
       second *= decay;

@@ -21,9 +21,10 @@ class ChunkProducer {
       rate_ = kLog2E * expf(p_.a_log[head]);
       dt_bias_ = p_.dt_bias[head];
     }
-    load_steps(0);
 #pragma unroll
     for (int stage = 0; stage < kStages - 1; ++stage) copy(stage);
+    load_steps(0);
+    write_factors(0);
   }
 
   // Starts the copies of chunk number `index`, if there is one; always commits a group.
@@ -46,17 +47,26 @@ class ChunkProducer {
     cp_async_commit();
   }
 
-  // Makes chunk number `index` ready for the consumers, after the block's next barrier.
+  // Makes chunk number `index` ready for the consumers, after the block's next barrier; and the
+  // factors of the chunk after it, by warps whose rows of M are short.
   __device__ __forceinline__ void produce(int index) {
-    HeadChunk(&heads)[kHeads] = smem_.heads[index % 2];
-    if (warp_idx_ < kHeads) write_decays(heads[warp_idx_]);
     load_steps(index + 1);
     cp_async_wait<kStages - 2>();
     named_barrier_sync<kProducerThreads>(kProducerBarrier);
-    float sums[kChunkTokens / 8][4];
-    multiply(sums, smem_.stages[index % kStages]);
-#pragma unroll
-    for (int i = 0; i < kHeads; ++i) write_mix(heads[i], sums);
+    switch (warp_idx_) {
+      case 0:
+        mix_rows<1>(index);
+        break;
+      case 1:
+        mix_rows<2>(index);
+        break;
+      case 2:
+        mix_rows<3>(index);
+        break;
+      default:
+        mix_rows<4>(index);
+    }
+    write_factors(index + 1);
   }
 
  private:
@@ -79,9 +89,11 @@ class ChunkProducer {
     }
   }
 
-  // Writes the factors of the warp's head. A logarithm is at least -128, which is a decay of 0
-  // already: differences of running sums stay exact, and finite.
-  __device__ __forceinline__ void write_decays(HeadChunk& head) const {
+  // Writes the factors of the warp's head for chunk number `index`. A logarithm is at least -128,
+  // which is a decay of 0 already: differences of running sums stay exact, and finite.
+  __device__ __forceinline__ void write_factors(int index) const {
+    if (warp_idx_ >= kHeads || index >= block_.chunks.count()) return;
+    ChunkFactors& factors = smem_.factors[index % 3][warp_idx_];
     float step[2], c[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -101,55 +113,56 @@ class ChunkProducer {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int at = 2 * lane_idx() + i;
-      head.log_decay[at] = c[i];
-      head.step[at] = step[i];
-      head.read[at] = exp2_approx(c[i]);
-      head.write[at] = step[i] * exp2_approx(last - c[i]);
+      factors.log_decay[at] = c[i];
+      factors.step[at] = step[i];
+      factors.read[at] = exp2_approx(c[i]);
+      factors.write[at] = step[i] * exp2_approx(last - c[i]);
     }
   }
 
-  // The warp's 16 rows of C B^T.
-  __device__ __forceinline__ void multiply(float (&sums)[kChunkTokens / 8][4],
-                                           const ChunkStage& stage) const {
-    const auto c = OperandTiles<kStatePitch>::down(stage.c + warp_idx_ * 16 * kStatePitch);
+  // Computes the warp's 16 rows of M, which have kBlocks blocks of 16 columns.
+  template <int kBlocks>
+  __device__ __forceinline__ void mix_rows(int index) {
+    static_assert(kBlocks <= kProducerWarps, "a warp per block of rows");
+    const ChunkStage& stage = smem_.stages[index % kStages];
+    constexpr int kRow = (kBlocks - 1) * 16;
+    const auto c = OperandTiles<kStatePitch>::down(stage.c + kRow * kStatePitch);
     const auto b = OperandTiles<kStatePitch>::across(stage.b);
-#pragma unroll
-    for (auto& tile : sums)
-#pragma unroll
-      for (float& sum : tile) sum = 0.0f;
+    float sums[2 * kBlocks][4] = {};
 #pragma unroll
     for (int k = 0; k < kStateSize; k += 16) {
-      uint32_t a[4];
-      c.load(a, 0, k);
+      uint32_t rows[4];
+      c.load(rows, 0, k);
 #pragma unroll
-      for (int block = 0; block < kChunkTokens / 16; ++block) {
-        if (block > warp_idx_) break;
+      for (int block = 0; block < kBlocks; ++block) {
         uint32_t columns[4];
         b.load(columns, block * 16, k);
-        ::multiply(sums[2 * block], sums[2 * block + 1], a, columns);
+        multiply(sums[2 * block], sums[2 * block + 1], rows, columns);
       }
     }
+#pragma unroll
+    for (int i = 0; i < kHeads; ++i)
+      write_mix<kBlocks>(smem_.mix[index % 2][i], smem_.factors[index % 3][i], sums);
   }
 
-  // Writes the warp's rows of M.
-  __device__ __forceinline__ void write_mix(HeadChunk& head,
-                                            const float (&sums)[kChunkTokens / 8][4]) const {
-    const int row = warp_idx_ * 16 + lane_idx() / 4, column = lane_idx() % 4 * 2;
-    const float row_decays[2] = {head.log_decay[row], head.log_decay[row + 8]};
-    scalar_t* const mix = head.mix + row * kTokenPitch + column;
+  template <int kBlocks>
+  __device__ __forceinline__ static void write_mix(scalar_t* mix, const ChunkFactors& factors,
+                                                   const float (&sums)[2 * kBlocks][4]) {
+    const int row = (kBlocks - 1) * 16 + lane_idx() / 4, column = lane_idx() % 4 * 2;
+    const float row_decays[2] = {factors.log_decay[row], factors.log_decay[row + 8]};
+    mix += row * kTokenPitch + column;
 #pragma unroll
-    for (int tile = 0; tile < kChunkTokens / 8; ++tile) {
-      if (tile / 2 > warp_idx_) break;
-      const auto decays = load_vec<float, 2>(head.log_decay + tile * 8 + column);
-      const auto steps = load_vec<float, 2>(head.step + tile * 8 + column);
+    for (int tile = 0; tile < 2 * kBlocks; ++tile) {
+      const auto decays = load_vec<float, 2>(factors.log_decay + tile * 8 + column);
+      const auto steps = load_vec<float, 2>(factors.step + tile * 8 + column);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         float pair[2];
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
-          const bool is_before = tile * 8 + column + n <= row + half * 8;
           const float decay = exp2_approx(row_decays[half] - decays.v[n]);
-          pair[n] = is_before ? sums[tile][2 * half + n] * steps.v[n] * decay : 0.0f;
+          pair[n] = sums[tile][2 * half + n] * steps.v[n] * decay;
+          if (tile * 8 + column + n > row + half * 8) pair[n] = 0.0f;  // its decay may be infinite
         }
         *reinterpret_cast<uint32_t*>(mix + half * 8 * kTokenPitch + tile * 8) =
             pack2<scalar_t>(pair[0], pair[1]);

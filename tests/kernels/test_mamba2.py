@@ -292,9 +292,9 @@ def test_choice_of_the_kernel():
         limits = {"num_sms": 132, "shared_bytes": chip.shared_bytes}
         return chunks.choose_config(num_heads, heads_per_group, head_dim, size, **limits)
 
-    assert choose(128, 16, 64, 128) == chunks.Config(1, 64, 2)
+    assert choose(128, 16, 64, 128) == chunks.Config(1, 64, 1)
     assert choose(2048, 16, 64, 128) == chunks.Config(2, 64, 2)
-    assert choose(2048, 3, 64, 128) == chunks.Config(1, 64, 2)  # no pairs of heads
+    assert choose(2048, 3, 64, 128) == chunks.Config(1, 64, 1)  # no pairs of heads
     assert choose(2048, 1, 128, 128) == chunks.Config(1, 128, 2)
     assert choose(2048, 16, 64, 256) == chunks.Config(1, 64, 1)
     assert choose(2048, 16, 80, 128) == chunks.Config(1, 80, 1)

@@ -86,6 +86,7 @@ def is_supported(args: dict[str, Any]) -> bool:
     return bool(
         _are_dims_supported(dtype_name(args["q"].dtype), args["key_dim"], args["value_dim"])
         and is_aligned(*(args[name] for name in ("q", "k", "v", "out", "states")))
+        and (args["a"].ndim == 2 or is_aligned(args["a"]))
     )
 
 
@@ -143,7 +144,7 @@ def prepare_bytes(key_dim: int, *, has_channel_gate: bool) -> int:
     operands = 2 * 2 * CHUNK * (key_dim + _PAD)
     triangles = 4 * 2 * CHUNK * (CHUNK + _PAD)
     matrices = operands + triangles if has_channel_gate else max(operands, triangles)
-    decays = CHUNK * (key_dim + 2) if has_channel_gate else 4
+    decays = CHUNK * (key_dim + _PAD) if has_channel_gate else 4
     return matrices + 4 * (4 * 16 * (16 + 4) + 4 * CHUNK + decays)
 
 

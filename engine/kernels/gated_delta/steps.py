@@ -69,10 +69,10 @@ def choose_config(
 ) -> Config:
     """Choose the launch for one token per sequence (`is_single`) or a few.
 
-    `num_heads` counts the heads of all sequences; `fits` tells whether all rows are aligned. A
-    head's norm needs the whole head in one block; with many heads smaller blocks and a launch for
-    the norm are faster. A single token of many heads takes `many_rows` state rows per lane, which
-    keeps more loads in flight.
+    `num_heads` counts the heads of all sequences; `fits` tells whether all rows are aligned, and
+    the value dimension divisible. A head's norm needs the whole head in one block; with many heads
+    smaller blocks and a launch for the norm are faster. A single token of many heads takes
+    `many_rows` state rows per lane, which keeps more loads in flight.
 
     Examples
     --------
@@ -100,6 +100,10 @@ def choose_config(
     return Config(kernel, _THREADS, ceil_div(value_dim, rows * groups))
 
 
+def _are_dims_whole(key_dim: int, value_dim: int) -> bool:
+    return key_dim % _COLUMNS == 0 and value_dim % _NORM_ROWS == 0
+
+
 def launch(
     args: dict[str, Any], *, max_seqlen_q: int, max_steps: int, has_norm: bool, pdl: bool
 ) -> bool:
@@ -120,7 +124,7 @@ def launch(
         many_rows=_MANY_ROWS[state_dtype],
         is_single=max_seqlen_q == 1,
         has_norm=has_norm,
-        fits=key_dim % _COLUMNS == 0 and is_aligned(*rows),
+        fits=_are_dims_whole(key_dim, args["value_dim"]) and is_aligned(*rows),
         num_sms=sm_count(),
     )
     _KERNELS[config.kernel].launch(

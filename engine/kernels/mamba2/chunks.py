@@ -49,7 +49,8 @@ class Config:
     @property
     def time(self) -> float:
         """Time per chunk, relative to 32 rows of one head; measured on an H200."""
-        return 1.0 + 0.4 * (self.heads - 1) + (self.heads * self.rows - 32) / 400
+        more_rows = (self.heads * self.rows - 32) / 270
+        return 1.0 + more_rows + 0.35 * (self.tiles - 1) + 0.2 * (self.heads - 1)
 
     @property
     def threads(self) -> int:
@@ -59,7 +60,7 @@ class Config:
     def shared_bytes(self, state_size: int, stages: int) -> int:
         """Return the shared memory of a block: ChunkShared in CUDA."""
         stage = 2 * CHUNK * (2 * (state_size + _PAD) + self.heads * (self.rows + _PAD))
-        return stages * stage + 2 * self.heads * CHUNK * (2 * (CHUNK + _PAD) + 4 * 4)
+        return stages * stage + self.heads * CHUNK * (2 * 2 * (CHUNK + _PAD) + 3 * 4 * 4)
 
     def stages(self, state_size: int, shared_bytes: int) -> int:
         """Return the most stages that fit `shared_bytes` of shared memory; 0 if none do."""
@@ -74,9 +75,8 @@ def configs(head_dim: int, state_size: int, heads_per_group: int | None = None) 
     if not widths and head_dim <= _MAX_ROWS:
         widths = [head_dim]
     for rows in widths:
-        tiles = 2 if rows in (64, 128) and not is_wide else 1
         if not is_wide or rows <= _MAX_WIDE_ROWS:
-            yield Config(1, rows, tiles)
+            yield Config(1, rows, 2 if rows == 128 else 1)
     is_paired = heads_per_group is None or heads_per_group % 2 == 0
     if not is_wide and widths[-1:] == [64] and is_paired:
         yield Config(2, 64, 2)
@@ -102,7 +102,7 @@ def choose_config(
     >>> hopper = {"num_sms": 132, "shared_bytes": 227 * 1024}
     >>> [choose_config(heads, 16, 64, 128, **hopper) for heads in (64, 128, 512)]
     ... # doctest: +NORMALIZE_WHITESPACE
-    [Config(heads=1, rows=32, tiles=1), Config(heads=1, rows=64, tiles=2),
+    [Config(heads=1, rows=32, tiles=1), Config(heads=1, rows=64, tiles=1),
      Config(heads=2, rows=64, tiles=2)]
     """
 
