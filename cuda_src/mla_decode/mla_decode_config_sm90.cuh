@@ -75,7 +75,8 @@ constexpr int kExchangeBytes =
 constexpr int kSumsAt = kExchangeAt + kExchangeBytes, kSumsBytes = 2 * kRows * 4;
 constexpr int kBarriersAt = kSumsAt + kSumsBytes;
 constexpr int kHandoffsAt = kBarriersAt + 2 * kStages * kParts * 8;  // 4 warps of 2 warpgroups
-constexpr int kQFullAt = kHandoffsAt + 8 * 8, kQEmptyAt = kQFullAt + 8;
+constexpr int kSumsReadyAt = kHandoffsAt + 8 * 8;                    // the same
+constexpr int kQFullAt = kSumsReadyAt + 8 * 8, kQEmptyAt = kQFullAt + 8;
 constexpr int kWorkAt = kQEmptyAt + 8, kWorkBytes = 40;
 constexpr int kSharedBytes = kWorkAt + 2 * kWorkBytes;
 static_assert(sizeof(WorkTile) <= kWorkBytes, "two work tiles");
@@ -92,7 +93,7 @@ struct Ring {
       mbarrier_init(smem + kBarriersAt + i * 8, 1);
       mbarrier_init(smem + kBarriersAt + (kStages * kParts + i) * 8, kGroupThreads);
     }
-    for (int i = 0; i < 8; ++i) mbarrier_init(smem + kHandoffsAt + i * 8, kWarpSize);
+    for (int i = 0; i < 16; ++i) mbarrier_init(smem + kHandoffsAt + i * 8, kWarpSize);
     mbarrier_init(smem + kQFullAt, 1);
     mbarrier_init(smem + kQEmptyAt, kConsumerThreads);
     mbarrier_init_fence();

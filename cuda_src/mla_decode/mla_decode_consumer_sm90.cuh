@@ -84,8 +84,10 @@ class Consumer {
 #pragma unroll
     for (int i = 0; i < 2; ++i)
       if (threadIdx.x % 4 == 0) st_shared(sums(kGroup) + row_of(i) * 4, __float_as_int(sum_[i]));
-    hand_over();
-    wait_for_other();
+    // SAFETY: sums have barriers of their own. A warp may arrive there before the other one has
+    // waited for P of the last tile: two phases of one barrier would look like none.
+    hand_over(kSumsReadyAt);
+    wait_for_other(kSumsReadyAt, num_stored_++);
 #pragma unroll
     for (int i = 0; i < 2; ++i)
       total[i] = sum_[i] + __int_as_float(ld_shared(sums(kGroup ^ 1) + row_of(i) * 4));
@@ -109,7 +111,8 @@ class Consumer {
   Ring ring_;
   float score_factor_;
   unsigned first_ = 0;         // number of the work tile's first tile
-  unsigned num_received_ = 0;  // since the CTA's start
+  unsigned num_received_ = 0;  // P of the other warpgroup's tiles, since the CTA's start
+  unsigned num_stored_ = 0;    // work tiles, since the CTA's start
   float o_[kColumns / 2];
   float base_[2], sum_[2];  // of rows row_of(0) and row_of(1)
 
@@ -125,12 +128,12 @@ class Consumer {
   }
 
   // Tell the other warpgroup's warp of the same rows that this warp has written to shared memory;
-  // wait until it has.
-  __device__ __forceinline__ void hand_over() const {
-    mbarrier_arrive(smem_ + kHandoffsAt + (kGroup * 4 + warp()) * 8);
+  // wait until it has, for the i-th time. `barriers`: kHandoffsAt or kSumsReadyAt.
+  __device__ __forceinline__ void hand_over(int barriers) const {
+    mbarrier_arrive(smem_ + barriers + (kGroup * 4 + warp()) * 8);
   }
-  __device__ __forceinline__ void wait_for_other() {
-    mbarrier_wait(smem_ + kHandoffsAt + ((kGroup ^ 1) * 4 + warp()) * 8, num_received_++ & 1);
+  __device__ __forceinline__ void wait_for_other(int barriers, unsigned i) const {
+    mbarrier_wait(smem_ + barriers + ((kGroup ^ 1) * 4 + warp()) * 8, i & 1);
   }
 
   __device__ __forceinline__ void reset() {
@@ -215,14 +218,14 @@ class Consumer {
                    p[4 * i + 3]);
     st_shared_v4(exchange() + kKeys / 16 * kGroupThreads * 16, base_[0], base_[1], factor[0],
                  factor[1]);
-    hand_over();
+    hand_over(kHandoffsAt);
     rescale(factor);
     multiply(p, tile);
   }
 
   // Receives P of one of the other warpgroup's tiles, and starts P V.
   __device__ __forceinline__ void other_tile(int tile) {
-    wait_for_other();
+    wait_for_other(kHandoffsAt, num_received_++);
     unsigned p[kKeys / 4];
 #pragma unroll
     for (int i = 0; i < kKeys / 16; ++i)

@@ -55,7 +55,7 @@ class HopperTile:
         tile = _KEYS * (self.latent + _ROPE) * 2
         exchange = 128 * (_KEYS + 16)
         sums = 2 * _ROWS * 4
-        barriers = 2 * 3 * self.stages + 8 + 2
+        barriers = 2 * 3 * self.stages + 2 * 8 + 2
         return tile * (1 + self.stages) + exchange + sums + barriers * 8 + 2 * 40
 
     def spec(self, dtype: str) -> ModuleSpec:
@@ -71,7 +71,7 @@ class HopperTile:
         return ModuleSpec("mla_decode/mla_decode_sm90.cu", dtype, tuple(macros.items()))
 
 
-_PREFETCHED = 2  # tiles that are fetched to L2 ahead of the stages
+_PREFETCHED = 0  # tiles that are fetched to L2 ahead of the stages
 _SPLIT_COST = 4  # cost of splitting a sequence with 64 rows, in tiles of keys
 _STAGES = {256: 4, 512: 2}  # by L; as many as shared memory holds
 
