@@ -13,9 +13,9 @@
 #if ENGINE_DTYPE != 0
 #include "gemm/w8_skinny.cuh"
 
-ENGINE_W8_SKINNY(gemm_int8_skinny_5, w8_skinny<Int8Product, false, 5>)
-ENGINE_W8_SKINNY(gemm_int8_skinny_4, w8_skinny<Int8Product, false, 4>)
-ENGINE_W8_SKINNY(gemm_int8_skinny_3, w8_skinny<Int8Product, false, 3>)
+ENGINE_W8_SKINNY(gemm_int8_skinny_5, 1, w8_skinny<Int8Product, false, 5>)
+ENGINE_W8_SKINNY(gemm_int8_skinny_4, 1, w8_skinny<Int8Product, false, 4>)
+ENGINE_W8_SKINNY(gemm_int8_skinny_3, 1, w8_skinny<Int8Product, false, 3>)
 #endif
 
 ENGINE_W8_TILE(gemm_int8_tile, w8_tile<Int8Product, false, true>)

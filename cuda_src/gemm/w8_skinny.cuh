@@ -9,6 +9,26 @@
 #include "gemm/skinny_weights.cuh"
 #include "gemm/w8_x.cuh"
 
+// The scales of a stage's two blocks of k, for a warp's first eight rows and for the others.
+struct W8StageScales {
+  float of[2][2];
+
+  // Loads those of values [k, k + 256) of rows from `low` and `high` on; zeros beyond the weight.
+  __device__ __forceinline__ void load(const W8Params& p, int low, int high, int k) {
+    const int blocks = scale_blocks(p.k);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int block = k / kScaleBlock + half;
+      const auto at = [&](int row) {
+        const bool exists = row < p.n && block < blocks;
+        const int64_t first = static_cast<int64_t>(row / kScaleBlock) * blocks;
+        return exists ? p.weight_scales[first + block] : 0.0f;
+      };
+      of[0][half] = at(low), of[1][half] = at(high);
+    }
+  }
+};
+
 // Multiplies a warp's 16 weight rows by up to eight tokens.
 template <typename Product, bool kBlocks, typename Shape>
 struct W8Warp {
@@ -60,10 +80,9 @@ struct W8Warp {
     }
   }
 
-  // Multiplies a stage of the ring that starts at value `k`. With blocks, `weight_scales` are the
-  // scales of its first block, for the first eight rows and for the others.
+  // Multiplies a stage of the ring that starts at value `k`.
   __device__ __forceinline__ void multiply_stage(const unsigned char* stage, int k,
-                                                 const float (&weight_scales)[2][2]) {
+                                                 const W8StageScales& weight_scales) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
@@ -79,7 +98,7 @@ struct W8Warp {
         for (int e = 0; e < 4; ++e) {
           const int token = 2 * t + e % 2;
           float scale = token < p.m && group < groups ? scales[token * groups + group] : 0.0f;
-          if constexpr (kBlocks) scale *= weight_scales[e / 2][half];
+          if constexpr (kBlocks) scale *= weight_scales.of[e / 2][half];
           scaled[e] += static_cast<float>(acc[0][e] + acc[1][e]) * scale;
         }
         clear();
@@ -231,6 +250,14 @@ __device__ __forceinline__ void w8_skinny(const W8Params& params) {
   // While the preceding kernel may still run, only weights can be loaded. Otherwise x is loaded
   // first: if queued behind the weights it would wait for all of them.
   if (params.uses_pdl != 0) start();
+  // A stage's scales are loaded one stage ahead.
+  W8StageScales next_scales{};
+  const auto load_scales = [&](int tile, int k) {
+    if (!kBlocks || tile >= b.num_tiles) return;
+    const int row0 = b.row0(tile), low = b.num_gates > 0 ? row0 / 2 : row0;
+    next_scales.load(params, low, b.num_gates > 0 ? low + b.num_gates : low + 8, 2 * k);
+  };
+  load_scales(b.tile, b.k_begin);
   {
     const W8Rows<Product, kBlocks> rows(params, b, x_scales, smem_reduce);
     rows.begin();
@@ -240,42 +267,28 @@ __device__ __forceinline__ void w8_skinny(const W8Params& params) {
   }
   if (params.uses_pdl == 0) start();
 
-  const int g = b.lane_idx / 4, t = b.lane_idx % 4, blocks = scale_blocks(params.k);
+  const int g = b.lane_idx / 4, t = b.lane_idx % 4;
   Warp warp{params, g, t, params.m - g};
   warp.x = b.x + g * W8Rows<Product, kBlocks>::pitch_of(params.k) + t * 16;
-  warp.scales = x_scales, warp.groups = blocks;
+  warp.scales = x_scales, warp.groups = scale_blocks(params.k);
   int stage = 0, buffer = 0;
 #pragma unroll 1
   for (int tile = b.tile; tile < b.num_tiles; tile += b.tile_step) {
     const int row0 = b.row0(tile);
     W8Columns<Product, kBlocks, Shape> columns(p, b, params.weight_scales, row0);
     columns.load_residual(p, b, row0);
-    const int low = b.num_gates > 0 ? row0 / 2 : row0;
-    const int high = b.num_gates > 0 ? low + b.num_gates : low + 8;
     warp.clear();
 #pragma unroll
     for (int e = 0; e < 4; ++e) warp.scaled[e] = 0.0f;
 #pragma unroll 1
     for (int k = b.k_begin; k < b.k_end; k += kStepK) {
-      float weight_scales[2][2] = {};
-      if constexpr (kBlocks) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int block = 2 * k / kScaleBlock + half;
-          if (block >= blocks) continue;
-          const auto at = [&](int row) {
-            return row < p.n
-                       ? params.weight_scales[static_cast<int64_t>(row / kScaleBlock) * blocks +
-                                              block]
-                       : 0.0f;
-          };
-          weight_scales[0][half] = at(low), weight_scales[1][half] = at(high);
-        }
-      }
+      const W8StageScales scales = next_scales;
+      const bool is_last = k + kStepK >= b.k_end;
+      load_scales(is_last ? tile + b.tile_step : tile, is_last ? b.k_begin : k + kStepK);
       cp_async_wait<kStages - 2>();
       __syncwarp();   // SAFETY: lanes see each other's copies and have read the previous stage,
       loader.load();  // which is refilled here
-      warp.multiply_stage(b.ring + stage * Shape::kStageBytes, 2 * k, weight_scales);
+      warp.multiply_stage(b.ring + stage * Shape::kStageBytes, 2 * k, scales);
       stage = stage + 1 == kStages ? 0 : stage + 1;
     }
     float* sums = b.sums + (buffer * b.num_warps + b.warp_idx) * sum_floats;
@@ -286,7 +299,10 @@ __device__ __forceinline__ void w8_skinny(const W8Params& params) {
   }
 }
 
-#define ENGINE_W8_SKINNY(name, ...)                                                               \
-  extern "C" __global__ void __launch_bounds__(256, 1) name(const __grid_constant__ W8Params p) { \
-    __VA_ARGS__(p);                                                                               \
+// `blocks`: blocks per multiprocessor for which registers are limited. With 2, a block and its
+// first stages fit beside a block of the kernel before it.
+#define ENGINE_W8_SKINNY(name, blocks, ...)                 \
+  extern "C" __global__ void __launch_bounds__(256, blocks) \
+      name(const __grid_constant__ W8Params p) {            \
+    __VA_ARGS__(p);                                         \
   }

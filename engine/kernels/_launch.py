@@ -22,10 +22,12 @@ from engine.kernels._chip import DEFAULT_SHARED_BYTES, limits_of
 from engine.kernels._launch_plan import active_builder
 from engine.kernels._module import ModuleSpec, load_module
 from engine.kernels._params import ParamStruct
-from engine.kernels._prepared_launch import PreparedLaunch
+from engine.kernels._prepared_launch import PreparedLaunch, max_active_clusters
 
 __all__ = ["KERNELS", "Kernel", "ceil_div"]
 
+_PORTABLE_CLUSTER = 8  # maximum blocks per cluster on every GPU with clusters
+_NON_PORTABLE_CLUSTER_SIZE = 14  # CUfunction_attribute: more of them are allowed
 _NULL = np.uint64(0)
 
 _CASTS: dict[str, Callable[[Any], Any]] = {
@@ -75,6 +77,7 @@ class Kernel:
         self._functions: dict[tuple[ModuleSpec, int], Any] = {}
         # Dynamic shared memory allowed so far, in bytes, by module and device.
         self._shared_limits: dict[tuple[ModuleSpec, int], int] = {}
+        self._large_clusters: set[tuple[ModuleSpec, int]] = set()
         KERNELS.append(self)
 
     @property
@@ -117,7 +120,7 @@ class Kernel:
             return
         values = self._values(args)
         index = device.cupy().cuda.runtime.getDevice()
-        function = self._function(spec, shared_mem, index)
+        function = self._function(spec, shared_mem, index, cluster)
         pdl = pdl and limits_of(index).has_clusters
         builder = active_builder()
         is_special = pdl or cluster > 1 or self.struct is not None or self._has_maps
@@ -146,6 +149,14 @@ class Kernel:
         count = cuda.driver.occupancyMaxActiveBlocksPerMultiprocessor
         return int(count(function.kernel.ptr, num_threads, shared_mem))
 
+    def resident_clusters(
+        self, spec: ModuleSpec, num_threads: int, shared_mem: int, cluster: int
+    ) -> int:
+        """Return how many clusters of `cluster` blocks the device holds at once."""
+        index = device.cupy().cuda.runtime.getDevice()
+        function = self._function(spec, shared_mem, index, cluster)
+        return max_active_clusters(function.kernel.ptr, num_threads, shared_mem, cluster)
+
     def _values(self, args: dict[str, Any]) -> tuple[Any, ...]:
         if len(args) != len(self._names):
             self._wrong_arguments(args)
@@ -158,7 +169,7 @@ class Kernel:
         except KeyError:
             self._wrong_arguments(args)
 
-    def _function(self, spec: ModuleSpec, shared_mem: int, index: int) -> Any:
+    def _function(self, spec: ModuleSpec, shared_mem: int, index: int, cluster: int = 1) -> Any:
         function = self._functions.get((spec, index))
         if function is None:
             function = load_module(spec).get_function(self.entry)
@@ -169,6 +180,10 @@ class Kernel:
         if shared_mem > self._shared_limits[spec, index]:
             function.max_dynamic_shared_size_bytes = shared_mem
             self._shared_limits[spec, index] = shared_mem
+        if cluster > _PORTABLE_CLUSTER and (spec, index) not in self._large_clusters:
+            allow = device.cupy().cuda.driver.funcSetAttribute
+            allow(function.kernel.ptr, _NON_PORTABLE_CLUSTER_SIZE, 1)
+            self._large_clusters.add((spec, index))
         return function
 
     def _wrong_arguments(self, args: dict[str, Any]) -> NoReturn:

@@ -16,8 +16,9 @@ from engine import device
 from engine.errors import DeviceError
 from engine.kernels._params import ParamStruct
 
-__all__ = ["PreparedLaunch"]
+__all__ = ["PreparedLaunch", "max_active_clusters"]
 
+_INVALID_CONTEXT = 201  # CUresult
 _CLUSTER_DIMENSION = 4  # CUlaunchAttributeID, as below
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6
 
@@ -38,8 +39,33 @@ class _Config(ctypes.Structure):
 
 
 @cache
+def _driver() -> Any:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+@cache
 def _driver_launch() -> Any:
-    return ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
+    return _driver().cuLaunchKernelEx
+
+
+def max_active_clusters(function: int, num_threads: int, shared_bytes: int, cluster: int) -> int:
+    """Return how many clusters of `cluster` blocks the device holds at once; 0 if none.
+
+    `function` is a CUfunction.
+    """
+    attributes, count = _attributes(cluster, pdl=False)
+    config = _Config(
+        (ctypes.c_uint * 3)(cluster, 1, 1),
+        (ctypes.c_uint * 3)(num_threads, 1, 1),
+        shared_bytes,
+        None,
+        ctypes.addressof(attributes),
+        count,
+    )
+    found = ctypes.c_int()
+    query = _driver().cuOccupancyMaxActiveClusters
+    status = query(ctypes.byref(found), ctypes.c_void_p(function), ctypes.byref(config))
+    return 0 if status else found.value
 
 
 class PreparedLaunch:
@@ -109,6 +135,11 @@ class PreparedLaunch:
             If the driver rejects the launch.
         """
         status = _driver_launch()(*self._call)
+        if status == _INVALID_CONTEXT:
+            # This thread has made no CUDA call yet, such as one of torch's autograd engine.
+            runtime = device.cupy().cuda.runtime
+            runtime.setDevice(runtime.getDevice())
+            status = _driver_launch()(*self._call)
         if status:
             config = self._config
             raise DeviceError(

@@ -5,6 +5,7 @@ The mirror is `reference/rmsnorm_moe_route.py`.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 from engine import reference
@@ -35,7 +36,9 @@ _KERNELS = {
     for width in WIDTHS
 }
 _THREADS = 512  # kThreads in CUDA
-_CLUSTER = 8  # blocks per cluster: the portable maximum
+# Blocks per cluster, best first: of 16, which not every GPU can place, a block leaves room for one
+# of the product before it, and so loads its rows of the weight while that product runs.
+_CLUSTERS = (16, 8)
 _MAX_VECTORS = 2 * _THREADS  # maximum 16-byte vectors per row
 _STATIC_BYTES = 12 * 1024  # static shared memory and the driver's reserve, in bytes
 
@@ -147,20 +150,20 @@ def rmsnorm_moe_route(
             x, norm_weight, weight, top_k, bias=bias, **norm, **options
         )
     # The fused kernel always reads the weight early.
-    shared_bytes = _shared_bytes(x, norm_weight, weight) if pdl else 0
-    if not shared_bytes:
+    cluster = _choose_cluster(x, norm_weight, weight, num_shared) if pdl else 0
+    if not cluster:
         y = rmsnorm(x, norm_weight, **norm)
         logits = gemm(y, weight, bias=bias, out_dtype=FLOAT32, pdl=pdl)
         return y, moe_route(logits, top_k, **options)
     y = call.output("y", None, x.shape, x.dtype)
     routing = new_routing(call, top_k, num_shared)
     arrays = {"x": x, "norm_weight": norm_weight, "weight": weight, "bias": bias, "y": y}
-    _launch(shared_bytes, routing, top_k=top_k, **arrays, **norm, **options)
+    _launch(cluster, routing, top_k=top_k, **arrays, **norm, **options)
     return y, routing
 
 
 def _launch(
-    shared_bytes: int,
+    cluster: int,
     routing: Routing,
     *,
     weight: Any,
@@ -169,12 +172,12 @@ def _launch(
     **others: Any,
 ) -> None:
     num_experts = weight.shape[0] - num_shared
-    _KERNELS[next(width for width in WIDTHS if width >= num_experts)].launch(
+    _kernel(num_experts).launch(
         _spec(dtype_name(weight.dtype)),
-        (_CLUSTER,),
+        (cluster,),
         (_THREADS,),
-        shared_bytes,
-        cluster=_CLUSTER,
+        _shared_bytes(weight, cluster),
+        cluster=cluster,
         pdl=True,
         weight=weight,
         n=weight.shape[1],
@@ -186,8 +189,19 @@ def _launch(
     )
 
 
-def _shared_bytes(x: Any, norm_weight: Any, weight: Any) -> int:
-    """Return the dynamic shared memory per block of the fused kernel; 0 if it is unsupported."""
+def _kernel(num_experts: int) -> Kernel:
+    return _KERNELS[next(width for width in WIDTHS if width >= num_experts)]
+
+
+def _shared_bytes(weight: Any, cluster: int) -> int:
+    """Return the dynamic shared memory per block: rows of the weight, y, and the logits."""
+    num_logits, n = weight.shape
+    rows = ceil_div(num_logits, cluster) + 1
+    return int(rows * n * weight.itemsize + num_logits * 4)
+
+
+def _choose_cluster(x: Any, norm_weight: Any, weight: Any, num_shared: int) -> int:
+    """Return the blocks per cluster of the fused kernel; 0 if it is unsupported."""
     (num_tokens, n) = x.shape
     num_logits = weight.shape[0]
     is_single = num_tokens == 1 and num_logits <= MAX_EXPERTS
@@ -196,6 +210,16 @@ def _shared_bytes(x: Any, norm_weight: Any, weight: Any) -> int:
     width = vector_width(x)
     if n % width or n // width > _MAX_VECTORS:
         return 0
-    rows = ceil_div(num_logits, _CLUSTER) + 1
-    size = int(rows * n * x.itemsize + num_logits * 4)
-    return size if size + _STATIC_BYTES <= limits().shared_bytes else 0
+    kernel = _kernel(num_logits - num_shared)
+    spec = _spec(dtype_name(weight.dtype))
+    for cluster in _CLUSTERS:
+        size = _shared_bytes(weight, cluster)
+        if size + _STATIC_BYTES <= limits().shared_bytes and _fits(kernel, spec, size, cluster):
+            return cluster
+    return 0
+
+
+@cache
+def _fits(kernel: Kernel, spec: ModuleSpec, shared_bytes: int, cluster: int) -> bool:
+    """Tell whether the device holds a cluster."""
+    return kernel.resident_clusters(spec, _THREADS, shared_bytes, cluster) > 0

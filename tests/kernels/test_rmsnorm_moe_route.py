@@ -26,6 +26,7 @@ SHAPES = (
     (1, 40, 1, 1),
     (1, 512, 512, 9),
     (1, 8192, 160, 6),
+    (1, 8192, 320, 6),
     (1, 63, 40, 4),
     (5, 256, 64, 8),
     (0, 64, 16, 2),
@@ -132,7 +133,7 @@ def test_which_calls_are_one_kernel(cp, monkeypatch):
         launched.clear()
         arrays = cases.to_module(cp, *_inputs(shape, "bfloat16")[:3])
         kernels.rmsnorm_moe_route(*arrays, shape[3], pdl=True)
-        is_one = index < 7  # others: too large, unaligned, more tokens
+        is_one = index < 8  # others: too large, unaligned, more tokens
         assert launched[0].startswith("rmsnorm_moe_route") == is_one, (shape, launched)
         assert len(launched) == 1 or not is_one
     launched.clear()
