@@ -138,6 +138,7 @@ extern "C" __global__ void __launch_bounds__(Core::kThreads, 2)
                      p.block_shift,
                      p.num_blocks,
                      p.head_dim,
+                     p.head_dim,
                      is_vector};
   const int last_row = min(row_begin + Core::kRows, rows.count) - 1;
   const int begin = max(splits.first + split * splits.chunk, rows.first_key(row_begin));

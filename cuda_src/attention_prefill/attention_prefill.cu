@@ -34,20 +34,20 @@ constexpr int kMinBlocks = ENGINE_DTYPE == 0 && HEAD_DIM <= 128 ? 4 : 1;
 struct AttentionPrefillParams {
   const scalar_t* q;        // (Tq, H, D)
   const page_t* k;          // (Tk, K, D) dense, or (P, K, block_size, D) pages
-  const page_t* v;          // same shape as k; pages have equal strides
+  const page_t* v;          // (Tk, K, V) dense, V <= D; or pages like k's, with equal strides
   const int* cu_seqlens_q;  // (B + 1,) sequence b's queries: rows cu_seqlens_q[b] to [b + 1]
   const int* cu_seqlens_k;  // (B + 1,) likewise for its keys; null if paged
   const int* block_tables;  // (B, NB) token j is in page block_tables[b, j / block_size]; or null
   const int* context_lens;  // (B,) number of keys per sequence; null if dense
   const float* sinks;       // (H,) extra logit of each row's softmax; or null
-  scalar_t* out;            // (Tq, H, D)
+  scalar_t* out;            // (Tq, H, V)
   float* lse;               // (Tq, H) contiguous, or null
   int64_t q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h;
   int64_t page_stride, table_stride, out_stride_t, out_stride_h;
   int64_t max_keys;  // dense: Tk; paged: NB * block_size
   int total_q, num_heads;
-  int group;  // H / K
-  int head_dim;
+  int group;                    // H / K
+  int head_dim, value_dim;      // D, V
   int block_shift, num_blocks;  // log2(block_size), P
   int causal;
   int window;                       // 0: no window
@@ -101,6 +101,7 @@ extern "C" __global__ void __launch_bounds__(Core::kThreads, kMinBlocks)
                      p.block_shift,
                      p.num_blocks,
                      p.head_dim,
+                     p.value_dim,
                      p.is_vector != 0};
   const int last_row = min(row_begin + Core::kRows, rows.count) - 1;
   const int begin = rows.first_key(row_begin);
@@ -114,6 +115,6 @@ extern "C" __global__ void __launch_bounds__(Core::kThreads, kMinBlocks)
       smem, rows, row_begin,
       Output{p.out + q_begin * p.out_stride_t + head * p.out_stride_h, p.out_stride_t,
              p.out_stride_h, p.lse == nullptr ? nullptr : p.lse + q_begin * p.num_heads + head,
-             p.sinks == nullptr ? nullptr : p.sinks + head, p.num_heads, p.group, p.head_dim,
+             p.sinks == nullptr ? nullptr : p.sinks + head, p.num_heads, p.group, p.value_dim,
              p.is_vector != 0, kHasCodes ? p.v_scale[kv_head] : 1.0f});
 }

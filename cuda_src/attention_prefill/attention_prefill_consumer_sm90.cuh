@@ -32,7 +32,7 @@ struct Consumer {
   const int my_turn, next_turn;  // named barriers: this warpgroup's turn, the next one's
   PipelineState<kQStages> q_ring;
   PipelineState<kStages> k_ring, v_ring;
-  float s[kKeys / 2], o[kHeadDim / 2];
+  float s[kKeys / 2], o[kValueDim / 2];
   unsigned p[kKeys / 16][4];
   OnlineSoftmax<kKeys> softmax;
   KeyTileRange range;  // key tiles that the warpgroup's rows see; unused with a pattern
@@ -108,7 +108,7 @@ struct Consumer {
     rule = rule_of_keys.scaled(k_scale[tile.kv_head]);
 #endif
 #pragma unroll
-    for (int i = 0; i < kHeadDim / 2; ++i) o[i] = 0.0f;
+    for (int i = 0; i < kValueDim / 2; ++i) o[i] = 0.0f;
     if constexpr (!kPattern)
       range = key_tile_range(problem, tile, group_index * 64 / problem.group,
                              min((group_index * 64 + 63) / problem.group, tile.tokens - 1));
@@ -154,7 +154,7 @@ struct Consumer {
     v_is_full = mbarrier_test_wait(smem.v_full + 8 * v_ring.stage, v_ring.phase);
     if (is_raised) {
 #pragma unroll
-      for (int i = 0; i < kHeadDim / 2; ++i) o[i] *= softmax.rescale[i / 2 % 2];
+      for (int i = 0; i < kValueDim / 2; ++i) o[i] *= softmax.rescale[i / 2 % 2];
     }
     softmax.exponentials(p, s, rule.factor);
   }
@@ -180,9 +180,9 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void start_values() {
-    const uint64_t b = wgmma_descriptor_transposed(smem.v + v_ring.stage * kKeyBytes, kKeyChunk);
+    const uint64_t b = wgmma_descriptor_transposed(smem.v + v_ring.stage * kValueBytes, kKeyChunk);
 #pragma unroll
-    for (int i = 0; i < kKeys / 16; ++i) wgmma_transposed<kHeadDim>(o, p[i], b + i * 2048 / 16);
+    for (int i = 0; i < kKeys / 16; ++i) wgmma_transposed<kValueDim>(o, p[i], b + i * 2048 / 16);
     wgmma_commit();
   }
   __device__ __forceinline__ void end_values() {

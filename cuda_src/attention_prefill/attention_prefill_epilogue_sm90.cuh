@@ -10,7 +10,7 @@ struct Epilogue {
   float* lse;
   float* partial;
   int64_t stride_t, stride_h;
-  int num_heads, head_dim;
+  int num_heads, value_dim;
   const float* v_scale;  // (K,) scales of quantized values
 
   // Writes rows my_row and my_row + 8. `o` has the accumulator layout of wgmma.cuh; `base` was
@@ -51,16 +51,16 @@ struct Epilogue {
       if (problem.splits == 1) {
         if (exists && lse != nullptr && lane_idx % 4 == 0)
           lse[token * num_heads + head] = log2_sum * kLn2;
-        store_row<2 * kCount>(out + token * stride_t + head * stride_h, exists, head_dim, lane_idx,
+        store_row<2 * kCount>(out + token * stride_t + head * stride_h, exists, value_dim, lane_idx,
                               o, i, 1.0f);
       } else if (exists) {
         const int64_t rows = static_cast<int64_t>(problem.total_q) * num_heads;
         const int64_t index = tile.split * rows + token * num_heads + head;
-        if (lane_idx % 4 == 0) partial[problem.splits * rows * head_dim + index] = log2_sum;
-        float* const row = partial + index * head_dim + 2 * (lane_idx % 4);
+        if (lane_idx % 4 == 0) partial[problem.splits * rows * value_dim + index] = log2_sum;
+        float* const row = partial + index * value_dim + 2 * (lane_idx % 4);
 #pragma unroll
         for (int j = 0; j < kCount / 4; ++j)
-          if (8 * j < head_dim)
+          if (8 * j < value_dim)
             *reinterpret_cast<float2*>(row + 8 * j) =
                 make_float2(o[4 * j + 2 * i], o[4 * j + 2 * i + 1]);
       }

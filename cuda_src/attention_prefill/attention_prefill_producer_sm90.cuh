@@ -76,20 +76,20 @@ struct Producer {
         const int box_start = __shfl_sync(~0u, row, box % 32);
         const unsigned k_full = smem.k_full + 8 * ring.stage;
         if (lane_idx == 0) mbarrier_arrive_expect_tx(k_full, kKeyBytes);
-        load_box(smem.k + ring.stage * kKeyBytes, k_map, head, box_start, box, k_full);
+        load_box<kChunks>(smem.k + ring.stage * kKeyBytes, k_map, head, box_start, box, k_full);
         const int next_row = walk.n >= tile.begin ? box_row(tile, walk.n, lane_idx) : 0;
         mbarrier_wait(smem.v_empty + 8 * ring.stage, ring.phase);
-        const unsigned v_stage = smem.v + ring.stage * kKeyBytes;
+        const unsigned v_stage = smem.v + ring.stage * kValueBytes;
         const unsigned v_full = smem.v_full + 8 * ring.stage;
-        if (lane_idx == 0) mbarrier_arrive_expect_tx(has_tail ? smem.v_tail : v_full, kKeyBytes);
+        if (lane_idx == 0) mbarrier_arrive_expect_tx(has_tail ? smem.v_tail : v_full, kValueBytes);
         if (has_tail) {
-          load_box(v_stage, v_map, head, row, lane_idx, smem.v_tail);
+          load_box<kValueChunks>(v_stage, v_map, head, row, lane_idx, smem.v_tail);
           mbarrier_wait(smem.v_tail, tail_phase);
           tail_phase ^= 1;
           zero_rows(v_stage, valid);
           if (lane_idx == 0) mbarrier_arrive(v_full);
         } else {
-          load_box(v_stage, v_map, head, box_start, box, v_full);
+          load_box<kValueChunks>(v_stage, v_map, head, box_start, box, v_full);
         }
         ring.advance();
         row = next_row;
@@ -110,14 +110,15 @@ struct Producer {
       const int row = smem.boxes[ring.stage * kBoxes + min(box, kBoxes - 1)];
       if (row == smem.kStop) return;
       mbarrier_arrive(smem.k_empty + 8 * ring.stage);
-      load_box(smem.k + ring.stage * kKeyBytes, k_map, 0, row & ~smem.kOnlyK, box,
-               smem.k_full + 8 * ring.stage);
+      load_box<kChunks>(smem.k + ring.stage * kKeyBytes, k_map, 0, row & ~smem.kOnlyK, box,
+                        smem.k_full + 8 * ring.stage);
       // SAFETY: only lanes that have a box to copy wait for v_empty. The ring does not wait for the
       // other lanes: it could advance by two phases before they test the mbarrier, and they would
       // deadlock.
       if (row >= 0 && box * problem.box_keys < kKeys) {
         mbarrier_wait(smem.v_empty + 8 * ring.stage, ring.phase ^ 1);
-        load_box(smem.v + ring.stage * kKeyBytes, v_map, 0, row, box, smem.v_full + 8 * ring.stage);
+        load_box<kValueChunks>(smem.v + ring.stage * kValueBytes, v_map, 0, row, box,
+                               smem.v_full + 8 * ring.stage);
       }
     }
   }
@@ -161,12 +162,14 @@ struct Producer {
            (key & ((1 << problem.block_shift) - 1)) * problem.token_rows;
   }
 
-  // Copies box `box` of a key tile, which starts at row `row` of the tensor map.
+  // Copies box `box` of a key tile, kCount chunks of columns; it starts at row `row` of the tensor
+  // map.
+  template <int kCount>
   __device__ __forceinline__ void load_box(unsigned to, const TensorMap* map, int head, int row,
                                            int box, unsigned barrier) const {
     if (box * problem.box_keys >= kKeys) return;
 #pragma unroll
-    for (int chunk = 0; chunk < kChunks; ++chunk)
+    for (int chunk = 0; chunk < kCount; ++chunk)
       tma_load_3d(to + chunk * kKeyChunk + box * problem.box_keys * 128, map, 64 * chunk, head, row,
                   barrier);
   }
@@ -175,7 +178,7 @@ struct Producer {
   static __device__ __forceinline__ void zero_rows(unsigned to, int begin) {
     unsigned lane_idx;  // reread: derived values would occupy registers throughout the loop
     asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane_idx));
-    for (int chunk = 0; chunk < kChunks; ++chunk)
+    for (int chunk = 0; chunk < kValueChunks; ++chunk)
       for (int row = begin + lane_idx / 8; row < kKeys; row += 4)
         st_shared_v4(to + chunk * kKeyChunk + row * 128 + lane_idx % 8 * 16, 0u, 0u, 0u, 0u);
     fence_async_proxy();

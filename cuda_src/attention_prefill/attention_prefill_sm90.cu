@@ -23,23 +23,23 @@ static_assert(SharedMemory::kBytes == SHARED_BYTES,
 
 // Strides are in elements: _t between tokens, _h between heads.
 struct AttentionPrefillSm90Params {
-  TensorMap q_map;          // q (Tq, K, H / K, D); TMA box: 64 columns x group x 1 x tile_tokens
-  TensorMap k_map;          // k: dense (Tk, K, D), or pages as (page rows, box_keys, D)
-  TensorMap v_map;          // v likewise; TMA box: 64 columns of box_keys keys of one head
+  TensorMap q_map;  // q (Tq, K, H / K, D); TMA box: 64 columns x group x 1 x tile_tokens
+  TensorMap k_map;  // k: dense (Tk, K, D), or pages as (page rows, box_keys, D)
+  TensorMap v_map;  // v likewise, V columns; TMA box: 64 columns of box_keys keys of one head
   const int* cu_seqlens_q;  // for this and the next three see AttentionPrefillParams
   const int* cu_seqlens_k;
   const int* block_tables;
   const int* context_lens;
   const float* sinks;  // (H,) extra logit of each row's softmax; null if none or splits > 1
-  scalar_t* out;       // (Tq, H, D)
+  scalar_t* out;       // (Tq, H, V)
   float* lse;          // (Tq, H) contiguous, or null
-  float* partial;      // (splits, Tq, H, D), then (splits, Tq, H) log2-sum-exp2; if splits > 1
+  float* partial;      // (splits, Tq, H, V), then (splits, Tq, H) log2-sum-exp2; if splits > 1
   int* counter;        // work tiles fetched so far; 0 before and after the launch
   int64_t table_stride, out_stride_t, out_stride_h;
   int64_t max_keys;  // dense: Tk; paged: keys that a row of the table covers
   int total_q, num_heads, num_kv_heads;
-  int group;  // H / K
-  int head_dim;
+  int group;      // H / K
+  int value_dim;  // V
   // For the fields below see Problem.
   int tile_tokens, q_bytes, box_keys, block_shift, num_blocks, page_rows, head_rows, token_rows;
   int num_pairs, tiles_of_pair, long_tiles, short_tokens, total, section, splits;
@@ -81,7 +81,7 @@ __device__ __forceinline__ void prefill(const AttentionPrefillSm90Params& p,
     consumer.rule_of_keys = consumer.rule;
 #endif
     consumer.run(Epilogue{problem, p.sinks, p.out, p.lse, p.partial, p.out_stride_t, p.out_stride_h,
-                          p.num_heads, p.head_dim, p.v_scale});
+                          p.num_heads, p.value_dim, p.v_scale});
   } else {
     warpgroup_reg_dealloc<kProducerRegisters>();
     const int warp_idx = threadIdx.x / 32 - 4 * kConsumerWarpgroups;
@@ -113,11 +113,11 @@ ENGINE_PREFILL(attention_prefill_sm90_softcap, true)
 extern "C" __global__ void __launch_bounds__(256)
     attention_prefill_sm90_combine(const float* partial, const float* sinks, scalar_t* out,
                                    float* lse, int64_t out_stride_t, int64_t out_stride_h,
-                                   int64_t rows, int num_heads, int head_dim, int splits) {
+                                   int64_t rows, int num_heads, int value_dim, int splits) {
   const int64_t row = static_cast<int64_t>(blockIdx.x) * 8 + threadIdx.x / 32;
   const int lane_idx = threadIdx.x % 32;
   if (row >= rows) return;
-  const float* const sums = partial + splits * rows * head_dim + row;
+  const float* const sums = partial + splits * rows * value_dim + row;
   const float sink = sinks == nullptr ? -kInf : sinks[row % num_heads] * kLog2E;
   float high = sink;
   for (int split = 0; split < splits; ++split) high = fmaxf(high, sums[split * rows]);
@@ -126,12 +126,12 @@ extern "C" __global__ void __launch_bounds__(256)
     total += exp2_approx(sums[split * rows] - finite_or_zero(high));
   const float inverse = total == 0.0f ? 0.0f : 1.0f / total;
   scalar_t* const to = out + row / num_heads * out_stride_t + row % num_heads * out_stride_h;
-  for (int column = 4 * lane_idx; column < head_dim; column += 128) {
+  for (int column = 4 * lane_idx; column < value_dim; column += 128) {
     float4 x = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     for (int split = 0; split < splits; ++split) {
       const float weight = exp2_approx(sums[split * rows] - finite_or_zero(high)) * inverse;
       const float4 y =
-          *reinterpret_cast<const float4*>(partial + (split * rows + row) * head_dim + column);
+          *reinterpret_cast<const float4*>(partial + (split * rows + row) * value_dim + column);
       x.x += weight * y.x;
       x.y += weight * y.y;
       x.z += weight * y.z;

@@ -8,7 +8,8 @@
 #include "attention_prefill/attention_prefill_scheduler_sm90.cuh"
 
 // Module configuration: HopperTile in kernels/attention_prefill/sm90.py.
-constexpr int kHeadDim = HEAD_DIM;  // head dimension, padded
+constexpr int kHeadDim = HEAD_DIM;    // columns of Q and K, padded
+constexpr int kValueDim = VALUE_DIM;  // columns of V, padded
 constexpr int kConsumerWarpgroups = CONSUMERS;
 constexpr int kKeys = TILE_KEYS;
 constexpr int kStages = STAGES, kQStages = Q_STAGES;
@@ -19,6 +20,7 @@ constexpr int kThreads = 128 * (kConsumerWarpgroups + 1);
 constexpr int kChunks = (kHeadDim + 63) / 64;  // chunks of 64 columns (128 bytes)
 constexpr int kQChunk = kRows * 128, kQBytes = kChunks * kQChunk;
 constexpr int kKeyChunk = kKeys * 128, kKeyBytes = kChunks * kKeyChunk;
+constexpr int kValueChunks = (kValueDim + 63) / 64, kValueBytes = kValueChunks * kKeyChunk;
 constexpr int kBoxes = kKeys / 16;  // maximum boxes per key tile: a page has at least 16 keys
 // Stages of codes for quantized pages (attention_prefill_code_producer_sm90.cuh): each holds one
 // tile of K or V.
@@ -26,6 +28,7 @@ constexpr int kCodeStages = kHasCodes ? 4 : 0, kCodeBytes = kKeys * kHeadDim;
 constexpr int kConvertingThreads = 2 * 32;
 static_assert(!kHasCodes || (!kPattern && (kHeadDim == 64 || kHeadDim == 128)),
               "rows are swizzled");
+static_assert(!kHasCodes || kValueDim == kHeadDim, "pages of keys and values are alike");
 constexpr int kProducerRegisters = kHasCodes                  ? 56
                                    : kConsumerWarpgroups == 3 ? 32
                                    : kPattern                 ? 56
@@ -54,7 +57,7 @@ struct SharedMemory {
   int* valid_rows;  // per stage of codes: number of rows that hold keys; negative: the end
 
   static constexpr int kBarriers = 3 * kQStages + 5 * kStages + 1;
-  static constexpr int kBytes = 1024 + kQStages * kQBytes + 2 * kStages * kKeyBytes +
+  static constexpr int kBytes = 1024 + kQStages * kQBytes + kStages * (kKeyBytes + kValueBytes) +
                                 kQStages * static_cast<int>(sizeof(WorkTile)) + 8 * kBarriers +
                                 4 * kStages * (1 + kBoxes) + kCodeStages * (kCodeBytes + 2 * 8 + 4);
 
@@ -62,7 +65,7 @@ struct SharedMemory {
     q = (smem_address(smem) + 1023) & ~1023u;
     k = q + kQStages * kQBytes;
     v = k + kStages * kKeyBytes;
-    codes = v + kStages * kKeyBytes;
+    codes = v + kStages * kValueBytes;
     const unsigned works = codes + kCodeStages * kCodeBytes;
     work = reinterpret_cast<WorkTile*>(smem + (works - smem_address(smem)));
     work_full = works + kQStages * sizeof(WorkTile);

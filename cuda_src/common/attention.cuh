@@ -121,6 +121,7 @@ struct KeyValues {
   int block_shift;  // log2(block_size)
   int num_blocks;
   int head_dim;
+  int value_dim;   // columns of v, at most head_dim
   bool is_vector;  // every row consists of whole, aligned 16-byte words
 
   __device__ __forceinline__ int64_t page_offset(int key) const {
@@ -211,7 +212,7 @@ __device__ __forceinline__ void load_tile_words(scalar_t* smem_k, scalar_t* smem
     if constexpr ((kParts & 1) != 0)
       load_word<kIsVector>(smem_k + offset, kv.k + k_offset, word, kv.head_dim, valid);
     if constexpr ((kParts & 2) != 0)
-      load_word<kIsVector>(smem_v + offset, kv.v + v_offset, word, kv.head_dim, valid);
+      load_word<kIsVector>(smem_v + offset, kv.v + v_offset, word, kv.value_dim, valid);
   }
 }
 

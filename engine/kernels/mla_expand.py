@@ -1,4 +1,4 @@
-"""Heads of keys and values from expanded latents: `cuda_src/mla_expand.cu`."""
+"""Heads of keys from expanded latents: `cuda_src/mla_expand.cu`."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ __all__ = ["mla_expand", "specs"]
 
 _THREADS = 256  # kThreads in CUDA
 _PARAMS = (
-    "up:ptr k_rope:ptr k:ptr v:ptr up_stride_t:i64 up_stride_h:i64 k_rope_stride_t:i64 "
-    "num_heads:i32 nope:i32 rope:i32 values:i32"
+    "up:ptr k_rope:ptr k:ptr up_stride_t:i64 up_stride_h:i64 k_rope_stride_t:i64 "
+    "num_heads:i32 nope:i32 rope:i32"
 )
 _VECTOR = Kernel("mla_expand_vector", _PARAMS, struct="MlaExpandParams")
 _SCALAR = Kernel("mla_expand_scalar", _PARAMS, struct="MlaExpandParams")
@@ -27,22 +27,22 @@ def specs(dtype: str, **_: Any) -> tuple[ModuleSpec, ...]:
     return (ModuleSpec("mla_expand.cu", dtype),)
 
 
-def mla_expand(up: Any, k_rope: Any, *, nope_dim: int) -> tuple[Any, Any]:
-    """Lay out the keys and values of every head, of equal width, for `attention_prefill`.
+def mla_expand(up: Any, k_rope: Any, *, nope_dim: int) -> Any:
+    """Lay out the keys of every head for `attention_prefill`, which reads the values in place.
 
     Parameters
     ----------
     up : (T, H, nope_dim + V) array of float32, float16 or bfloat16 (NumPy: or float64)
         The latents, multiplied by the up-projection: a head's key without its rotated part, then
-        its value; V <= nope_dim + R.
+        its value.
     k_rope : (T, R) array of up's dtype
         The rotated key that all heads share. Rows may lie apart.
     nope_dim : int
 
     Returns
     -------
-    k, v : (T, H, nope_dim + R) arrays of up's dtype
-        [key | k_rope], and the values followed by zeros.
+    k : (T, H, nope_dim + R) array of up's dtype
+        [key | k_rope].
 
     Raises
     ------
@@ -52,22 +52,17 @@ def mla_expand(up: Any, k_rope: Any, *, nope_dim: int) -> tuple[Any, Any]:
     Examples
     --------
     >>> import numpy as np
-    >>> k, v = mla_expand(np.array([[[1.0, 2.0]]]), np.array([[5.0, 6.0]]), nope_dim=1)
-    >>> k.tolist(), v.tolist()
-    ([[[1.0, 5.0, 6.0]]], [[[2.0, 0.0, 0.0]]])
+    >>> mla_expand(np.array([[[1.0, 2.0]]]), np.array([[5.0, 6.0]]), nope_dim=1)
+    array([[[1., 5., 6.]]])
     """
     call = Contract("mla_expand")
     up = call.array("up", up, "T H U", MIRROR_FLOATS, layout="rows")
     k_rope = call.array("k_rope", k_rope, "T R", up.dtype, layout="rows")
-    width = nope_dim + call["R"]
     call.check("nope_dim", 0 < nope_dim < call["U"], f"from 1 to {call['U'] - 1}", nope_dim)
-    values = call["U"] - nope_dim
-    call.check("up", values <= width, f"of values of width {width} or less", values)
     if call.on_cpu:
         return reference.mla_expand(up, k_rope, nope_dim=nope_dim)
-    shape = (call["T"], call["H"], width)
-    k, v = (call.output(name, None, shape, up.dtype) for name in "kv")
-    sizes = (nope_dim, call["R"], values)
+    k = call.output("k", None, (call["T"], call["H"], nope_dim + call["R"]), up.dtype)
+    sizes = (nope_dim, call["R"])
     is_vector = all(size % vector_width(up) == 0 for size in sizes) and is_aligned(up, k_rope)
     (_VECTOR if is_vector else _SCALAR).launch(
         specs(dtype_name(up.dtype))[0],
@@ -79,10 +74,8 @@ def mla_expand(up: Any, k_rope: Any, *, nope_dim: int) -> tuple[Any, Any]:
         up=up,
         k_rope=k_rope,
         k=k,
-        v=v,
         num_heads=call["H"],
         nope=nope_dim,
         rope=call["R"],
-        values=values,
     )
-    return k, v
+    return k

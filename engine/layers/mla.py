@@ -311,7 +311,7 @@ class Mla:
         for head in range(0, self.params.num_heads, step):
             heads = slice(head, min(head + step, self.params.num_heads))
             k, v = self._expanded(rows[:, 0], heads)
-            attended = kernels.attention_prefill(
+            kernels.attention_prefill(
                 q[first:, heads],
                 k,
                 v,
@@ -319,20 +319,15 @@ class Mla:
                 cu_seqlens_k=starts,
                 scale=self.params.scale,
                 max_seqlen_q=batch.max_seqlen_q,
+                out=out[first:, heads],
             )
-            out[first:, heads] = attended[..., : out.shape[2]]
 
     def _expanded(self, rows: Any, heads: slice) -> tuple[Any, Any]:
-        """Return k and v (T, h, nope + R) of some heads, of the latents and keys `rows` (T, L + R).
-
-        Values are followed by zeros.
-        """
+        """Return k (T, h, nope + R) and v (T, h, v) of some heads, from latents and keys `rows`."""
         c = self.config
         up = self._up[heads]
         latents = rows[:, : c.kv_rank]
         product = kernels.gemm(latents, up.reshape(-1, c.kv_rank))
-        return kernels.mla_expand(
-            product.reshape(rows.shape[0], up.shape[0], -1),
-            rows[:, c.kv_rank :],
-            nope_dim=c.nope_dim,
-        )
+        product = product.reshape(rows.shape[0], up.shape[0], -1)
+        k = kernels.mla_expand(product, rows[:, c.kv_rank :], nope_dim=c.nope_dim)
+        return k, product[..., c.nope_dim :]

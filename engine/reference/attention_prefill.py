@@ -33,13 +33,13 @@ def attention_prefill(
     v_scale: Array | None = None,
     return_lse: bool = False,
 ) -> Any:
-    """softmax(scale Q K^T) V for every sequence; dense k, v (Tk,K,D) or pages (P,K,bs,D).
+    """softmax(scale Q K^T) V for every sequence; dense k (Tk,K,D), v (Tk,K,V), or pages (P,K,bs,D).
 
     sinks (H,): exp(sink) is added to the softmax denominator of each row of its head. With k_scale
     and v_scale (K,) the pages are quantized; new tokens are read from them like all others, so the
     result does not depend on how a prompt is split into chunks.
     """
-    out = np.zeros(q.shape, q.dtype)
+    out = np.zeros((*q.shape[:2], v.shape[-1]), q.dtype)
     lse = np.full(q.shape[:2], -np.inf, accumulation_dtype(q.dtype))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     for b in range(len(cu_seqlens_q) - 1):

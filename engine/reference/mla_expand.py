@@ -11,12 +11,8 @@ __all__ = ["mla_expand"]
 Array = np.ndarray[Any, Any]
 
 
-def mla_expand(up: Array, k_rope: Array, *, nope_dim: int) -> tuple[Array, Array]:
-    """k = [up[..., :nope] | k_rope], v = [up[..., nope:] | 0]: heads of equal width."""
+def mla_expand(up: Array, k_rope: Array, *, nope_dim: int) -> Array:
+    """k = [up[..., :nope] | k_rope]: every head's own key, and the one that all share."""
     num_tokens, num_heads, _ = up.shape
-    width = nope_dim + k_rope.shape[1]
-    k, v = np.zeros((2, num_tokens, num_heads, width), up.dtype)
-    k[..., :nope_dim] = up[..., :nope_dim]
-    k[..., nope_dim:] = k_rope[:, None]
-    v[..., : up.shape[2] - nope_dim] = up[..., nope_dim:]
-    return k, v
+    shared = np.broadcast_to(k_rope[:, None], (num_tokens, num_heads, k_rope.shape[1]))
+    return np.concatenate([up[..., :nope_dim], shared], axis=-1)

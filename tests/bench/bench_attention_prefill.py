@@ -57,11 +57,15 @@ def _chunk_case(chunk: int, cached: int, heads: int, kv_heads: int, block_size: 
     return BenchCase(name, make, run, nbytes=nbytes, flops=flops, check=check)
 
 
-def _case(batch: int, heads: int, kv_heads: int, head_dim: int, n: int, causal: bool) -> BenchCase:
-    shape, kv_shape = (batch * n, heads, head_dim), (batch * n, kv_heads, head_dim)
+def _case(
+    batch: int, heads: int, kv_heads: int, head_dim: int, n: int, causal: bool, value_dim: int = 0
+) -> BenchCase:
+    """Dense causal or full attention; `value_dim` is the width of narrower values."""
+    shape, k_shape = (batch * n, heads, head_dim), (batch * n, kv_heads, head_dim)
+    v_shape = (batch * n, kv_heads, value_dim or head_dim)
 
     def make(xp, seed):
-        shapes = enumerate((shape, kv_shape, kv_shape))
+        shapes = enumerate((shape, k_shape, v_shape))
         q, k, v = (normal_on(xp, s, "bfloat16", seed + i) for i, s in shapes)
         return q, k, v, xp.asarray(cu_seqlens([n] * batch))
 
@@ -80,11 +84,13 @@ def _case(batch: int, heads: int, kv_heads: int, head_dim: int, n: int, causal: 
         )
         assert_close(result[-_CHECKED_ROWS:], want, reduction=n)
 
-    flops = 4 * batch * heads * head_dim * n * n // (2 if causal else 1)
-    nbytes = 2 * (2 * np.prod(shape) + 2 * np.prod(kv_shape))
-    peers = _peers(batch, heads, kv_heads, head_dim, n, causal)
-    name = f"B{batch} H{heads}/{kv_heads} D{head_dim} S{n} {'causal' if causal else 'full'}"
-    return BenchCase(name, make, run, nbytes=int(nbytes), flops=flops, check=check, peers=peers)
+    width = head_dim + v_shape[2]
+    flops = 2 * batch * heads * width * n * n // (2 if causal else 1)
+    nbytes = 2 * batch * n * width * (heads + kv_heads)
+    peers = None if value_dim else _peers(batch, heads, kv_heads, head_dim, n, causal)
+    dims = f"D{head_dim}" + f"/{value_dim}" * bool(value_dim)
+    name = f"B{batch} H{heads}/{kv_heads} {dims} S{n} {'causal' if causal else 'full'}"
+    return BenchCase(name, make, run, nbytes=nbytes, flops=flops, check=check, peers=peers)
 
 
 def _pattern_case(n: int, head_dim: int, pattern: object, density: float, name: str) -> BenchCase:
@@ -132,6 +138,7 @@ CASES = [
     _case(1, 32, 32, 128, 16384, True),
     *(_case(2, 16, 16, 256, 4096, causal) for causal in (False, True)),
     _case(16, 16, 8, 128, 4096, True),  # Qwen3-0.6B, the prefill of 16 prompts
+    *(_case(1, 16, 16, 192, n, True, value_dim=128) for n in (4096, 16384)),  # DeepSeek, 8 ranks
     *(_chunk_case(256, 8192, 8, 1, block_size) for block_size in (16, 64)),
     *(case for head_dim in (64, 128) for case in _quarter(16384, head_dim)),
 ]

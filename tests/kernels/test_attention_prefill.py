@@ -43,7 +43,7 @@ def _dense_softmax(case, q, k, v):
     (n, num_heads, _), m = q.shape, len(k)
     q, k, v = (x.astype(np.float64) for x in (q, k, v))
     scale = case.head_dim**-0.5 if case.scale is None else case.scale
-    out, lse = np.zeros(q.shape), np.full((n, num_heads), -np.inf)
+    out, lse = np.zeros((n, num_heads, v.shape[2])), np.full((n, num_heads), -np.inf)
     for i in range(n):
         high = m - n + i + 1 if case.causal else m
         low = max(0, high - case.window) if case.window else 0
@@ -116,6 +116,35 @@ def test_views_into_fused_qkv_in_place(xp, head_dim, offset, dtype):
     assert got is q
     assert_close(xp.ascontiguousarray(got), want, reduction=70 + head_dim)
     np.testing.assert_array_equal(to_numpy(array)[:, ends[1] :], qkv[:, ends[1] :])
+
+
+@pytest.mark.grid("num_splits", [None, 3])
+@pytest.mark.grid("dtype", cases.DTYPES)
+@pytest.mark.grid(
+    ("head_dim", "value_dim"), [(192, 128), (192, 160), (256, 64), (64, 40), (96, 8), (24, 7)]
+)
+def test_narrow_values(xp, head_dim, value_dim, dtype, num_splits):
+    """v lies beside what must not be read; so does the result beside what must not be written."""
+    case = AttentionCase((130, 1, 70), (400, 5, 70), 6, 3, head_dim)
+    q, k, _, where = _inputs(case, dtype)
+    beside = cases.normal((len(k), 3, value_dim + 16), dtype, seed=8)
+    beside[..., :8] = beside[..., 8 + value_dim :] = np.nan
+    columns = np.s_[..., 8 : 8 + value_dim]
+    want, want_lse = reference.attention_prefill(q, k, beside[columns], **where, return_lse=True)
+    exact, _ = _dense_softmax(case, q[131:], k[405:], beside[columns][405:])
+    assert_close(want[131:], exact.astype(want.dtype), reduction=case.reduction)
+    out = xp.full((len(q), 6, value_dim + 16), np.nan, q.dtype)
+    q, k, beside = cases.to_module(xp, q, k, beside)
+    got, lse = kernels.attention_prefill(
+        *(q, k, beside[columns]),
+        **_moved(xp, where),
+        num_splits=num_splits,
+        out=out[columns],
+        return_lse=True,
+    )
+    assert_close(xp.ascontiguousarray(got), want, reduction=case.reduction)
+    assert_close(lse, want_lse, reduction=case.reduction, name="lse")
+    assert bool(xp.isnan(out[..., :8]).all()) and bool(xp.isnan(out[..., 8 + value_dim :]).all())
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)
@@ -200,6 +229,8 @@ def test_contract(xp):
     op = kernels.attention_prefill
     with pytest.raises(ShapeError, match=r"k: must have shape \(Tk, K, D\); D = 8 from q; got"):
         op(q, k[..., :7], k, **dense)
+    with pytest.raises(ContractError, match="V: must be from 1 to D = 8; got 16"):
+        op(q, k, xp.ones((*k.shape[:2], 16), np.float32), **dense)
     with pytest.raises(DTypeError, match="v: must be float32; got float16"):
         op(q, k, k.astype(np.float16), **dense)
     with pytest.raises(ContractError, match="K: must be a divisor of the number of query heads, 3"):

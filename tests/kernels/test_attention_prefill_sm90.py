@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 from types import SimpleNamespace
 
 import numpy as np
@@ -29,9 +30,13 @@ def test_tiles():
     assert choose_hopper_tile("float32", 64) is None
     assert choose_hopper_tile("float16", 36) is None  # rows are not 16-byte aligned
     assert choose_hopper_tile("float16", 32) is None  # would waste half of every MMA
-    for head_dim in range(40, 257, 8):
-        tile = choose_hopper_tile("bfloat16", head_dim)
-        assert tile.head_dim >= head_dim and tile.shared_bytes <= 227 * 1024
+    for head_dim, value_dim in itertools.product(range(40, 257, 8), range(8, 257, 8)):
+        if value_dim > head_dim:
+            continue
+        tile = choose_hopper_tile("bfloat16", head_dim, value_dim=value_dim)
+        assert tile.head_dim >= head_dim and tile.value_dim >= value_dim
+        assert tile.shared_bytes <= 227 * 1024
+        assert tile.spec("bfloat16") in specs("bfloat16", head_dim=head_dim)
         # a TMA box lies in one page; each lane issues at most one box
         for size in (16, 32, 64, 128):
             box = prefill_sm90._box_keys(size, tile)

@@ -34,7 +34,7 @@ _PARAMS = (
     "sinks:ptr out:ptr lse:ptr q_stride_t:i64 q_stride_h:i64 k_stride_t:i64 k_stride_h:i64 "
     "v_stride_t:i64 v_stride_h:i64 page_stride:i64 table_stride:i64 out_stride_t:i64 "
     "out_stride_h:i64 max_keys:i64 total_q:i32 num_heads:i32 group:i32 head_dim:i32 "
-    "block_shift:i32 num_blocks:i32 causal:i32 window:i32 is_vector:i32 "
+    "value_dim:i32 block_shift:i32 num_blocks:i32 causal:i32 window:i32 is_vector:i32 "
     "score_inner:f32 score_factor:f32"
 )
 _FILE = "attention_prefill/attention_prefill.cu"
@@ -128,10 +128,11 @@ def attention_prefill(
     q : (Tq, H, D) array of float32, float16 or bfloat16 (NumPy: or float64)
         Query tokens of all sequences, concatenated. D <= 512. A view whose last axis is contiguous,
         such as the heads of a fused qkv row, is not copied.
-    k, v : (Tk, K, D) or (P, K, block_size, D) arrays of q's dtype
-        Dense keys and values (views as for `q`), or pages (layout and quantized pages: see
-        `kv_store`). H is a multiple of K: query head h reads head h // (H // K). block_size is 16,
-        32, 64 or 128.
+    k : (Tk, K, D) or (P, K, block_size, D) array of q's dtype
+        Dense keys (views as for `q`), or pages (layout and quantized pages: see `kv_store`). H is a
+        multiple of K: query head h reads head h // (H // K). block_size is 16, 32, 64 or 128.
+    v : (Tk, K, V) or (P, K, block_size, D) array of q's dtype
+        Dense values, which may be narrower than keys (V <= D), or pages; V is then D.
     cu_seqlens_q : (B+1,) array of int32
         Sequence b's queries are ``q[cu_seqlens_q[b]:cu_seqlens_q[b + 1]]``; rises from 0 to Tq.
     cu_seqlens_k : (B+1,) array of int32
@@ -166,7 +167,7 @@ def attention_prefill(
     num_splits : int, optional
         Maximum number of blocks that share the keys of a token, by default enough to fill the
         device. With 1, the bits of a token's result do not depend on the other tokens of the call.
-    out : (Tq, H, D) array of q's dtype, optional
+    out : (Tq, H, V) array of q's dtype, optional
         Array for the result; may be `q`.
     return_lse : bool
         Also return the log-sum-exp.
@@ -175,7 +176,7 @@ def attention_prefill(
 
     Returns
     -------
-    out : (Tq, H, D) array of q's dtype
+    out : (Tq, H, V) array of q's dtype
         0 for a query that sees no key.
     lse : (Tq, H) array of float32 (float64 for float64)
         Natural logarithm of the sum of exp(score), including exp(sink); -inf for a query without
@@ -243,7 +244,8 @@ def attention_prefill(
         )
         out, lse = (call.fill(*pair) for pair in zip(targets, result, strict=True))
         return (out, lse) if return_lse else out
-    out = call.output("out", out, q.shape, q.dtype, layout="rows")
+    shape = (*q.shape[:2], keys["v"].shape[-1])
+    out = call.output("out", out, shape, q.dtype, layout="rows")
     lse = call.output("lse_out", lse_out, q.shape[:2], statistic) if return_lse else None
     if sm90.is_supported(q, keys["k"], keys["v"], out, pattern):
         sm90.launch(q, keys, out, lse, causal, rule, max_q, num_splits, pattern, sinks)
@@ -284,7 +286,8 @@ def _check_keys(
         for name, value in given.items():
             call.check(name, value is None, "None without block_tables", value)
         k = call.array("k", k, "Tk K D", q.dtype, layout="rows")
-        v = call.array("v", v, "Tk K D", q.dtype, layout="rows")
+        v = call.array("v", v, "Tk K V", q.dtype, layout="rows")
+        call.check("V", 0 < call["V"] <= call["D"], f"from 1 to D = {call['D']}", call["V"])
         cu_seqlens_k = checked_starts(call, "cu_seqlens_k", cu_seqlens_k, k.shape[0])
     return {
         "k": k,
@@ -334,6 +337,7 @@ def _launch(
         "num_heads": num_heads,
         "group": group,
         "head_dim": head_dim,
+        "value_dim": v.shape[-1],
         "block_shift": k.shape[2].bit_length() - 1 if is_paged else 0,
         "num_blocks": k.shape[0] if is_paged else 0,
         "causal": int(causal),

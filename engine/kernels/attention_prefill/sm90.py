@@ -30,7 +30,7 @@ _PARAMS = (
     "q_map:tmap k_map:tmap v_map:tmap cu_seqlens_q:ptr cu_seqlens_k:ptr block_tables:ptr "
     "context_lens:ptr sinks:ptr out:ptr lse:ptr partial:ptr counter:ptr table_stride:i64 "
     "out_stride_t:i64 out_stride_h:i64 max_keys:i64 total_q:i32 num_heads:i32 num_kv_heads:i32 "
-    "group:i32 head_dim:i32 tile_tokens:i32 q_bytes:i32 box_keys:i32 block_shift:i32 "
+    "group:i32 value_dim:i32 tile_tokens:i32 q_bytes:i32 box_keys:i32 block_shift:i32 "
     "num_blocks:i32 page_rows:i32 head_rows:i32 token_rows:i32 num_pairs:i32 tiles_of_pair:i32 "
     "long_tiles:i32 short_tokens:i32 total:i32 "
     "section:i32 splits:i32 causal:i32 window:i32 score_inner:f32 score_factor:f32"
@@ -46,7 +46,7 @@ _KERNELS = {  # keyed by whether scores have a soft cap
 _COMBINE = Kernel(
     "attention_prefill_sm90_combine",
     "partial:ptr sinks:ptr out:ptr lse:ptr out_stride_t:i64 out_stride_h:i64 rows:i64 "
-    "num_heads:i32 head_dim:i32 splits:i32",
+    "num_heads:i32 value_dim:i32 splits:i32",
 )
 
 _CODE_STAGES = 4  # kCodeStages in CUDA
@@ -60,7 +60,7 @@ class HopperTile:
     Attributes
     ----------
     head_dim : int
-        Columns: D, padded.
+        Columns of Q and K: D, padded.
     consumers : int
         Consumer warpgroups, of 64 query rows each.
     keys, stages, q_stages : int
@@ -69,6 +69,8 @@ class HopperTile:
         Whether the module supports patterns.
     kv_dtype : str
         Dtype of a quantized KV cache, a name in KV_CODE_DTYPES; "" if it is not quantized.
+    narrow_value_dim : int
+        Columns of V, padded, if they are fewer than K's; else 0.
     """
 
     head_dim: int
@@ -78,6 +80,12 @@ class HopperTile:
     q_stages: int
     is_patterned: bool = False
     kv_dtype: str = ""
+    narrow_value_dim: int = 0
+
+    @property
+    def value_dim(self) -> int:
+        """Columns of V and of the result, padded."""
+        return self.narrow_value_dim or self.head_dim
 
     @property
     def rows(self) -> int:
@@ -92,8 +100,8 @@ class HopperTile:
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory: tiles aligned to 1024 bytes, work tiles, mbarriers, key tiles."""
-        row = 128 * ceil_div(self.head_dim, 64)
-        tiles = self.q_stages * self.rows * row + 2 * self.stages * self.keys * row
+        row, value_row = (128 * ceil_div(dim, 64) for dim in (self.head_dim, self.value_dim))
+        tiles = self.q_stages * self.rows * row + self.stages * self.keys * (row + value_row)
         boxes = self.keys // 16  # TMA boxes per tile with the smallest pages
         barriers = 3 * self.q_stages + 5 * self.stages + 1
         codes = _CODE_STAGES * (self.keys * self.head_dim + 20) if self.kv_dtype else 0
@@ -104,6 +112,7 @@ class HopperTile:
         """Return the module compiled for this tile."""
         macros = {
             "HEAD_DIM": self.head_dim,
+            "VALUE_DIM": self.value_dim,
             "CONSUMERS": self.consumers,
             "TILE_KEYS": self.keys,
             "STAGES": self.stages,
@@ -117,13 +126,14 @@ class HopperTile:
 
 
 # One tile per head dim, whatever the lengths: the bits of a row must not depend on the other rows.
-# Scores, P and O of a tile take keys / 2 + keys / 4 + head_dim / 2 registers of a consumer thread,
+# Scores, P and O of a tile take keys / 2 + keys / 4 + value_dim / 2 registers of a consumer thread,
 # which has 160 with three warpgroups, else 232. To tune for another card:
 # `python -m tests.bench attention_prefill`.
 _TILES = (
     HopperTile(64, consumers=3, keys=128, stages=4, q_stages=2),
     HopperTile(96, consumers=3, keys=112, stages=2, q_stages=1),
     HopperTile(128, consumers=3, keys=80, stages=3, q_stages=1),
+    HopperTile(192, consumers=3, keys=80, stages=3, q_stages=1, narrow_value_dim=128),
     HopperTile(192, consumers=2, keys=112, stages=2, q_stages=1),
     HopperTile(256, consumers=2, keys=80, stages=2, q_stages=1),
 )
@@ -157,16 +167,25 @@ _SMALL_BLOCKS = (
 
 
 def choose_hopper_tile(
-    dtype: str, head_dim: int, pattern: Pattern | None = None, kv_dtype: str = ""
+    dtype: str,
+    head_dim: int,
+    pattern: Pattern | None = None,
+    kv_dtype: str = "",
+    value_dim: int | None = None,
 ) -> HopperTile | None:
-    """Return the tile for heads of `head_dim`, or None if the Hopper kernel has none.
+    """Return the tile for keys of `head_dim` and values of `value_dim`, by default as wide.
+
+    None if the Hopper kernel has no such tile.
 
     Examples
     --------
     >>> choose_hopper_tile("bfloat16", 80).head_dim, choose_hopper_tile("float32", 64)
     (96, None)
+    >>> [choose_hopper_tile("bfloat16", 192, value_dim=n).value_dim for n in (128, 160)]
+    [128, 192]
     """
-    if dtype not in HOPPER_DTYPES or head_dim % 8 or head_dim <= 32:
+    value_dim = head_dim if value_dim is None else value_dim
+    if dtype not in HOPPER_DTYPES or head_dim % 8 or head_dim <= 32 or value_dim % 8:
         return None
     if kv_dtype:
         found = (tile for tile in _CODE_TILES[kv_dtype] if head_dim == tile.head_dim)
@@ -174,7 +193,8 @@ def choose_hopper_tile(
     tiles = _TILES if pattern is None else _PATTERNED
     if isinstance(pattern, BlockSparse) and pattern.block_k % 128:
         tiles = _SMALL_BLOCKS
-    return next((tile for tile in tiles if head_dim <= tile.head_dim), None)
+    fits = (tile for tile in tiles if head_dim <= tile.head_dim and value_dim <= tile.value_dim)
+    return next(fits, None)
 
 
 def specs(
@@ -198,7 +218,9 @@ def specs(
 
 def is_supported(q: Any, k: Any, v: Any, out: Any, pattern: Pattern | None = None) -> bool:
     """Tell whether the Hopper kernel supports the problem on the current device."""
-    tile = choose_hopper_tile(dtype_name(q.dtype), q.shape[2], pattern, kv_dtype_of(k.dtype))
+    kv_dtype = kv_dtype_of(k.dtype)
+    value_dim = out.shape[2]
+    tile = choose_hopper_tile(dtype_name(q.dtype), q.shape[2], pattern, kv_dtype, value_dim)
     return (
         tile is not None
         and is_hopper(dtype_name(q.dtype))
@@ -225,8 +247,10 @@ def launch(
 ) -> None:
     """Launch on arrays that `is_supported` accepts; `num_splits` None fills the device."""
     (total_q, num_heads, head_dim) = q.shape
+    value_dim = out.shape[2]
     dtype = dtype_name(q.dtype)
-    tile = choose_hopper_tile(dtype, head_dim, pattern, kv_dtype_of(keys["k"].dtype))
+    kv_dtype = kv_dtype_of(keys["k"].dtype)
+    tile = choose_hopper_tile(dtype, head_dim, pattern, kv_dtype, value_dim)
     assert tile is not None
     spec = tile.spec(dtype)
     pairs = (keys["cu_seqlens_q"].size - 1) * keys["k"].shape[1]
@@ -241,7 +265,7 @@ def launch(
     cut = choose_cut(tokens, tile_tokens, pairs, tile.consumers, sm_count()) if are_equal else None
     work = cut_into_tiles(tokens, tile_tokens, pairs, splits, cut)
     rows = total_q * num_heads
-    partial = workspace(splits * rows * (head_dim + 1)) if splits > 1 else None
+    partial = workspace(splits * rows * (value_dim + 1)) if splits > 1 else None
     strides = element_strides(out)
     lengths = _lengths(keys, tile)
     shared = {
@@ -251,7 +275,7 @@ def launch(
         "out_stride_t": strides[0],
         "out_stride_h": strides[1],
         "num_heads": num_heads,
-        "head_dim": head_dim,
+        "value_dim": value_dim,
         "splits": splits,
     }
     _KERNELS[bool(rule.softcap)].launch(
@@ -268,7 +292,7 @@ def launch(
         group=group,
         **work,
         q_bytes=tile_tokens * group * 128 * ceil_div(tile.head_dim, 64),
-        section=choose_section(pairs, 4 * longest * head_dim),
+        section=choose_section(pairs, 2 * longest * (head_dim + value_dim)),
         causal=int(causal),
         window=rule.window if rule.window < lengths["max_keys"] else 0,  # 0 if it hides nothing
         score_inner=rule.inner,
@@ -339,7 +363,7 @@ def _maps(q: Any, keys: dict[str, Any], dtype: str, tile: HopperTile, group: int
         if keys["block_tables"] is not None:
             maps[f"{name}_map"] = _page_map(x, dtype, tile)
             continue
-        sizes = (head_dim, x.shape[1], x.shape[0])
+        sizes = (x.shape[2], x.shape[1], x.shape[0])
         strides = (x.strides[1], x.strides[0])
         maps[f"{name}_map"] = tensor_map(x.data.ptr, dtype, sizes, strides, (64, 1, tile.keys))
     return maps
