@@ -295,6 +295,7 @@ class Step:
         self._optimizer = optimizer
         self._num_steps = 0
         self._graph: Any = None
+        self._stream: Any = None  # of the first steps and of the capture
         self._batch: Any = None
         self._loss: Any = None
 
@@ -303,16 +304,16 @@ class Step:
             return self._run(batch).item()
         if self._num_steps < self._NUM_EAGER:
             self._num_steps += 1
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
+            self._stream = self._stream or torch.cuda.Stream()
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):
                 loss = self._run(batch)
-            torch.cuda.current_stream().wait_stream(stream)
+            torch.cuda.current_stream().wait_stream(self._stream)
             return loss.item()
         if self._graph is None:
             self._batch = batch.clone()
             self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph):
+            with torch.cuda.graph(self._graph, stream=self._stream):
                 self._loss = self._run(self._batch)
         self._batch.copy_(batch)
         self._graph.replay()
