@@ -1,5 +1,7 @@
 """Fixtures of the tests beside other frameworks. Each file skips where its framework is missing."""
 
+import gc
+
 import pytest
 
 
@@ -11,6 +13,10 @@ def where(request):
 
 @pytest.fixture(autouse=True)
 def needs_gpu(request):
-    """Skip a test marked `gpu` where there is no GPU."""
+    """Skip a test marked `gpu` where there is no GPU; free what earlier tests have left.
+
+    A collection within a capture would free their memory and so invalidate the capture.
+    """
     if request.node.get_closest_marker("gpu"):
         request.getfixturevalue("cp")
+        gc.collect()
