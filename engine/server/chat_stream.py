@@ -268,7 +268,7 @@ class ChatService:
             return None, {}, {}
         one_call = body.parallel_tool_calls is False
         options = {"one_call": one_call}
-        names = frozenset(tool.function.name for tool in body.tools)
+        names = {tool.function.name: tool.function.parameters or {} for tool in body.tools}
         make_id = tool_parsers.id_maker(self.tool_parser)
         if named is not None:
             schema = named.parameters or {"type": "object"}

@@ -27,9 +27,8 @@ from engine.server.tool_parsers.events import (
     random_id,
     settle,
 )
-from engine.server.tool_parsers.hermes import HermesParser
-from engine.server.tool_parsers.llama3_json import Llama3JsonParser
-from engine.server.tool_parsers.mistral import CallListParser, MistralParser, short_id
+from engine.server.tool_parsers.formats import FORMATS
+from engine.server.tool_parsers.mistral import CallListParser
 
 __all__ = [
     "MAX_CALLS",
@@ -51,17 +50,11 @@ __all__ = [
     "settle",
 ]
 
-_PARSERS: dict[str, type[HermesParser | Llama3JsonParser | MistralParser]] = {
-    "hermes": HermesParser,
-    "llama3_json": Llama3JsonParser,
-    "mistral": MistralParser,
-}
-
-NAMES = tuple(_PARSERS)
+NAMES = tuple(sorted(FORMATS))
 """Names of all tool parsers."""
 
-# Markers of other formats whose templates also contain <tool_call>.
-_OTHER_FORMATS = ("<function=", "<arg_key>", "<parameter=")
+# Markers of formats without a parser, whose templates contain those of others.
+_UNKNOWN_FORMATS = ("<function=", "<arg_key>", "<parameter=")
 
 
 def get(
@@ -74,7 +67,9 @@ def get(
     name : str
         One of `NAMES`.
     names : collection of str, optional
-        Functions defined by the request; a call to any other function is text. None: allow all.
+        Functions defined by the request, preferably a mapping to the JSON schemas of their
+        parameters: some formats give values no type. A call to any other function is text. None:
+        allow all.
     follows_text : bool
         Whether the answer continues a message with text, so that white space before a first call
         separates texts.
@@ -91,11 +86,11 @@ def get(
     >>> [call.arguments for call in collect(events + parser.finish()).tool_calls]
     ['{"a": 1}']
     """
-    if name not in _PARSERS:
+    if name not in FORMATS:
         near = difflib.get_close_matches(name[:80], NAMES, n=1)
         hint = f". Did you mean {near[0]!r}?" if near else ""
         raise ConfigError(f"tool parser must be one of {', '.join(NAMES)}; got {name[:80]!r}{hint}")
-    parser = _PARSERS[name](names)
+    parser = FORMATS[name].parser(names)
     if follows_text:
         parser.follow_text()
     return parser
@@ -103,7 +98,7 @@ def get(
 
 def id_maker(name: str | None) -> Callable[[], str]:
     """Return a function that makes ids of calls; `name` is the model's parser, if any."""
-    return short_id if name == "mistral" else random_id
+    return FORMATS[name].make_id if name in FORMATS else random_id
 
 
 def detect(chat_template: str) -> str | None:
@@ -114,12 +109,7 @@ def detect(chat_template: str) -> str | None:
     >>> detect("... <tool_call>{{ call | tojson }}</tool_call>"), detect("{{ messages }}")
     ('hermes', None)
     """
-    if "[TOOL_CALLS]" in chat_template:
-        return "mistral"
-    if "<|python_tag|>" in chat_template or (
-        "<|start_header_id|>" in chat_template and '"parameters"' in chat_template
-    ):
-        return "llama3_json"
-    if "<tool_call>" in chat_template and not any(o in chat_template for o in _OTHER_FORMATS):
-        return "hermes"
-    return None
+    if any(sign in chat_template for sign in _UNKNOWN_FORMATS):
+        return None
+    fitting = (name for name, one in FORMATS.items() if one.is_used_by(chat_template))
+    return next(fitting, None)
