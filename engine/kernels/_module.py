@@ -45,7 +45,7 @@ __all__ = [
     "uncounted",
 ]
 
-ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_120")
+ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_103", "sm_120")
 
 INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"', re.MULTILINE)
 """Finds the first-party headers that a source includes."""

@@ -47,7 +47,7 @@ def test_the_page_is_made_from_the_headers():
 def test_a_kernel_finds_what_the_issue_asks_for():
     wanted = {"types", "packed", "reduce", "mma", "cp_async", "tma", "mbarrier", "wgmma", "pdl"}
     assert wanted < set(HEADERS)
-    assert HEADERS["tma"].architectures == ("sm_90a", "sm_120")
+    assert HEADERS["tma"].architectures == ("sm_90a", "sm_100", "sm_103", "sm_120")
     assert HEADERS["wgmma"].architectures == ("sm_90a",)
     assert HEADERS["wgmma"].dtypes == ("float16", "bfloat16")
     assert HEADERS["mma"].architectures == ARCHITECTURES

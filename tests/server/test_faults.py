@@ -137,8 +137,8 @@ def test_queued_requests_are_admitted_in_order():
 
     with serve(lambda: AsyncEngine(make_engine(model, **options))) as server:
         answered = asyncio.run(main(server.port))
-    # Those of one step may be read in any order.
-    assert max(abs(a - b) for a, b in enumerate(answered)) < 16
+    # A slow client reads those that have arrived meanwhile in any order.
+    assert max(abs(a - b) for a, b in enumerate(answered)) < count // 4
 
 
 def test_an_answer_is_sent_at_once():

@@ -124,7 +124,7 @@ def test_a_box_that_tma_cannot_copy_is_told_without_a_gpu(columns, options, word
     assert words in str(caught.value)
 
 
-@pytest.mark.parametrize(("arch", "capability"), [("sm_80", 80), ("sm_90a", 90), ("sm_120", 120)])
+@pytest.mark.parametrize(("arch", "capability"), [("sm_80", 80), ("sm_90a", 90), ("sm_103", 103)])
 def test_architectures_compare_as_numbers(arch, capability):
     assert define().example_problem({"N": 5}, arch=arch).capability == capability
 

@@ -45,7 +45,7 @@ class Chip:
 
     @property
     def capability(self) -> int:
-        """Ten times the compute capability: 80, 90, 120."""
+        """Ten times the compute capability: 80, 90, 100."""
         return int(self.arch.removeprefix("sm_").rstrip("a"))
 
     @property
@@ -59,6 +59,8 @@ CHIPS: dict[str, Chip] = {
     "sm_86": Chip("sm_86", 84, 99 << 10),  # A40
     "sm_89": Chip("sm_89", 128, 99 << 10),  # RTX 4090
     "sm_90a": Chip("sm_90a", 132, 227 << 10),  # H100, H200
+    "sm_100": Chip("sm_100", 148, 227 << 10),  # B200
+    "sm_103": Chip("sm_103", 148, 227 << 10),  # B300
     "sm_120": Chip("sm_120", 170, 99 << 10),  # RTX 5090
 }
 """A common GPU of each architecture, for problems made without a GPU."""
