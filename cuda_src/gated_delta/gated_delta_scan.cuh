@@ -104,11 +104,8 @@ class ScanWarp {
   template <typename T>
   __device__ __forceinline__ void store_state(T* state) {
     for_each([&](int row, int column, float& first, float& second) {
-      if constexpr (sizeof(T) == 4) {
-        *reinterpret_cast<float2*>(state + row * kKeyDim + column) = make_float2(first, second);
-      } else {
-        *reinterpret_cast<uint32_t*>(state + row * kKeyDim + column) = pack2<T>(first, second);
-      }
+      store_vec(state + row * kKeyDim + column,
+                Vec<T, 2>{from_float<T>(first), from_float<T>(second)});
     });
   }
 

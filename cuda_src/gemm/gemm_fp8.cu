@@ -13,12 +13,15 @@
 #if ENGINE_DTYPE != 0
 #include "gemm/w8_skinny.cuh"
 
+// Two blocks leave 128 registers per thread, of which float16 needs more.
+constexpr int kBlocksPerSm = ENGINE_DTYPE == 1 ? 1 : 2;
+
 ENGINE_W8_SKINNY(gemm_fp8_skinny_5, 2, w8_skinny<Fp8Product, false, 5>)
 ENGINE_W8_SKINNY(gemm_fp8_skinny_4, 2, w8_skinny<Fp8Product, false, 4>)
 ENGINE_W8_SKINNY(gemm_fp8_skinny_3, 2, w8_skinny<Fp8Product, false, 3>)
-ENGINE_W8_SKINNY(gemm_fp8_blocks_skinny_5, 2, w8_skinny<Fp8Product, true, 5>)
-ENGINE_W8_SKINNY(gemm_fp8_blocks_skinny_4, 2, w8_skinny<Fp8Product, true, 4>)
-ENGINE_W8_SKINNY(gemm_fp8_blocks_skinny_3, 2, w8_skinny<Fp8Product, true, 3>)
+ENGINE_W8_SKINNY(gemm_fp8_blocks_skinny_5, kBlocksPerSm, w8_skinny<Fp8Product, true, 5>)
+ENGINE_W8_SKINNY(gemm_fp8_blocks_skinny_4, kBlocksPerSm, w8_skinny<Fp8Product, true, 4>)
+ENGINE_W8_SKINNY(gemm_fp8_blocks_skinny_3, kBlocksPerSm, w8_skinny<Fp8Product, true, 3>)
 #endif
 
 ENGINE_W8_TILE(gemm_fp8_tile, w8_tile<Fp8Product, false, true>)
