@@ -57,10 +57,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-num-seqs", type=int, help="maximum number of running requests")
     parser.add_argument("--max-num-batched-tokens", type=int, help="token budget per step")
     parser.add_argument(
-        "--tool-call-parser", default="auto", help="hermes, llama3_json or mistral (default: auto)"
+        "--tool-call-parser", default="auto", help="format of tool calls (default: auto)"
     )
     parser.add_argument(
-        "--reasoning-parser", default="auto", help="deepseek_r1 or qwen3 (default: auto)"
+        "--reasoning-parser", default="auto", help="format of reasoning (default: auto)"
     )
     parser.add_argument(
         "--ignore-unknown-fields",

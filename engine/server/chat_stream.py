@@ -36,7 +36,7 @@ from engine.server.protocol.chat import (
 from engine.server.protocol.common import sampling_defaults
 from engine.server.protocol.errors import APIError, failed_request
 from engine.server.protocol.logprobs import TokenLogprob, chat_logprobs
-from engine.server.reasoning import ReasoningParser
+from engine.server.reasoning import ReasoningReader
 from engine.server.server_config import ServerConfig
 from engine.server.tool_parsers import (
     Event,
@@ -86,7 +86,7 @@ class ChatRequest:
     cache_salt: str | None = None
     timeout: float | None = None
     tool_parser: Callable[[], ToolParser] | None = None
-    reasoning_parser: Callable[[], ReasoningParser] | None = None
+    reasoning_parser: Callable[[], ReasoningReader] | None = None
     shows_reasoning: bool = True
     is_forced: bool = False
     one_call: bool = False
@@ -184,7 +184,7 @@ class ChatService:
         tools, overrides, options = self._tools(body, continued)
         markers = tools().markers if tools is not None else ()
         if self.reasoning_parser is not None:
-            markers += reasoning.MARKERS
+            markers += reasoning.markers_of(self.reasoning_parser)
         if not self._special_texts.isdisjoint(markers):
             overrides["skip_special_tokens"] = False
         params = chat_params(body, self.generation_defaults, **overrides)

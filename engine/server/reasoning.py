@@ -1,4 +1,4 @@
-"""Reasoning parsers: split `<think>...</think>` off the start of an answer.
+"""Reasoning parsers: split `<think>...</think>`, or gpt-oss's messages, off an answer.
 
 Some templates end the prompt with `<think>`, others with an empty block that tells the model not to
 think. So the end of the prompt determines whether an answer begins inside the block.
@@ -9,8 +9,10 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Iterable
+from typing import Protocol
 
 from engine.errors import ConfigError
+from engine.server import harmony
 from engine.server.markers import Markers, TextGate
 from engine.server.tool_parsers import (
     Event,
@@ -21,7 +23,15 @@ from engine.server.tool_parsers import (
     ToolParser,
 )
 
-__all__ = ["MARKERS", "NAMES", "ReasoningParser", "detect", "get", "last_text"]
+__all__ = [
+    "NAMES",
+    "ReasoningParser",
+    "ReasoningReader",
+    "detect",
+    "get",
+    "last_text",
+    "markers_of",
+]
 
 _OPEN = "<think>"
 _CLOSE = "</think>"
@@ -43,11 +53,24 @@ _CLOSED = (
 )
 _DEEPSEEK = "<\uff5cAssistant\uff5c>"
 
-MARKERS = (_OPEN, _CLOSE)
-"""Markers of the block; where they are special tokens, the text must keep those."""
+_HARMONY = "harmony"
 
-NAMES = ("deepseek_r1", "qwen3")
+NAMES = ("deepseek_r1", _HARMONY, "qwen3")
 """Names of all reasoning parsers."""
+
+
+class ReasoningReader(Protocol):
+    """Incrementally splits one answer into reasoning and content."""
+
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether the next text may be reasoning."""
+
+    def feed(self, delta: str) -> tuple[str, str]:
+        """Feed text; return the reasoning and content that are now final."""
+
+    def finish(self) -> tuple[str, str]:
+        """Signal the end of the text; return the reasoning and content held back so far."""
 
 
 class ReasoningParser:
@@ -255,7 +278,7 @@ def get(
     prompt: str | None = None,
     tools: Callable[[], ToolParser] | None = None,
     continued: str = "",
-) -> ReasoningParser:
+) -> ReasoningReader:
     """Return a new parser for one answer.
 
     Parameters
@@ -287,6 +310,8 @@ def get(
         raise ConfigError(
             f"reasoning parser must be one of {', '.join(NAMES)}; got {name[:80]!r}{hint}"
         )
+    if name == _HARMONY:
+        return harmony.HarmonyReasoning(prompt or "", keeps_calls=tools is not None)
     if continued.strip():
         is_open, text = last_text(continued)
         is_begun = bool(text.strip()) and not text.rstrip().endswith(_CLOSE)
@@ -297,6 +322,11 @@ def get(
     if end.endswith(_OPEN):
         return ReasoningParser(True, tools)
     return ReasoningParser(False if end.endswith(_CLOSE) else None, tools)
+
+
+def markers_of(name: str) -> tuple[str, ...]:
+    """Return a format's markers; where they are special tokens, the text must keep those."""
+    return harmony.MARKERS if name == _HARMONY else (_OPEN, _CLOSE)
 
 
 def last_text(message: str) -> tuple[bool, str]:
@@ -323,6 +353,8 @@ def detect(chat_template: str) -> str | None:
     >>> detect("{% if enable_thinking is false %}<think></think>{% endif %}"), detect("{{ x }}")
     ('qwen3', None)
     """
+    if harmony.CHANNEL in chat_template:
+        return _HARMONY
     if _CLOSE not in chat_template:
         return None
     return "deepseek_r1" if _DEEPSEEK in chat_template else "qwen3"

@@ -112,7 +112,7 @@ class ServerConfig:
     )
     enable_auto_tool_choice: bool = _option(True, "let the model call tools on its own")
     tool_call_parser: str | None = _option(None, "format of tool calls (default: by the template)")
-    reasoning_parser: str | None = _option(None, "format of reasoning: deepseek_r1 or qwen3")
+    reasoning_parser: str | None = _option(None, "format of reasoning (default: by the template)")
 
     api_key_hashes: tuple[str, ...] = ()
     api_key_file: str | None = _option(None, "file with one key per line; reloaded when it changes")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from engine.server.tool_parsers._parser import StateParser
 from engine.server.tool_parsers.events import random_id
+from engine.server.tool_parsers.harmony import HarmonyParser
 from engine.server.tool_parsers.hermes import HermesParser
 from engine.server.tool_parsers.llama3_json import Llama3JsonParser
 from engine.server.tool_parsers.mistral import MistralParser, short_id
@@ -41,6 +42,7 @@ class Format:
 
 
 FORMATS: dict[str, Format] = {
+    "harmony": Format(HarmonyParser, (("<|channel|>",),)),
     "mistral": Format(MistralParser, (("[TOOL_CALLS]",),), short_id),
     "llama3_json": Format(
         Llama3JsonParser, (("<|python_tag|>",), ("<|start_header_id|>", '"parameters"'))

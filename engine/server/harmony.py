@@ -1,0 +1,180 @@
+"""`HarmonyReasoning`: splits gpt-oss's messages into reasoning, content, and calls.
+
+An answer is a sequence of messages, ``header<|message|>text<|end|>``, of which the prompt has begun
+the first with ``<|start|>assistant``. A header names a channel ("analysis", "commentary", "final")
+and, for a call, the recipient ``to=functions.NAME``.
+"""
+
+from __future__ import annotations
+
+import re
+
+from engine.server.markers import Markers
+
+__all__ = ["CHANNEL", "MARKERS", "HarmonyReasoning", "recipient_of"]
+
+_START = "<|start|>"
+CHANNEL = "<|channel|>"
+_CONSTRAIN = "<|constrain|>"
+_MESSAGE = "<|message|>"
+_ENDS = ("<|end|>", "<|return|>", "<|call|>")
+
+MARKERS = (_START, CHANNEL, _CONSTRAIN, _MESSAGE, *_ENDS)
+"""Markers of the format; where they are special tokens, the text must keep those."""
+
+_MAX_HEADER_CHARS = 400
+_IN_HEADER = Markers(_START, _MESSAGE, *_ENDS)
+_IN_BODY = Markers(_START, CHANNEL, *_ENDS)
+_RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+_CHANNEL_NAME = re.compile(r"<\|channel\|>\s*([A-Za-z_]*)")
+_FUNCTIONS = "functions."
+_ROLE = "assistant"
+_AFTER_ROLE = ("to=", CHANNEL, _CONSTRAIN)
+
+
+def recipient_of(header: str) -> str | None:
+    """Return the function that a message calls, or None.
+
+    Examples
+    --------
+    >>> recipient_of("assistant<|channel|>commentary to=functions.add <|constrain|>json")
+    'add'
+    """
+    match = _RECIPIENT.search(header)
+    if match is None or not match[1].startswith(_FUNCTIONS):
+        return None
+    return match[1].removeprefix(_FUNCTIONS)
+
+
+class HarmonyReasoning:
+    """Incrementally splits one answer into reasoning and content; has `ReasoningParser`'s methods.
+
+    Messages of the channel "analysis" are reasoning, the others content. Messages to functions stay
+    whole for the parser of tool calls, or without one lose their markup. An answer without markup
+    is content. Several messages of a kind are separated by an empty line.
+
+    Parameters
+    ----------
+    prompt : str
+        The prompt that the model continues: its last message may have begun.
+    keeps_calls : bool
+        Whether a parser of tool calls reads the content.
+
+    Examples
+    --------
+    >>> parser = HarmonyReasoning("<|start|>assistant")
+    >>> parser.feed("<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant")
+    ('Hm.', '')
+    >>> parser.feed("<|channel|>final<|message|>Yes<|ret")
+    ('', 'Yes')
+    """
+
+    def __init__(self, prompt: str = "", *, keeps_calls: bool = False) -> None:
+        self._keeps_calls = keeps_calls
+        self._pending = ""  # possible start of a marker
+        self._header = ""
+        self._num_given = 0  # characters of the header that the prompt has
+        self._kind = ""  # of the message: "reasoning", "content" or "call"; in its header ""
+        self._is_plain = False  # the answer has no markup
+        self._has = {"reasoning": False, "content": False}  # whether there is text of a kind
+        self._is_new = False  # whether the message has had no text so far
+        self._out: dict[str, list[str]] = {"reasoning": [], "content": []}
+        begun = prompt[prompt.rfind(_START) :] if _START in prompt else ""
+        if begun and not any(end in begun for end in _ENDS):
+            self._split(begun.removeprefix(_START), is_last=False)
+            self._take()
+            self._num_given = len(self._header)
+            self._is_new = False  # the answer goes on where the prompt ends
+
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether the next text may be reasoning."""
+        return self._kind in ("", "reasoning") and not self._is_plain
+
+    def feed(self, delta: str) -> tuple[str, str]:
+        """Feed text; return the reasoning and content that are now final."""
+        self._split(self._pending + delta, is_last=False)
+        return self._take()
+
+    def finish(self) -> tuple[str, str]:
+        """Signal the end of the text; return the reasoning and content held back so far."""
+        self._split(self._pending, is_last=True)
+        return self._take()
+
+    def _take(self) -> tuple[str, str]:
+        reasoning, content = ("".join(self._out[kind]) for kind in ("reasoning", "content"))
+        self._out = {"reasoning": [], "content": []}
+        return reasoning, content
+
+    def _split(self, text: str, *, is_last: bool) -> None:
+        at = 0
+        while True:
+            markers = _IN_BODY if self._kind or self._is_plain else _IN_HEADER
+            found, marker = markers.find(text, at, is_last)
+            self._read(text[at:found])
+            if marker is None:
+                break
+            self._mark(marker)
+            at = found + len(marker)
+        self._pending = text[found:]
+
+    def _read(self, text: str) -> None:
+        """Read text of a header or a message."""
+        if not text:
+            return
+        if self._kind == "call" and self._keeps_calls:
+            self._out["content"].append(text)
+        elif self._kind or self._is_plain:
+            self._put("reasoning" if self._kind == "reasoning" else "content", text)
+        else:
+            self._header += text
+            if not _may_be_header(self._header) or len(self._header) > _MAX_HEADER_CHARS:
+                self._is_plain = True
+                self._put("content", self._header[self._num_given :])
+
+    def _mark(self, marker: str) -> None:
+        if marker == _MESSAGE:
+            self._begin()
+        elif marker in (_START, CHANNEL):  # the closing marker is missing, or has been read
+            self._end("")
+            self._header = marker.removeprefix(_START)
+        else:
+            self._end(marker)
+
+    def _begin(self) -> None:
+        """Begin a message's text."""
+        channel = _CHANNEL_NAME.search(self._header)
+        if recipient_of(self._header) is not None:
+            self._kind = "call"
+            if self._keeps_calls:
+                self._out["content"].append(f"{_START}{self._header}{_MESSAGE}")
+        else:
+            is_thought = channel is not None and channel[1] == "analysis"
+            self._kind = "reasoning" if is_thought else "content"
+        self._header = ""
+        self._num_given = 0
+        self._is_new = True
+
+    def _end(self, marker: str) -> None:
+        """End a message, whose closing marker may be missing."""
+        if self._kind == "call" and self._keeps_calls:
+            self._out["content"].append(marker or _ENDS[0])
+        self._kind = self._header = ""
+        self._num_given = 0
+        self._is_plain = False
+
+    def _put(self, kind: str, text: str) -> None:
+        if self._is_new and self._has[kind]:
+            self._out[kind].append("\n\n")
+        self._is_new = False
+        self._has[kind] = True
+        self._out[kind].append(text)
+
+
+def _may_be_header(text: str) -> bool:
+    """Tell whether the text is the beginning of a header, or may become one."""
+    rest = text.lstrip()
+    if _ROLE.startswith(rest):
+        return True
+    rest = rest.removeprefix(_ROLE).lstrip()
+    return not rest or any(rest.startswith(s) or s.startswith(rest) for s in _AFTER_ROLE)
