@@ -197,7 +197,8 @@ class _OpenBlock:
         self._num_passed = 0
         self._num_read = 0
         self._num_text = 0  # characters before the first call
-        self._num_source = 0  # characters of the first call so far
+        self._num_start = 0  # characters of the first call before its arguments
+        self._num_arguments = 0  # characters of its arguments so far
         self._has_begun = False  # whether the first call has begun
         self._has_call = False  # whether it is complete
         self._close: int | None = None  # position of a marker, unless it is in a call's arguments
@@ -263,12 +264,13 @@ class _OpenBlock:
                 self._num_text += len(event.text)
             elif isinstance(event, ToolCallStart):
                 self._has_begun = True
-                self._num_source = len(event.source)
+                self._num_start = len(event.source)
+                self._num_arguments = 0
             elif isinstance(event, ToolCallDelta):
-                self._num_source += len(event.arguments)
+                self._num_arguments += len(event.arguments)
             elif event.is_damaged:
                 self._has_begun = False
-                self._num_text += self._num_source
+                self._num_text += self._num_start + (len(event.source) or self._num_arguments)
             else:
                 self._has_call = True
 

@@ -506,7 +506,7 @@ def test_the_nesting_is_bounded():
 
 def test_get():
     assert isinstance(tool_parsers.get("mistral"), MistralParser)
-    with pytest.raises(ConfigError, match=r"hermes, llama3_json, mistral; got 'herms'.*'hermes'"):
+    with pytest.raises(ConfigError, match=r"hermes, .*, mistral, .*; got 'herms'.*'hermes'"):
         tool_parsers.get("herms")
 
 
@@ -517,7 +517,13 @@ def test_get():
         ('<|start_header_id|>{{ \'{"name": "\' }}{{ \'"parameters": \' }}', "llama3_json"),
         ("{{ '<|python_tag|>' }}", "llama3_json"),
         ("{{ '[TOOL_CALLS]' }}", "mistral"),
-        ("<tool_call>\\n<function={{ name }}>", None),
+        ("<tool_call>\\n<function={{ name }}>\\n<parameter={{ key }}>", "qwen3_coder"),
+        ("<tool_call>{{ name }}\\n<arg_key>{{ key }}</arg_key>", "glm45"),
+        ("<tool_calls><tool_call>{{ name }}<tool_sep><arg_key>{{ key }}</arg_key>", "hy_v3"),
+        ('{{ ns }}minimax:tool_call><invoke name="{{ name }}">', "minimax_m2"),
+        ('<\uff5cDSML\uff5cinvoke name="{{ name }}">', "deepseek_v32"),
+        ("<seed:tool_call><function={{ name }}>", "seed_oss"),
+        ("{{ '<|channel|>final' }}", "harmony"),
         ("<|start_header_id|>{{ message.role }}", None),
         ("", None),
     ],

@@ -53,9 +53,6 @@ __all__ = [
 NAMES = tuple(sorted(FORMATS))
 """Names of all tool parsers."""
 
-# Markers of formats without a parser, whose templates contain those of others.
-_UNKNOWN_FORMATS = ("<function=", "<arg_key>", "<parameter=")
-
 
 def get(
     name: str, names: Collection[str] | None = None, *, follows_text: bool = False
@@ -109,7 +106,5 @@ def detect(chat_template: str) -> str | None:
     >>> detect("... <tool_call>{{ call | tojson }}</tool_call>"), detect("{{ messages }}")
     ('hermes', None)
     """
-    if any(sign in chat_template for sign in _UNKNOWN_FORMATS):
-        return None
     fitting = (name for name, one in FORMATS.items() if one.is_used_by(chat_template))
     return next(fitting, None)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Collection
 
 from engine.server.markers import TextGate
-from engine.server.tool_parsers.call_reader import ArgumentsReader, CallReader
+from engine.server.tool_parsers.call_reader import CallReader, Reader
 from engine.server.tool_parsers.events import Event, TextDelta, ToolCallStart, random_id
 from engine.server.tool_parsers.json_scanner import Mark
 
@@ -45,7 +45,7 @@ class StateParser:
         self._events: list[Event] = []
         self._pending = ""
         self._num_calls = 0
-        self._reader: CallReader | ArgumentsReader | None = None
+        self._reader: Reader | None = None
         self._held: list[str] = []  # text unless a call follows
         self._state: Callable[[str, int, bool], int] = self._in_text
 
@@ -118,7 +118,7 @@ class StateParser:
 
     # ---- calls
 
-    def _begin_call(self, reader: CallReader | ArgumentsReader | None = None) -> None:
+    def _begin_call(self, reader: Reader | None = None) -> None:
         """Start reading a call."""
         if reader is None:
             reader = CallReader(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection
+from typing import Protocol
 
 from engine.server.tool_parsers.events import (
     Event,
@@ -14,7 +15,7 @@ from engine.server.tool_parsers.events import (
 )
 from engine.server.tool_parsers.json_scanner import JsonScanner, Mark, is_json_object
 
-__all__ = ["ArgumentsReader", "CallReader", "is_tool_name"]
+__all__ = ["ArgumentsReader", "CallReader", "Reader", "is_tool_name"]
 
 MAX_NAME_CHARS = 256
 ARGUMENTS_KEYS = ("arguments", "parameters")
@@ -27,6 +28,25 @@ def is_tool_name(name: str, names: Collection[str] | None) -> bool:
     if names is not None:
         return name in names
     return 1 <= len(name) <= MAX_NAME_CHARS and name.isprintable()
+
+
+class Reader(Protocol):
+    """Incrementally reads one call; the attributes are those of `CallReader`."""
+
+    mark: Mark | None
+    is_started: bool
+    is_ended: bool
+    is_damaged: bool
+
+    @property
+    def held(self) -> str:
+        """Text that is not part of any event."""
+
+    def feed(self, text: str, at: int) -> tuple[int, list[Event]]:
+        """Read `text[at:]` up to the end of the call; return its end position and the events."""
+
+    def finish(self) -> list[Event]:
+        """End the call at the end of the text."""
 
 
 class CallReader:

@@ -69,11 +69,14 @@ class ToolCallEnd:
         or they are damaged.
     is_damaged : bool
         Whether the arguments turned out to be invalid. The text after them is content.
+    source : str
+        The original text of a damaged call's arguments, in formats where they are not JSON.
     """
 
     index: int
     is_complete: bool = True
     is_damaged: bool = False
+    source: str = ""
 
 
 Event = TextDelta | ToolCallStart | ToolCallDelta | ToolCallEnd
@@ -142,10 +145,13 @@ def settle(events: Iterable[Event]) -> list[Event]:
     return found + call
 
 
-def _source(call: Iterable[Event]) -> str:
-    """Return the original text of a call, up to the end of its arguments."""
-    starts = [event.source for event in call if isinstance(event, ToolCallStart)]
-    return "".join(starts + [event.arguments for event in call if isinstance(event, ToolCallDelta)])
+def _source(call: list[Event]) -> str:
+    """Return the original text of a damaged call, up to the end of its arguments."""
+    start = call[0]
+    end = call[-1]
+    assert isinstance(start, ToolCallStart) and isinstance(end, ToolCallEnd)
+    arguments = (event.arguments for event in call if isinstance(event, ToolCallDelta))
+    return start.source + (end.source or "".join(arguments))
 
 
 def collect(events: Iterable[Event]) -> ParsedText:
