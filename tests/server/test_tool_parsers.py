@@ -21,12 +21,16 @@ from engine.server.tool_parsers import (
     collect,
 )
 from engine.server.tool_parsers._parser import MAX_CALLS
-from engine.server.tool_parsers.hermes import HermesParser
+from engine.server.tool_parsers.formats import FORMATS
 from engine.server.tool_parsers.json_scanner import MAX_DEPTH, is_json_object
 from engine.server.tool_parsers.llama3_json import Llama3JsonParser
 from engine.server.tool_parsers.mistral import MistralParser
 
-CLASSES = {"hermes": HermesParser, "llama3_json": Llama3JsonParser, "mistral": MistralParser}
+CLASSES = {
+    "hermes": FORMATS["hermes"].parser,
+    "llama3_json": Llama3JsonParser,
+    "mistral": MistralParser,
+}
 
 
 def feed(name, pieces, names=None):
@@ -524,6 +528,15 @@ def test_get():
         ('<\uff5cDSML\uff5cinvoke name="{{ name }}">', "deepseek_v32"),
         ("<seed:tool_call><function={{ name }}>", "seed_oss"),
         ("{{ '<|channel|>final' }}", "harmony"),
+        ("<|tool_calls_section_begin|><|tool_call_begin|>{{ call.id }}", "kimi_k2"),
+        ("<\uff5ctool\u2581calls\u2581begin\uff5c>{{ name }}", "deepseek_v31"),
+        ("<\uff5ctool\u2581calls\u2581begin\uff5c>function{{ name }}```json", "deepseek_v3"),
+        ("<|tool_call|>{{ calls }}<|/tool_call|>", "phi4"),
+        ("<|tool_call|>{{ calls | tojson }}", "granite"),
+        ("<TOOLCALL>{{ calls }}</TOOLCALL>", "nemotron"),
+        ("<tool_calls>[{{ calls }}]</tool_calls>", "hunyuan_a13b"),
+        ("<longcat_tool_call>{{ call }}</longcat_tool_call>", "longcat"),
+        ("<|START_ACTION|>{{ calls }}<|END_ACTION|>", "cohere"),
         ("<|start_header_id|>{{ message.role }}", None),
         ("", None),
     ],

@@ -19,7 +19,8 @@ __all__ = ["ArgumentsReader", "CallReader", "Reader", "is_tool_name"]
 
 MAX_NAME_CHARS = 256
 ARGUMENTS_KEYS = ("arguments", "parameters")
-_KNOWN_KEYS = ("name", *ARGUMENTS_KEYS, "id", "type")
+NAME_KEYS = ("name", "tool_name")
+_KNOWN_KEYS = (*NAME_KEYS, *ARGUMENTS_KEYS, "id", "tool_call_id", "type")
 _SURROGATE = re.compile("[\ud800-\udfff]")  # UTF-8 cannot encode an unpaired surrogate
 
 
@@ -143,7 +144,7 @@ class CallReader:
     def _begin_value(self, first: str, events: list[Event]) -> bool:
         """Begin a key's value; return False if the object is not a call."""
         key = self._scanner.key
-        key = "arguments" if key in ARGUMENTS_KEYS else key
+        key = "arguments" if key in ARGUMENTS_KEYS else "name" if key in NAME_KEYS else key
         if key not in ("name", "arguments"):
             return self.is_started or key in _KNOWN_KEYS
         if key in self._keys or first not in ('"' if key == "name" else '{"n'):
@@ -165,7 +166,7 @@ class CallReader:
         self._value = None
         if value.startswith('"'):
             value = json.loads(value)
-            if self._scanner.key == "name":
+            if self._scanner.key in NAME_KEYS:
                 self._name = value
                 return is_tool_name(value, self._names) and self._complete(events)
         self._arguments = "{}" if value == "null" else value

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from engine.server.tool_parsers._parser import StateParser
 from engine.server.tool_parsers.events import random_id
 from engine.server.tool_parsers.harmony import HarmonyParser
-from engine.server.tool_parsers.hermes import HermesParser
 from engine.server.tool_parsers.llama3_json import Llama3JsonParser
+from engine.server.tool_parsers.marked_json import MarkedJsonParser, Marks
 from engine.server.tool_parsers.mistral import MistralParser, short_id
 from engine.server.tool_parsers.tagged import TaggedParser, Tags
 
@@ -45,43 +45,92 @@ class Format:
 
 
 _QWEN3_CODER = Tags(
-    ("<tool_call>", "</tool_call>"),
-    *("<function=", (">",), "<parameter=", ">", "</parameter>", "</function>"),
+    section=("<tool_call>", "</tool_call>"),
+    call="<function=",
+    name_ends=(">",),
+    key="<parameter=",
+    value=">",
+    close="</parameter>",
+    done="</function>",
     trims=True,
     is_bare=True,
 )
+_SEED_OSS = replace(
+    _QWEN3_CODER, section=("<seed:tool_call>", "</seed:tool_call>"), trims=False, is_bare=False
+)
 _GLM45 = Tags(
-    ("", ""),
-    "<tool_call>",
-    ("\n", "<arg_key>", "</tool_call>"),
-    *("<arg_key>", "<arg_value>", "</arg_value>", "</tool_call>"),
+    section=("", ""),
+    call="<tool_call>",
+    name_ends=("\n", "<arg_key>", "</tool_call>"),
+    key="<arg_key>",
+    value="<arg_value>",
+    close="</arg_value>",
+    done="</tool_call>",
     key_name=re.compile(r"\s*(.+?)\s*</arg_key>\s*"),
 )
-_HY_V3 = Tags(
-    ("<tool_calls>", "</tool_calls>"),
-    *("<tool_call>", ("<tool_sep>",)),
-    *("<arg_key>", "<arg_value>", "</arg_value>", "</tool_call>"),
-    key_name=re.compile(r"\s*(.+?)\s*</arg_key>\s*"),
-)
+_HY_V3 = replace(_GLM45, section=("<tool_calls>", "</tool_calls>"), name_ends=("<tool_sep>",))
 _IN_QUOTES = re.compile(r'(.+?)"\s*')
 _MINIMAX_M2 = Tags(
-    ("<minimax:tool_call>", "</minimax:tool_call>"),
-    *('<invoke name="', (">",), '<parameter name="', ">", "</parameter>", "</invoke>"),
+    section=("<minimax:tool_call>", "</minimax:tool_call>"),
+    call='<invoke name="',
+    name_ends=(">",),
     name=_IN_QUOTES,
+    key='<parameter name="',
+    value=">",
     key_name=_IN_QUOTES,
+    close="</parameter>",
+    done="</invoke>",
 )
 _DSML = "\uff5cDSML\uff5c"
 _DEEPSEEK_V32 = Tags(
-    (f"<{_DSML}function_calls>", f"</{_DSML}function_calls>"),
-    *(f'<{_DSML}invoke name="', (">",), f'<{_DSML}parameter name="', ">"),
-    *(f"</{_DSML}parameter>", f"</{_DSML}invoke>"),
+    section=(f"<{_DSML}function_calls>", f"</{_DSML}function_calls>"),
+    call=f'<{_DSML}invoke name="',
+    name_ends=(">",),
     name=_IN_QUOTES,
+    key=f'<{_DSML}parameter name="',
+    value=">",
     key_name=re.compile(r'(.+?)"\s+string="(true|false)"\s*'),
+    close=f"</{_DSML}parameter>",
+    done=f"</{_DSML}invoke>",
 )
-_SEED_OSS = Tags(
-    ("<seed:tool_call>", "</seed:tool_call>"),
-    *("<function=", (">",), "<parameter=", ">", "</parameter>", "</function>"),
+
+_HERMES = Marks("<tool_call>", "</tool_call>")
+_LONGCAT = Marks("<longcat_tool_call>", "</longcat_tool_call>")
+_NEMOTRON = Marks("<TOOLCALL>", "</TOOLCALL>", is_array=True)
+_PHI4 = Marks("<|tool_call|>", "<|/tool_call|>", is_array=True)
+_FUNCTOOLS = Marks("functools", "", is_array=True)
+_GRANITE = Marks("<|tool_call|>", "", is_array=True)
+_HUNYUAN = Marks("<tool_calls>", "</tool_calls>", is_array=True)
+_COHERE = Marks("<|START_ACTION|>", "<|END_ACTION|>", is_array=True)
+_KIMI_K2 = Marks(
+    *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>"),
+    re.compile(r"(?P<id>\s*(?:functions\.)?(?P<name>.+?):\d+\s*)<\|tool_call_argument_begin\|>\s*"),
+    ("<|tool_call_end|>",),
 )
+
+
+def _deepseek(what: str) -> str:
+    return f"<\uff5ctool\u2581{what}\uff5c>"
+
+
+_DEEPSEEK_CALLS = _deepseek("calls\u2581begin")
+_DEEPSEEK_SEP = _deepseek("sep")
+_DEEPSEEK_V31 = Marks(
+    _DEEPSEEK_CALLS,
+    _deepseek("calls\u2581end"),
+    _deepseek("call\u2581begin"),
+    re.compile(rf"\s*(?P<name>.+?)\s*{_DEEPSEEK_SEP}\s*"),
+    (_deepseek("call\u2581end"),),
+)
+_DEEPSEEK_V3 = replace(
+    _DEEPSEEK_V31,
+    head=re.compile(rf"\s*function{_DEEPSEEK_SEP}(?P<name>.+?)\s*```json\s*"),
+    done=("```", *_DEEPSEEK_V31.done),
+)
+
+
+def _marked(marks: Marks, *signs: str) -> Format:
+    return Format(partial(MarkedJsonParser, marks), (signs,))
 
 
 def _tagged(tags: Tags, *signs: str) -> Format:
@@ -100,6 +149,16 @@ FORMATS: dict[str, Format] = {
     "hy_v3": _tagged(_HY_V3, "<tool_sep>", "<arg_key>"),
     "glm45": _tagged(_GLM45, "<arg_key>"),
     "qwen3_coder": _tagged(_QWEN3_CODER, "<function="),
-    "hermes": Format(HermesParser, (("<tool_call>",),)),
+    "kimi_k2": _marked(_KIMI_K2, "<|tool_calls_section_begin|>"),
+    "deepseek_v3": _marked(_DEEPSEEK_V3, _DEEPSEEK_CALLS, "```json"),
+    "deepseek_v31": _marked(_DEEPSEEK_V31, _DEEPSEEK_CALLS),
+    "phi4": _marked(_PHI4, "<|/tool_call|>"),
+    "functools": _marked(_FUNCTOOLS, "functools["),
+    "granite": _marked(_GRANITE, "<|tool_call|>"),
+    "nemotron": _marked(_NEMOTRON, "<TOOLCALL>"),
+    "longcat": _marked(_LONGCAT, "<longcat_tool_call>"),
+    "cohere": _marked(_COHERE, "<|START_ACTION|>"),
+    "hunyuan_a13b": _marked(_HUNYUAN, "<tool_calls>"),
+    "hermes": _marked(_HERMES, "<tool_call>"),
 }
 """The formats by name, in the order in which a template is compared with them."""

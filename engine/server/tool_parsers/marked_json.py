@@ -1,0 +1,176 @@
+"""Tool calls in JSON between markers, as Hermes, Kimi K2, DeepSeek V3.1 and others write them.
+
+A row of `Marks` describes a format: call objects with a name, one after the other or in an array,
+or a name before each call's arguments.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from engine.server.markers import Markers
+from engine.server.tool_parsers._parser import MAX_CALLS, StateParser
+from engine.server.tool_parsers.call_reader import ArgumentsReader, is_tool_name
+from engine.server.tool_parsers.events import ToolCallStart, random_id
+
+__all__ = ["MarkedJsonParser", "Marks"]
+
+_MAX_HEAD_CHARS = 400
+
+
+@dataclass(frozen=True)
+class Marks:
+    """Markers of one format.
+
+    Attributes
+    ----------
+    opening, closing : str
+        Around one or several calls. The closing one may be missing, also in an answer.
+    call : str
+        Before each call's name; empty if calls are objects that have one.
+    head : re.Pattern
+        What matches the text between `call` and the arguments. Group "name" is the name; a group
+        "id" is the call's id, which the template wants back.
+    done : tuple of str
+        What may follow a call.
+    is_array : bool
+        Whether the objects are items of an array.
+    """
+
+    opening: str
+    closing: str
+    call: str = ""
+    head: re.Pattern[str] = re.compile(r"\s*(?P<name>.+?)\s*")
+    done: tuple[str, ...] = ()
+    is_array: bool = False
+
+
+class MarkedJsonParser(StateParser):
+    """Reads the calls of one format.
+
+    Parameters
+    ----------
+    marks : Marks
+    names : collection of str, optional
+        Functions that may be called; None allows all.
+    make_id : callable, optional
+        Returns an id for a new call.
+    """
+
+    def __init__(
+        self,
+        marks: Marks,
+        names: Collection[str] | None = None,
+        make_id: Callable[[], str] = random_id,
+    ) -> None:
+        super().__init__(names, make_id)
+        self._marks = marks
+        self._opening = Markers(marks.opening)
+        self._place = "["  # in an array: what comes next, "[", "{", "," or, behind it, ""
+        self._has_call = False  # in the section
+        given = (marks.opening, marks.closing, marks.call, *marks.done)
+        self.markers = tuple(marker for marker in given if marker.strip())
+
+    def _in_text(self, text: str, at: int, is_last: bool) -> int:
+        found, marker = self._opening.find(text, at, is_last)
+        self._text(text[at:found])
+        if marker is None:
+            return found
+        self._hold(marker)
+        self._place = "[" if self._marks.is_array else ""
+        self._has_call = False
+        self._state = self._in_section
+        return found + len(marker)
+
+    def _in_section(self, text: str, at: int, is_last: bool) -> int:
+        """Read what follows the opening marker, or a call."""
+        at = self._skip_space(text, at)
+        if at == len(text):
+            return at
+        if self._place in ("[", ",") and text[at] in (self._place, "]"):
+            return self._in_array(text, at)
+        if text[at] == "{" and not self._marks.call and self._may_begin():
+            self._begin_call()
+            return at
+        return self._at_marker(text, at, is_last)
+
+    def _may_begin(self) -> bool:
+        is_next = self._place == "{" if self._marks.is_array else True
+        return is_next and self._num_calls < MAX_CALLS
+
+    def _in_array(self, text: str, at: int) -> int:
+        """Read a bracket or a comma of the array."""
+        if text[at] == "]" and self._place == "[":
+            self._fail()
+            return at
+        if text[at] == "]":
+            self._held.clear()
+            self._place = ""
+            self._state = self._in_section if self._marks.closing else self._in_text
+        else:
+            self._hold(text[at])
+            self._place = "{"
+        return at + 1
+
+    def _at_marker(self, text: str, at: int, is_last: bool) -> int:
+        """Read a marker within the section, or its end."""
+        marks = self._marks
+        after = (*marks.done, marks.closing) if self._has_call else ()
+        expected = [mark for mark in (*after, marks.call) if mark and not self._place]
+        rest = text[at : at + max(map(len, expected), default=0)]
+        for mark in expected:
+            if rest.startswith(mark):
+                return self._pass_marker(mark, at)
+        if not is_last and any(mark.startswith(rest) for mark in expected):
+            return at
+        if is_last and any(mark.startswith(rest) for mark in after):  # one that was cut
+            return len(text)
+        self._fail()
+        return at
+
+    def _pass_marker(self, mark: str, at: int) -> int:
+        if mark == self._marks.call:
+            if self._num_calls >= MAX_CALLS:
+                self._fail()
+                return at
+            self._hold(mark)
+            self._state = self._in_head
+        elif mark == self._marks.closing:
+            self._held.clear()
+            self._state = self._in_text
+        return at + len(mark)
+
+    def _fail(self) -> None:
+        """Give back the held text, since no call follows."""
+        self._give_back()
+        self._state = self._in_text
+
+    def _in_head(self, text: str, at: int, _: bool) -> int:
+        """Read a call's name, up to its arguments."""
+        found = text.find("{", at)
+        end = len(text) if found < 0 else found
+        self._hold(text[at:end])
+        source = "".join(self._held)
+        head = source.rpartition(self._marks.call)[2]
+        if found < 0:
+            if len(head) > _MAX_HEAD_CHARS:
+                self._fail()
+            return end
+        match = self._marks.head.fullmatch(head)
+        if match is None or not is_tool_name(match["name"], self._names):
+            self._fail()
+            return end
+        self._held.clear()
+        has_id = "id" in self._marks.head.groupindex
+        call_id = match["id"].strip() if has_id else self._make_id()
+        start = ToolCallStart(self._num_calls, call_id, match["name"], source)
+        self._begin_call(ArgumentsReader(start))
+        return end
+
+    def _end_call(self) -> None:
+        self._has_call = True
+        if self._marks.is_array:
+            self._place = ","
+        self._state = self._in_section
