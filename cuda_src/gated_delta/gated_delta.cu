@@ -428,7 +428,7 @@ constexpr bool kIsHalf = sizeof(state_t) == 2;
 constexpr int kManyRows = kIsHalf ? 8 : 4;
 // Blocks per multiprocessor: enough loads in flight, without spills. Code for other chips than
 // Hopper takes more registers.
-constexpr bool kTakesMore = kArch != 900;
+constexpr bool kTakesMore = !(kArch == 900);
 constexpr int kMinBlocks = kHasChannelGate ? 2 : !kIsHalf ? 3 : kTakesMore ? 4 : 5;
 constexpr int kMinNormBlocks = kHasChannelGate || !kIsHalf || kTakesMore ? 1 : 2;
 

@@ -70,6 +70,7 @@ class MarkedJsonParser(StateParser):
         self._opening = Markers(marks.opening)
         self._place = "["  # in an array: what comes next, "[", "{", "," or, behind it, ""
         self._has_call = False  # in the section
+        self._head = ""  # text between `call` and the arguments so far
         given = (marks.opening, marks.closing, marks.call, *marks.done)
         self.markers = tuple(marker for marker in given if marker.strip())
 
@@ -136,6 +137,7 @@ class MarkedJsonParser(StateParser):
                 self._fail()
                 return at
             self._hold(mark)
+            self._head = ""
             self._state = self._in_head
         elif mark == self._marks.closing:
             self._held.clear()
@@ -152,17 +154,17 @@ class MarkedJsonParser(StateParser):
         found = text.find("{", at)
         end = len(text) if found < 0 else found
         self._hold(text[at:end])
-        source = "".join(self._held)
-        head = source.rpartition(self._marks.call)[2]
-        if found < 0:
-            if len(head) > _MAX_HEAD_CHARS:
-                self._fail()
+        self._head += text[at:end]
+        if len(self._head) > _MAX_HEAD_CHARS:
+            self._fail()
             return end
-        match = self._marks.head.fullmatch(head)
+        if found < 0:
+            return end
+        match = self._marks.head.fullmatch(self._head)
         if match is None or not is_tool_name(match["name"], self._names):
             self._fail()
             return end
-        self._held.clear()
+        source = self._take_held()
         has_id = "id" in self._marks.head.groupindex
         call_id = match["id"].strip() if has_id else self._make_id()
         start = ToolCallStart(self._num_calls, call_id, match["name"], source)

@@ -98,6 +98,7 @@ class TaggedParser(StateParser):
             starts.append(tags.call)
         self._starts = Markers(*starts)
         self._ends = Markers(*tags.name_ends)
+        self._head = ""  # text behind `call` so far
         self.markers = tuple(
             filter(None, (*tags.section, tags.call, tags.key, tags.value, tags.close, tags.done))
         )
@@ -111,6 +112,7 @@ class TaggedParser(StateParser):
         if self._num_calls >= MAX_CALLS:
             self._give_back()
         elif marker == self._tags.call:
+            self._head = ""
             self._state = self._in_name
         else:
             self._state = self._in_section
@@ -128,6 +130,7 @@ class TaggedParser(StateParser):
             return at + len(end)
         if rest.startswith(call) and self._num_calls < MAX_CALLS:
             self._hold(call)
+            self._head = ""
             self._state = self._in_name
             return at + len(call)
         if not rest or (not is_last and (end.startswith(rest) or call.startswith(rest))):
@@ -146,22 +149,22 @@ class TaggedParser(StateParser):
     def _in_name(self, text: str, at: int, is_last: bool) -> int:
         found, marker = self._ends.find(text, at, is_last)
         self._hold(text[at:found])
-        source = "".join(self._held)
-        head = source.rpartition(self._tags.call)[2]
-        if marker is None:
-            if len(head) > _MAX_HEAD_CHARS:
-                self._fail()
+        self._head += text[at:found]
+        if len(self._head) > _MAX_HEAD_CHARS:
+            self._fail()
             return found
-        if not head.strip() and not marker.strip():  # a line break before the name
+        if marker is None:
+            return found
+        if not self._head.strip() and not marker.strip():  # a line break before the name
             self._hold(marker)
+            self._head += marker
             return found + len(marker)
-        match = self._tags.name.fullmatch(head)
+        match = self._tags.name.fullmatch(self._head)
         if match is None or not is_tool_name(match[1], self._names):
             self._fail()
             return found
         stays = marker in (self._tags.key, self._tags.done)
-        self._held.clear()
-        source += "" if stays else marker
+        source = self._take_held() + ("" if stays else marker)
         start = ToolCallStart(self._num_calls, self._make_id(), match[1], source)
         schema = self._names.get(match[1]) if isinstance(self._names, Mapping) else None
         self._begin_call(_Reader(self._tags, start, schema))
