@@ -213,8 +213,11 @@ class EngineClient(ABC):
         """
 
     @abstractmethod
-    async def reset_prefix_cache(self) -> None:
-        """Drop all cached prefixes; unfinished requests keep their blocks."""
+    async def reset_prefix_cache(self) -> int:
+        """Drop all cached prefixes; return the number of blocks freed.
+
+        See `LLMEngine.reset_prefix_cache`.
+        """
 
     @abstractmethod
     async def close(self) -> None:
@@ -365,9 +368,9 @@ class AsyncEngine(EngineClient):
             self._call(parts.close)
         return [found[index] for index in range(len(token_ids))]
 
-    async def reset_prefix_cache(self) -> None:
-        """Drop all cached prefixes; unfinished requests keep their blocks."""
-        await self._result(self._engine.reset_prefix_cache)
+    async def reset_prefix_cache(self) -> int:
+        """Drop all cached prefixes; see `EngineClient.reset_prefix_cache`."""
+        return await self._result(self._engine.reset_prefix_cache)
 
     async def close(self) -> None:
         """Fail all requests with an `EngineError`, and free the engine's memory."""

@@ -243,10 +243,13 @@ class LLM:
                     search.close()
         return [search.output() for search in searches]
 
-    def reset_prefix_cache(self) -> None:
-        """Drop all cached prefixes."""
+    def reset_prefix_cache(self) -> int:
+        """Drop all cached prefixes; return the number of blocks freed.
+
+        See `LLMEngine.reset_prefix_cache`.
+        """
         with self._shared.lock:
-            self.llm_engine.reset_prefix_cache()
+            return self.llm_engine.reset_prefix_cache()
 
     def get_metrics(self) -> EngineStats:
         """Return the engine's counters and histograms."""

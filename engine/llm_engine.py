@@ -309,9 +309,19 @@ class LLMEngine:
     # ---- the whole engine
 
     @not_reentrant
-    def reset_prefix_cache(self) -> None:
-        """Drop all cached prefixes; unfinished requests keep their blocks."""
-        self.scheduler.reset_prefix_cache()
+    def reset_prefix_cache(self) -> int:
+        """Drop all cached prefixes, for example after the weights have changed.
+
+        Unfinished requests keep their blocks and continue, but nothing of them is shared with
+        later requests. Prefixes in host memory, snapshots of recurrent states and the pages of
+        drafts go with their blocks.
+
+        Returns
+        -------
+        int
+            Number of blocks freed, on device and host.
+        """
+        return self.scheduler.reset_prefix_cache()
 
     def stats(self) -> EngineStats:
         """Return the counters since construction; for an MoE model, synchronizes the device."""
@@ -385,7 +395,7 @@ class LLMEngine:
         overrides = current_overrides()
         if overrides != self._overrides:
             self._overrides = overrides
-            self.scheduler.renew_prefix_cache()
+            self.scheduler.reset_prefix_cache()
 
     def _propose(self) -> None:
         """Propose drafts for the next step, once the tokens before them are known."""

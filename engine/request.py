@@ -196,6 +196,9 @@ class Request:
         factors; other requests may have used its blocks since.
     long_rope : bool
         Whether the keys in its blocks are rotated with the long factors.
+    prefix_epoch : int
+        Number of the last reset of the prefix cache that found it with blocks; 0 if none did.
+        Requests share prefixes only within an epoch.
     pause_len : int
         Length at which it cannot simply be decoded further: `max_num_tokens`, or one token more
         than `short_rope_len` while its keys are rotated with the short factors.
@@ -246,6 +249,7 @@ class Request:
     num_skips: int = field(init=False, default=0)
     max_num_tokens: int = field(init=False, default=0)
     long_rope: bool = field(init=False, default=False)
+    prefix_epoch: int = field(init=False, default=0)
     pause_len: int = field(init=False, default=0)
     order: tuple[int, int] = field(init=False, default=(0, 0))
     shares_last_block: bool = field(init=False, default=False)
@@ -294,13 +298,14 @@ class Request:
         return self.status.value if self.status in _FINISHED else None
 
     @property
-    def prefix_key(self) -> tuple[str | None, bool]:
+    def prefix_key(self) -> tuple[str | None, bool, int]:
         """Key that must match, besides the token ids, for two requests to share a cached prefix.
 
         Without blocks, it is the key of those that its present length would be given.
         """
         holds_keys = self.block_table or self.host_block_table
-        return self.cache_salt, self.long_rope if holds_keys else self.needs_long_rope
+        is_long = self.long_rope if holds_keys else self.needs_long_rope
+        return self.cache_salt, is_long, self.prefix_epoch
 
     @property
     def needs_long_rope(self) -> bool:

@@ -285,6 +285,22 @@ class BlockManager:
         if self.states is not None:
             self.states.swap_out(request)
 
+    def reset_prefixes(self) -> int:
+        """Drop all cached prefixes; return the number of blocks freed, on device and host.
+
+        Blocks in the tables of requests stay there.
+        """
+        if self.tree is None:
+            return 0
+        before = self._num_free
+        self.tree.reset()
+        return self._num_free - before
+
+    @property
+    def _num_free(self) -> int:
+        host = self.host_allocator
+        return self.allocator.num_free + (0 if host is None else host.num_free)
+
     # ---- moves
 
     @property

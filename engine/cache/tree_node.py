@@ -23,8 +23,8 @@ __all__ = [
 
 NO_BLOCK = -1
 
-PrefixKey = tuple[str | None, bool]
-"""(cache salt, long rope): must be equal, like the token ids, for a prefix to be shared."""
+PrefixKey = tuple[str | None, bool, int]
+"""(cache salt, long rope, epoch): must be equal, like the token ids, to share a prefix."""
 
 
 class TreeNode:

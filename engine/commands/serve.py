@@ -69,6 +69,7 @@ _ENGINE: dict[str, tuple[type, str]] = {
     "debug": (bool, "check all internal tables in each step; slow"),
 }
 _SHORT = {"quantization": "-q"} | {name: flag for name, (flag, *_) in PARALLEL_OPTIONS.items()}
+_ADMIN_HELP = "serve the endpoints that change the engine, to this key only; repeatable"
 _ALIASES = {"gpu_memory_utilization": "memory_utilization"}
 
 
@@ -79,6 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", type=Path, help="TOML file with these options")
     server = parser.add_argument_group("server")
     server.add_argument("--api-key", action="append", help="an accepted API key; repeatable")
+    server.add_argument("--admin-api-key", action="append", help=_ADMIN_HELP)
     for field in dataclasses.fields(ServerConfig):
         if "help" in field.metadata:
             kind = tuple if isinstance(field.default, tuple) else _kind(field.name, field.default)
@@ -122,10 +124,10 @@ def _split(options: dict[str, Any]) -> tuple[str, ServerConfig, dict[str, Any]]:
             if name in options:
                 raise ConfigError(f"give {name} or {alias}, not both")
             options[name] = options.pop(alias)
-    keys = options.pop("api_key", ())
-    keys = [keys] if isinstance(keys, str) else keys
-    if not all(isinstance(key, str) and key for key in keys):
-        raise ConfigError("api_key must be a text that is not empty; got another value")
+    hashes = {
+        "api_key_hashes": _key_hashes("api_key", options),
+        "admin_key_hashes": _key_hashes("admin_api_key", options),
+    }
     model = options.pop("model", "smollm2")
     if not isinstance(model, str) or not model:
         raise ConfigError(f"model must be a name or a path; got {shown(model)}")
@@ -138,17 +140,22 @@ def _split(options: dict[str, Any]) -> tuple[str, ServerConfig, dict[str, Any]]:
     for name, value in engine.items():  # TOML values may be dates or tables
         if not isinstance(value, str | int | float):
             raise ConfigError(f"{name} must be a text, a number, true or false; got {value!r:.80}")
-    server = ServerConfig.from_options(
-        {"served_model_name": (model,)}
-        | options
-        | {"api_key_hashes": tuple(key_hash(key) for key in keys)}
-    )
+    server = ServerConfig.from_options({"served_model_name": (model,)} | options | hashes)
     path, defaults = _model_path(model)
     return (
         path,
         server,
         defaults | {"progress": sys.stderr.isatty()} | engine | speculative | overrides,
     )
+
+
+def _key_hashes(name: str, options: dict[str, Any]) -> tuple[str, ...]:
+    """Remove the keys of an option; return their hashes."""
+    keys = options.pop(name, ())
+    keys = [keys] if isinstance(keys, str) else keys
+    if not isinstance(keys, list | tuple) or not all(isinstance(k, str) and k for k in keys):
+        raise ConfigError(f"{name} must be a text that is not empty; got another value")
+    return tuple(key_hash(key) for key in keys)
 
 
 def _model_path(model: str) -> tuple[str, dict[str, Any]]:
@@ -178,7 +185,7 @@ def _read(file: Path) -> dict[str, Any]:
         raise ConfigError(f"--config {excerpt(file)}: {excerpt(error)}") from error
     options = {name.replace("-", "_"): value for name, value in found.items()}
     known = [f.name for f in dataclasses.fields(ServerConfig) if "help" in f.metadata]
-    known += ["model", "api_key", *_ENGINE, *_ALIASES]
+    known += ["model", "api_key", "admin_api_key", *_ENGINE, *_ALIASES]
     for name in options:
         if name not in known:
             raise unknown_keyword(f"--config {excerpt(file)}", name, known)

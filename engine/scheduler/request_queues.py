@@ -78,6 +78,7 @@ class RequestQueues:
     def add_fork(self, parent: Request, child: Request) -> None:
         """Add `child`: running on the blocks of `parent` if possible, otherwise queued."""
         limit = self._check_new(child, child)
+        child.prefix_epoch = parent.prefix_epoch
         child.num_tokens = child.num_known_tokens
         if self._can_fork(parent, child):
             self.blocks.check_fork(parent, child)
@@ -142,7 +143,8 @@ class RequestQueues:
         self.waiting.discard(request)
         self._leave_group(request)
         del self.requests[request.request_id]
-        self.blocks.release(request)
+        # After a reset of the prefix cache, no later request may match its blocks.
+        self.blocks.release(request, keep=not request.prefix_epoch)
         request.num_tokens -= request.num_pending_tokens
         request.num_pending_tokens = 0
         request.status = status

@@ -86,7 +86,7 @@ class Scheduler:
         self._num_preemptions = 0
         self._num_swaps = 0
         self._num_retries = 0
-        self._num_renewals = 0
+        self._num_resets = 0  # of the prefix cache
 
     @property
     def num_waiting(self) -> int:
@@ -189,22 +189,19 @@ class Scheduler:
             request.num_tokens -= num_cut
         return num_cut
 
-    def reset_prefix_cache(self) -> None:
-        """Drop all cached prefixes; unfinished requests keep their blocks."""
-        if self.blocks.tree is not None:
-            self.blocks.tree.reset()
+    def reset_prefix_cache(self) -> int:
+        """Drop all cached prefixes; return the number of blocks freed, on device and host.
 
-    def renew_prefix_cache(self) -> None:
-        """Drop all cached prefixes, since from now on other kernels compute them.
-
-        What unfinished requests have computed, or will, is not shared with later ones.
+        Unfinished requests keep their blocks, and continue. What they have computed, or will, is
+        shared only among themselves, not with requests that start later.
         """
-        self.reset_prefix_cache()
-        self._num_renewals += 1
+        count = self.blocks.reset_prefixes()
+        self._num_resets += 1
         for request in self.unfinished_requests():
             first = request if request.leader is None else request.leader
-            if first.block_table or first.host_block_table:
-                request.cache_salt = f"{request.cache_salt or ''}\0{self._num_renewals}"
+            has_blocks = first.block_table or first.host_block_table
+            request.prefix_epoch = self._num_resets if has_blocks else 0
+        return count
 
     def decoding_requests(self) -> list[Request]:
         """Return the running requests that have an output token and can be decoded further."""

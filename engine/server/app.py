@@ -28,6 +28,7 @@ from engine.server.server_config import ServerConfig
 __all__ = ["begin_drain", "build_app", "num_active_requests"]
 
 _OPTIONAL = {
+    "admin": "admin_key_hashes",
     "page": "enable_page",
     "watch": "enable_page",
     "metrics": "enable_metrics",
@@ -61,14 +62,18 @@ def build_app(
     keys = KeyRing(config, secret=secret)
     slots = RequestSlots(config)
     public = ALWAYS_SERVED.union(*(getattr(module, "PUBLIC_PATHS", ()) for module in modules))
+    admin = [path for module in modules for path in getattr(module, "ADMIN_PATHS", ())]
+    gate = Middleware(
+        Gate,
+        keys=keys,
+        hosts=AllowedHosts(config),
+        slots=slots,
+        public_paths=public,
+        admin_paths=admin,
+    )
     app = Starlette(
         routes=_routes(modules),
-        middleware=[
-            *_cors(config),
-            Middleware(
-                Gate, keys=keys, hosts=AllowedHosts(config), slots=slots, public_paths=public
-            ),
-        ],
+        middleware=[*_cors(config), gate],
         exception_handlers={HTTPException: _raise_to_gate},
     )
     app.router.redirect_slashes = False

@@ -8,7 +8,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from starlette.datastructures import Headers
@@ -79,6 +79,7 @@ class KeyRing:
         has_tenants = config.api_key_file is not None or len(set(config.api_key_hashes)) > 1
         self._isolates = has_tenants and not config.share_prefixes_between_keys
         self._fixed = tuple(bytes.fromhex(text) for text in config.api_key_hashes)
+        self._admin = tuple(bytes.fromhex(text) for text in config.admin_key_hashes)
         self._path = config.api_key_file
         self._clock = clock
         self._checked_at = clock()
@@ -97,18 +98,18 @@ class KeyRing:
         """
         if self.is_open:
             return None
-        given = _hash(_key_of(headers))
         self._reload()
-        found = False
-        for known in self._fixed + self._from_file:
-            found |= hmac.compare_digest(known, given)
-        if not found:
-            raise APIError(
-                401,
-                "an API key is needed: Authorization: Bearer KEY, or X-API-Key: KEY",
-                headers={"WWW-Authenticate": "Bearer"},
-            )
-        return given.hex()
+        return _checked(headers, self._fixed + self._from_file, "an API key")
+
+    def check_admin(self, headers: Headers) -> str:
+        """Authenticate a request to an administrative path; return its key's hash.
+
+        Raises
+        ------
+        APIError
+            401, if the key is missing or no `--admin-api-key`, whether or not it is an API key.
+        """
+        return _checked(headers, self._admin, "an admin API key")
 
     def cache_salt(self, key: str | None) -> str | None:
         """Return the part of a cache salt that keeps a key's prefixes apart from other keys'.
@@ -163,6 +164,21 @@ def isolate(request: Request, body: Any) -> None:
     given = body.cache_salt
     if given != "":  # an empty one is refused later
         body.cache_salt = salt if given is None else f"{salt}/{given}"
+
+
+def _checked(headers: Headers, accepted: Sequence[bytes], what: str) -> str:
+    """Return the hash of a request's key; every accepted one is compared, even after a match."""
+    given = _hash(_key_of(headers))
+    found = False
+    for known in accepted:
+        found |= hmac.compare_digest(known, given)
+    if not found:
+        raise APIError(
+            401,
+            f"{what} is needed: Authorization: Bearer KEY, or X-API-Key: KEY",
+            headers={"WWW-Authenticate": "Bearer"},
+        )
+    return given.hex()
 
 
 def _key_of(headers: Headers) -> bytes:

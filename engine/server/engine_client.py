@@ -202,9 +202,11 @@ class ZmqEngineClient(RequestClient):
         rows = m.decode(content, list[bytes])
         return [np.frombuffer(row, np.float32) for row in rows]
 
-    async def reset_prefix_cache(self) -> None:
-        """Drop all cached prefixes; unfinished requests keep their blocks."""
-        await self._call(lambda number: m.Call(number, "reset_prefix_cache"))
+    async def reset_prefix_cache(self) -> int:
+        """Drop all cached prefixes; see `EngineClient.reset_prefix_cache`."""
+        content = await self._call(lambda number: m.Call(number, "reset_prefix_cache"))
+        count: int = m.decode(content, int)
+        return count
 
     async def close(self, reason: str = CLIENT_CLOSED) -> None:
         """Fail all requests of this client with an `EngineError`; the engine keeps running."""

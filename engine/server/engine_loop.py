@@ -299,7 +299,7 @@ class EngineLoop:
                 for request in value["requests"]:
                     request["id"] = request["id"].partition("/")[2]
             elif message.name == "reset_prefix_cache":
-                self._engine.reset_prefix_cache()
+                value = self._engine.reset_prefix_cache()
         except EngineError as error:
             self._fail_call(client, message.number, error)
             return

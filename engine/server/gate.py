@@ -45,6 +45,8 @@ class Gate:
     slots : RequestSlots
     public_paths : collection of str
         Paths served without an API key.
+    admin_paths : collection of str
+        Paths served with an admin key only.
     """
 
     def __init__(
@@ -54,12 +56,14 @@ class Gate:
         hosts: AllowedHosts,
         slots: RequestSlots,
         public_paths: Collection[str],
+        admin_paths: Collection[str] = (),
     ) -> None:
         self._app = app
         self._keys = keys
         self._hosts = hosts
         self._slots = slots
         self._public = frozenset(public_paths)
+        self._admin = frozenset(admin_paths)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request."""
@@ -82,7 +86,9 @@ class Gate:
         path = _path(scope)
         if path not in ALWAYS_SERVED:
             self._hosts.check(headers)
-        if path not in self._public:
+        if path in self._admin:
+            visit.key = self._keys.check_admin(headers)
+        elif path not in self._public:
             visit.key = self._keys.check(headers)
         scope["state"]["key_salt"] = self._keys.cache_salt(visit.key)
         if scope["method"] != "POST":

@@ -31,6 +31,8 @@ class Endpoint:
     streams : bool
         Whether `stream` turns the response into server-sent events.
     needs_key : bool
+    is_admin : bool
+        Whether only an admin key may call it.
     """
 
     method: str
@@ -41,6 +43,7 @@ class Endpoint:
     media_type: str = "application/json"
     streams: bool = False
     needs_key: bool = True
+    is_admin: bool = False
 
 
 def document(endpoints: tuple[Endpoint, ...], *, has_keys: bool) -> dict[str, Any]:
@@ -63,7 +66,7 @@ def document(endpoints: tuple[Endpoint, ...], *, has_keys: bool) -> dict[str, An
         operation = _operation(endpoint, by_type, has_keys)
         paths.setdefault(endpoint.path, {})[endpoint.method] = operation
     components: dict[str, Any] = {"schemas": schemas}
-    if has_keys:
+    if has_keys or any(endpoint.is_admin for endpoint in endpoints):
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     return {
         "openapi": "3.1.0",
@@ -90,7 +93,7 @@ def _operation(endpoint: Endpoint, refs: Mapping[Any, Any], has_keys: bool) -> d
     if endpoint.request is not None:
         body = {"application/json": {"schema": refs[endpoint.request]}}
         found["requestBody"] = {"required": True, "content": body}
-    if has_keys and endpoint.needs_key:
+    if endpoint.is_admin or (has_keys and endpoint.needs_key):
         found["security"] = [{"key": []}]
     names = [part[1:-1] for part in endpoint.path.split("/") if part.startswith("{")]
     if names:

@@ -53,7 +53,7 @@ _FLAGS = (
     *("access_log", "json_logs", "log_prompts", "allow_special_in_content"),
 )
 _TUPLES = (
-    *("served_model_name", "api_key_hashes", "allowed_hosts"),
+    *("served_model_name", "api_key_hashes", "admin_key_hashes", "allowed_hosts"),
     *("allowed_origins", "allowed_methods", "allowed_headers"),
 )
 _TEXTS = (
@@ -70,8 +70,8 @@ def _option(default: Any, text: str) -> Any:
 class ServerConfig:
     """Addresses, access and limits of the server; frozen, plain values only.
 
-    The "help" in each field's metadata is what `engine serve --help` prints. `api_key_hashes` has
-    no flag: it is computed from `--api-key`.
+    The "help" in each field's metadata is what `engine serve --help` prints. `api_key_hashes` and
+    `admin_key_hashes` have no flags: they are computed from `--api-key` and `--admin-api-key`.
 
     Raises
     ------
@@ -115,6 +115,7 @@ class ServerConfig:
     reasoning_parser: str | None = _option(None, "format of reasoning (default: by the template)")
 
     api_key_hashes: tuple[str, ...] = ()
+    admin_key_hashes: tuple[str, ...] = ()
     api_key_file: str | None = _option(None, "file with one key per line; reloaded when it changes")
     allowed_hosts: tuple[str, ...] = _option(
         (),

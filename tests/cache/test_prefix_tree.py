@@ -23,7 +23,7 @@ def build(num_blocks=16, num_host=0, **options):
     return PrefixTree(BlockAllocator(num_blocks, SIZE), host_allocator=host, **options)
 
 
-def put(tree, ids, key=(None, False)):
+def put(tree, ids, key=(None, False, 0)):
     """Do what a request with `ids` does: match, acquire, insert, release."""
     found = tree.match(ids, key)
     tree.allocator.acquire(found.blocks)
@@ -66,10 +66,10 @@ def test_chunks_are_compared_and_not_only_hashed(monkeypatch):
 
 def test_keys_separate_tenants_and_rope_kinds():
     tree = build()
-    put(tree, [1] * 8, ("a", False))
-    for key in ((None, False), ("b", False), ("a", True)):
+    put(tree, [1] * 8, ("a", False, 0))
+    for key in ((None, False, 0), ("b", False, 0), ("a", True, 0)):
         assert tree.match([1] * 8, key).blocks == []
-    assert len(tree.match([1] * 8, ("a", False)).blocks) == 2
+    assert len(tree.match([1] * 8, ("a", False, 0)).blocks) == 2
 
 
 def test_the_least_recently_used_unowned_leaf_is_evicted_first():
@@ -138,30 +138,30 @@ def test_insert_continues_from_start():
 def test_a_quota_limits_only_its_salt():
     tree = build(num_blocks=32, max_blocks_per_salt=2)
     for start in range(6):
-        put(tree, [start] * 8, ("greedy", False))
+        put(tree, [start] * 8, ("greedy", False, 0))
         put(tree, [start] * 8)
     assert tree.num_nodes == 2 + 12
-    assert tree.match([5] * 8, ("greedy", False)).num_blocks == 2
-    put(tree, list(range(20)), ("greedy", False))  # longer than the quota: a prefix is kept
-    assert tree.match(list(range(20)), ("greedy", False)).num_blocks == 2
-    put(tree, [7] * 4, ("greedy", True))  # the same salt with another rope kind counts, too
+    assert tree.match([5] * 8, ("greedy", False, 0)).num_blocks == 2
+    put(tree, list(range(20)), ("greedy", False, 0))  # longer than the quota: a prefix is kept
+    assert tree.match(list(range(20)), ("greedy", False, 0)).num_blocks == 2
+    put(tree, [7] * 4, ("greedy", True, 0))  # the same salt with another rope kind counts, too
     assert tree.num_nodes == 2 + 12
 
 
 def test_a_quota_filled_by_owned_blocks_admits_nothing():
     tree = build(max_blocks_per_salt=1)
     table = tree.allocator.allocate(2)
-    assert tree.insert([1] * 8, table, ("a", False)) == 1
+    assert tree.insert([1] * 8, table, ("a", False, 0)) == 1
     tree.release(table)
-    put(tree, [2] * 4, ("a", False))
-    assert tree.match([2] * 4, ("a", False)).num_blocks == 1
-    assert tree.match([1] * 4, ("a", False)).num_blocks == 0
+    put(tree, [2] * 4, ("a", False, 0))
+    assert tree.match([2] * 4, ("a", False, 0)).num_blocks == 1
+    assert tree.match([1] * 4, ("a", False, 0)).num_blocks == 0
 
 
 def test_spaces_of_tenants_disappear_with_their_last_block():
     tree = build(num_blocks=4)
     for tenant in range(100):
-        put(tree, [1] * 4, (f"t{tenant}", False))
+        put(tree, [1] * 4, (f"t{tenant}", False, 0))
     assert len(tree._spaces) <= 4
 
 
@@ -247,7 +247,7 @@ class TreeMachine(RuleBasedStateMachine):
         self.owners = []  # (key, ids, table, number of its blocks in the tree)
 
     ids = st.lists(st.sampled_from([0, 0, 0, 1]), min_size=1, max_size=20)
-    keys = st.sampled_from([(None, False), ("a", False), ("a", True)])
+    keys = st.sampled_from([(None, False, 0), ("a", False, 0), ("a", True, 0)])
 
     def move(self):
         for device, host in self.tree.take_offloads():

@@ -169,7 +169,7 @@ class CannedClient:
         pass
 
     async def reset_prefix_cache(self):
-        pass
+        return 0
 
     async def close(self):
         self.error = EngineError("closed")

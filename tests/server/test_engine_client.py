@@ -276,7 +276,8 @@ def test_calls():
         async with connected(address) as client:
             await collected(client, list(range(5, 40)), _greedy())
             assert (await client.stats()).scheduler.num_cached_blocks
-            await client.reset_prefix_cache()
+            num_cached = (await client.stats()).scheduler.num_cached_blocks
+            assert await client.reset_prefix_cache() == num_cached
             stats = await client.stats()
             assert not stats.scheduler.num_cached_blocks and stats.generation_tokens == 20
             assert stats.time_to_first_token_seconds.count == 1

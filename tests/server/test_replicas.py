@@ -542,7 +542,8 @@ def test_calls(replicas):
             assert sum(s.generation_tokens for s in stats.values()) == 3
             assert (await client.snapshot())["num_blocks"] == 64
             assert (await client.stats()) == stats[0]
-            await client.reset_prefix_cache()
+            assert await client.reset_prefix_cache() == 2  # blocks of 16 of 42 tokens
+            assert await client.reset_prefix_cache() == 0
             assert client._router.num_chunks == 0
             vectors = await client.embed([[5, 6, 7], [8]])
             assert len(vectors) == 2 and vectors[0].shape == (48,)

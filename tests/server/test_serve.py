@@ -514,12 +514,14 @@ def test_flags_become_options(model):
         *(model, "--port", "1", "--api-key", "a", "--api-key", "b", "--no-access-log"),
         *("--allowed-origins", "https://x", "--gpu-memory-utilization", "0.5", "--no-cuda-graphs"),
         *("--shutdown-timeout", "1.5", "-q", "fp8", "--enable-prefix-caching"),
+        *("--admin-api-key", "root"),
     )
     path, server, engine = serve._split(given)
     assert path == model
     assert server == ServerConfig(
         port=1,
         api_key_hashes=(key_hash("a"), key_hash("b")),
+        admin_key_hashes=(key_hash("root"),),
         access_log=False,
         allowed_origins=("https://x",),
         shutdown_timeout=1.5,
@@ -549,6 +551,7 @@ def test_a_built_in_configuration_has_random_weights():
         ("port = '1'", ConfigError, "port"),
         ("model = 3", ConfigError, "model"),
         ("api-key = [1]", ConfigError, "api_key"),
+        ("admin-api-key = 1", ConfigError, "admin_api_key"),
         ("dtype = 2020-01-01", ConfigError, "dtype must be .*date"),
         ("memory_utilization = 0.5\ngpu-memory-utilization = 0.5", ConfigError, "not both"),
     ],

@@ -407,18 +407,19 @@ class ReplicaClient(RequestClient):
             finally:
                 self._router.finished(route)
 
-    async def reset_prefix_cache(self) -> None:
-        """Drop the cached prefixes of all replicas."""
+    async def reset_prefix_cache(self) -> int:
+        """Drop the cached prefixes of all replicas; return the number of blocks freed in all."""
         self._router.forget_prefixes()
 
-        async def reset(client: ZmqEngineClient) -> None:
+        async def reset(client: ZmqEngineClient) -> int:
             try:
-                await client.reset_prefix_cache()
+                return await client.reset_prefix_cache()
             except EngineError:
                 if client.error is None:  # if it has exited, its prefixes are gone anyway
                     raise
+                return 0
 
-        await asyncio.gather(*map(reset, self._clients.values()))
+        return sum(await asyncio.gather(*map(reset, self._clients.values())))
 
     async def close(self, reason: str = CLIENT_CLOSED) -> None:
         """Fail all requests of this client with an `EngineError`; the engines keep running."""
