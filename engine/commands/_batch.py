@@ -197,7 +197,14 @@ class Batch:
         created = int(time.time())
         chat = await self._chat.prepare(body, name)
         stream = ChatStream(self._client, chat)
-        return await answer_chat(stream, name, self._model(body), created, chat.params.n)
+        return await answer_chat(
+            stream,
+            name,
+            self._model(body),
+            created,
+            chat.params.n,
+            returns_ids=bool(body.return_token_ids),
+        )
 
     async def _embedding(self, body: EmbeddingRequest, request_id: str) -> Any:
         prompts = prompts_of(body.input, name="input")

@@ -110,6 +110,8 @@ class ChatPiece:
     stop_reason : int, str or None
     events : sequence of Event
         `content` and `calls` in text order; filled in only if the request has tools.
+    token_ids : sequence of int
+        New tokens; their text may be in a later piece, or in none.
     """
 
     index: int
@@ -120,6 +122,7 @@ class ChatPiece:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     events: Sequence[Event] = ()
+    token_ids: Sequence[int] = ()
 
 
 class ChatService:
@@ -306,6 +309,7 @@ class ChatStream:
 
     Attributes
     ----------
+    prompt_token_ids : sequence of int
     num_prompt_tokens, num_cached_tokens, num_output_tokens : int
         Running totals over all answers.
     prompt_logprobs : sequence or None
@@ -319,7 +323,8 @@ class ChatStream:
         self._answers = [_Answer(request) for _ in range(request.params.n)]
         is_plain = request.tool_parser is None and request.reasoning_parser is None
         self._is_plain = is_plain and self._num_top is None
-        self.num_prompt_tokens = len(request.prompt["prompt_token_ids"])
+        self.prompt_token_ids: Sequence[int] = request.prompt["prompt_token_ids"]
+        self.num_prompt_tokens = len(self.prompt_token_ids)
         self.num_cached_tokens = 0
         self.num_output_tokens = 0
         self.prompt_logprobs: Sequence[Any] | None = None
@@ -361,7 +366,7 @@ class ChatStream:
         reason = completion.finish_reason
         self.num_output_tokens += len(completion.token_ids)
         if self._is_plain and reason is None:
-            return ChatPiece(completion.index, completion.text)
+            return ChatPiece(completion.index, completion.text, token_ids=completion.token_ids)
         if reason == "error":
             raise failed_request(completion.stop_reason)
         logprobs = None
@@ -378,7 +383,17 @@ class ChatStream:
         if not self._request.shows_reasoning:
             thought = ""
         stop = completion.stop_reason
-        return ChatPiece(completion.index, content, thought, calls, logprobs, reason, stop, events)
+        return ChatPiece(
+            completion.index,
+            content,
+            thought,
+            calls,
+            logprobs,
+            reason,
+            stop,
+            events,
+            completion.token_ids,
+        )
 
 
 class _Answer:

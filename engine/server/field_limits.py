@@ -9,24 +9,48 @@ from typing import Any
 from engine.async_engine import EngineClient
 from engine.errors import ContextLengthError
 from engine.sampling_params import SamplingParams
-from engine.server.protocol.common import SamplingFields
+from engine.server.protocol.common import SamplingFields, SamplingOptions
 from engine.server.protocol.errors import APIError
 from engine.server.server_config import ServerConfig
 
 __all__ = [
     "check_answer",
+    "check_counts",
     "check_fields",
     "check_length",
+    "check_num_ids",
     "check_num_tokens",
     "check_text_of",
+    "limited_timeout",
 ]
+
+_ID_BYTES = 8  # longest token id in JSON, with its comma
 
 WHOLE_VOCABULARY = -1
 """Value of `logprobs` and `prompt_logprobs`, and of their limit."""
 
 
 def check_fields(body: SamplingFields, config: ServerConfig) -> None:
-    """Check a request body against the server's limits.
+    """Check a request body against the server's limits, which also bound its timeout.
+
+    Raises
+    ------
+    APIError
+        If a field exceeds its limit.
+    """
+    check_counts(body, config)
+    body.timeout = limited_timeout(body.timeout, config)
+
+
+def limited_timeout(given: float | None, config: ServerConfig) -> float | None:
+    """Return the timeout of a request, seconds: the smaller of its own and the server's."""
+    if config.request_timeout is None:
+        return given
+    return config.request_timeout if given is None else min(given, config.request_timeout)
+
+
+def check_counts(body: SamplingOptions, config: ServerConfig) -> None:
+    """Check the numbers of answers, log-probabilities and tools against the server's limits.
 
     Raises
     ------
@@ -52,9 +76,6 @@ def check_fields(body: SamplingFields, config: ServerConfig) -> None:
     if num_tools > config.max_tools:
         message = f"tools must have at most {config.max_tools} entries; got {num_tools}"
         raise APIError(400, message, param="tools")
-    if config.request_timeout is not None:
-        given = config.request_timeout if body.timeout is None else body.timeout
-        body.timeout = min(given, config.request_timeout)
 
 
 def check_answer(
@@ -155,6 +176,36 @@ def check_text_of(
                 times = f", {num_copies} times" if num_copies > 1 else ""
                 message = f"{name} must have a text of at most {limit} bytes{times}"
                 raise APIError(400, f"{message} (max_body_bytes); got more", param=name)
+
+
+def check_num_ids(
+    prompts: Iterable[Sequence[int]], name: str, config: ServerConfig, *, num_copies: int
+) -> None:
+    """Reject a request whose answer would repeat more token ids than `max_body_bytes` can hold.
+
+    Parameters
+    ----------
+    prompts : iterable of sequences of int
+    name : str
+        The request field.
+    config : ServerConfig
+    num_copies : int
+        How often the answer has them.
+
+    Raises
+    ------
+    APIError
+        If there are too many.
+    """
+    most = config.max_body_bytes // _ID_BYTES
+    count = num_copies * sum(map(len, prompts))
+    if count > most:
+        raise APIError(
+            400,
+            f"{name} must have at most {most} token ids in an answer with return_token_ids "
+            f"(max_body_bytes); got {count} in {num_copies} copies",
+            param=name,
+        )
 
 
 def check_length(text: str, name: str, client: EngineClient) -> None:

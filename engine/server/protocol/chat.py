@@ -202,13 +202,14 @@ class AnswerMessage(msgspec.Struct):
 
 
 class ChatChoice(msgspec.Struct):
-    """One of the `n` answers."""
+    """One of the `n` answers; `token_ids` is present if the request has `return_token_ids`."""
 
     index: int
     message: AnswerMessage
     finish_reason: str | None
     logprobs: ChatLogprobs | None = None
     stop_reason: int | str | None = None
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatCompletionResponse(msgspec.Struct):
@@ -222,6 +223,7 @@ class ChatCompletionResponse(msgspec.Struct):
     object: Literal["chat.completion"] = "chat.completion"
     system_fingerprint: str | None = None
     prompt_logprobs: list[dict[int, PromptLogprob] | None] | None = None
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
 # ---- sampling
@@ -455,6 +457,7 @@ class ChatChunks(Chunks):
     """
 
     _object = "chat.completion.chunk"
+    _prompt = b""  # the prompt's token ids, if they are still to be sent
     _plain_end = b'},"logprobs":null,"finish_reason":null}'
 
     def content(self, index: int, text: str) -> bytes:
@@ -473,9 +476,10 @@ class ChatChunks(Chunks):
         logprobs: ChatLogprobs | None = None,
         finish_reason: str | None = None,
         stop_reason: int | str | None = None,
+        token_ids: Sequence[int] | None = None,
     ) -> bytes:
         """Return a frame for an arbitrary delta."""
-        choice = {
+        choice: dict[str, Any] = {
             "index": index,
             "delta": delta,
             "logprobs": logprobs,
@@ -483,4 +487,16 @@ class ChatChunks(Chunks):
         }
         if finish_reason is not None:
             choice["stop_reason"] = stop_reason
+        if token_ids is not None:
+            choice["token_ids"] = token_ids
         return self.choice(choice)
+
+    def show_prompt(self, token_ids: Sequence[int]) -> None:
+        """Write the prompt's token ids into the next frame that is not a plain text."""
+        self._prompt = b',"prompt_token_ids":' + _encode(token_ids)
+
+    def choice(self, choice: Any) -> bytes:
+        """Return the frame of an arbitrary choice."""
+        prompt = self._prompt
+        self._prompt = b""
+        return self._head + _encode(choice) + self._tail[:1] + prompt + self._tail[1:]

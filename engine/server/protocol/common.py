@@ -23,12 +23,15 @@ __all__ = [
     "UNREAD",
     "Chunks",
     "SamplingFields",
+    "SamplingOptions",
     "StreamOptions",
     "Usage",
     "decode_body",
     "is_given",
+    "only_output",
     "refuse_fields",
     "sampling_defaults",
+    "sampling_options",
     "sampling_params",
     "shown_field",
     "structured_options",
@@ -103,8 +106,8 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
     json_object: bool | None = None
 
 
-class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Sampling fields of a request; null means the default."""
+class SamplingOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Fields of a request that are those of `SamplingParams`; null means the default."""
 
     n: int | None = None
     best_of: int | None = None
@@ -128,8 +131,13 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     logit_bias: dict[str, float] | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
-    response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
+
+
+class SamplingFields(SamplingOptions, kw_only=True, forbid_unknown_fields=True):
+    """The fields that conversations and completions share; null means the default."""
+
+    response_format: ResponseFormat | None = None
     guided_json: str | dict[str, Any] | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
@@ -141,6 +149,7 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     stream_options: StreamOptions | None = None
     user: str | None = None
     add_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
 
 
 class PromptTokensDetails(msgspec.Struct):
@@ -362,9 +371,7 @@ def sampling_params(
     RequestError
         If a value is out of range.
     """
-    given = {name: value for name in _SAMPLING_NAMES if (value := getattr(body, name)) is not None}
-    if body.logit_bias is not None:
-        given["logit_bias"] = _bias(body.logit_bias)
+    given = sampling_options(body)
     structured = structured_options(body)
     if structured is not None:
         given["structured"] = structured
@@ -373,6 +380,20 @@ def sampling_params(
         raise APIError(400, "best_of > n cannot be streamed", param="best_of")
     kind = RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY
     return SamplingParams(**{**defaults, **given, "output_kind": kind})
+
+
+def sampling_options(body: SamplingOptions) -> dict[str, Any]:
+    """Return the given fields as keyword arguments of `SamplingParams`, without structured output.
+
+    Raises
+    ------
+    RequestError
+        If a key of `logit_bias` is not a token id.
+    """
+    given = {name: value for name in _SAMPLING_NAMES if (value := getattr(body, name)) is not None}
+    if body.logit_bias is not None:
+        given["logit_bias"] = _bias(body.logit_bias)
+    return given
 
 
 def _bias(given: Mapping[str, float]) -> dict[int, float]:
@@ -397,21 +418,26 @@ def structured_options(body: SamplingFields) -> dict[str, Any] | None:
         if getattr(body, name) is not None:
             found[name] = {key: getattr(body, name)}
     if body.structured_outputs is not None:
-        fields = msgspec.structs.asdict(body.structured_outputs)
-        given = {k: v for k, v in fields.items() if v is not None and v is not False}
-        if len(given) != 1:
-            raise APIError(
-                400,
-                f"structured_outputs must have exactly one field; got {sorted(given)}",
-                param="structured_outputs",
-            )
-        found["structured_outputs"] = given
+        found["structured_outputs"] = only_output(body.structured_outputs)
     if body.response_format is not None and body.response_format.type != "text":
         found["response_format"] = _format_options(body.response_format)
     if len(found) > 1:
         names = " and ".join(found)
         raise APIError(400, f"only one structured output can be given; got {names}")
     return next(iter(found.values()), None)
+
+
+def only_output(outputs: StructuredOutputs) -> dict[str, Any]:
+    """Return the field of `structured_outputs` that is given; raise unless it is exactly one."""
+    fields = msgspec.structs.asdict(outputs)
+    given = {k: v for k, v in fields.items() if v is not None and v is not False}
+    if len(given) != 1:
+        raise APIError(
+            400,
+            f"structured_outputs must have exactly one field; got {sorted(given)}",
+            param="structured_outputs",
+        )
+    return given
 
 
 def _format_options(given: ResponseFormat) -> dict[str, Any]:

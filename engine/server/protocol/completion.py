@@ -44,7 +44,11 @@ class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True
 
 
 class CompletionChoice(msgspec.Struct):
-    """One continuation of a prompt."""
+    """One continuation of a prompt; in a stream, the part since the last frame.
+
+    `token_ids` and `prompt_token_ids`, the latter only in a choice's first frame, are present if
+    the request has `return_token_ids`.
+    """
 
     index: int
     text: str
@@ -52,6 +56,8 @@ class CompletionChoice(msgspec.Struct):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     prompt_logprobs: list[dict[int, PromptLogprob] | None] | None = None
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
 class CompletionResponse(msgspec.Struct):

@@ -73,11 +73,25 @@ async def create_chat_completion(request: Request) -> Response:
     if body.stream:
         shows_usage, is_continuous = usage_options(body.stream_options)
         chunks = ChatChunks(request_id, model, created, shows_usage=shows_usage)
+        if body.return_token_ids:
+            chunks.show_prompt(stream.prompt_token_ids)
         frames = _frames(
-            stream, chunks, chat.params.n, shows_usage=shows_usage, is_continuous=is_continuous
+            stream,
+            chunks,
+            chat.params.n,
+            shows_usage=shows_usage,
+            is_continuous=is_continuous,
+            returns_ids=bool(body.return_token_ids),
         )
         return EventStream(frames, keep_alive=state.config.sse_keep_alive)
-    work = answer_chat(stream, request_id, model, created, chat.params.n)
+    work = answer_chat(
+        stream,
+        request_id,
+        model,
+        created,
+        chat.params.n,
+        returns_ids=bool(body.return_token_ids),
+    )
     answer = await unless_disconnected(request.receive, work)
     has_logprobs = chat.params.logprobs is not None or chat.params.prompt_logprobs is not None
     encode = msgspec.json.encode
@@ -100,8 +114,10 @@ class _Choice:
     events: list[Event] = field(default_factory=list)
     logprobs: list[TokenLogprob] | None = None
     last: ChatPiece | None = None
+    token_ids: list[int] = field(default_factory=list)
 
     def add(self, piece: ChatPiece) -> None:
+        self.token_ids += piece.token_ids
         self.content.append(piece.content)
         self.reasoning.append(piece.reasoning)
         if piece.events:
@@ -113,7 +129,7 @@ class _Choice:
         if piece.finish_reason is not None:
             self.last = piece
 
-    def choice(self, index: int) -> ChatChoice:
+    def choice(self, index: int, *, returns_ids: bool) -> ChatChoice:
         parsed = collect(self.events)
         last = self.last
         calls = [
@@ -127,11 +143,18 @@ class _Choice:
             None if last is None else last.finish_reason,
             None if self.logprobs is None else ChatLogprobs(self.logprobs),
             None if last is None else last.stop_reason,
+            self.token_ids if returns_ids else UNSET,
         )
 
 
 async def answer_chat(
-    stream: ChatStream, request_id: str, model: str, created: int, num_choices: int
+    stream: ChatStream,
+    request_id: str,
+    model: str,
+    created: int,
+    num_choices: int,
+    *,
+    returns_ids: bool = False,
 ) -> ChatCompletionResponse:
     """Return the complete response to a request.
 
@@ -148,11 +171,12 @@ async def answer_chat(
         request_id,
         created,
         model,
-        [choice.choice(index) for index, choice in enumerate(choices)],
+        [choice.choice(i, returns_ids=returns_ids) for i, choice in enumerate(choices)],
         usage_of(stream),
         prompt_logprobs=await asyncio.to_thread(prompt_logprobs, stream.prompt_logprobs)
         if stream.prompt_logprobs
         else None,
+        prompt_token_ids=list(stream.prompt_token_ids) if returns_ids else UNSET,
     )
 
 
@@ -166,6 +190,7 @@ async def _frames(
     *,
     shows_usage: bool,
     is_continuous: bool,
+    returns_ids: bool,
 ) -> AsyncGenerator[bytes, None]:
     begun = [False] * num_choices
     async with contextlib.aclosing(stream.pieces()) as pieces:
@@ -176,29 +201,33 @@ async def _frames(
             if not begun[index]:
                 begun[index] = True
                 yield chunks.delta(index, {"role": "assistant", "content": ""})
-            if not piece.calls and not piece.reasoning and piece.logprobs is None:
+            ids = piece.token_ids if returns_ids else None  # until a frame has them
+            if ids is None and not (piece.calls or piece.reasoning or piece.logprobs is not None):
                 if piece.content:
                     yield chunks.content(index, piece.content)
             else:
-                for delta, logprobs in _deltas(piece):
-                    yield chunks.delta(index, delta, logprobs)
+                for delta, logprobs in _deltas(piece, has_ids=bool(ids)):
+                    yield chunks.delta(index, delta, logprobs, token_ids=ids)
+                    ids = [] if returns_ids else None
             if piece.finish_reason is not None:
                 reason = piece.finish_reason
                 stop = piece.stop_reason
-                yield chunks.delta(index, {}, None, reason, stop)
+                yield chunks.delta(index, {}, None, reason, stop, ids)
     if shows_usage:
         yield chunks.usage(usage_of(stream))
 
 
-def _deltas(piece: ChatPiece) -> Sequence[tuple[dict[str, Any], ChatLogprobs | None]]:
-    """Return the deltas of a piece; the first carries its log-probabilities."""
+def _deltas(
+    piece: ChatPiece, *, has_ids: bool
+) -> Sequence[tuple[dict[str, Any], ChatLogprobs | None]]:
+    """Return the deltas of a piece; the first carries its log-probabilities and token ids."""
     found: list[dict[str, Any]] = []
     if piece.reasoning:
         found.append({"reasoning_content": piece.reasoning})
     if piece.content:
         found.append({"content": piece.content})
     found += [{"tool_calls": [call]} for event in piece.calls if (call := _call_delta(event))]
-    if piece.logprobs and not found:
+    if (piece.logprobs or (has_ids and piece.finish_reason is None)) and not found:
         found.append({"content": ""})
     logprobs = ChatLogprobs(piece.logprobs) if piece.logprobs else None
     return [(delta, None if i else logprobs) for i, delta in enumerate(found)]

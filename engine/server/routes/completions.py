@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import bisect
 import contextlib
 import dataclasses
 import functools
@@ -21,7 +20,14 @@ from engine.async_engine import EngineClient
 from engine.outputs import CompletionOutput, RequestOutput
 from engine.sampling_params import SamplingParams
 from engine.server.auth import isolate
-from engine.server.field_limits import check_answer, check_fields, check_length, check_text_of
+from engine.server.choice_logprobs import ChoiceLogprobs
+from engine.server.field_limits import (
+    check_answer,
+    check_fields,
+    check_length,
+    check_num_ids,
+    check_text_of,
+)
 from engine.server.limits import check_model, read_struct
 from engine.server.openapi import Endpoint
 from engine.server.prompt_log import log_prompt
@@ -35,14 +41,9 @@ from engine.server.protocol.completion import (
     prompts_of,
 )
 from engine.server.protocol.errors import APIError, failed_request
-from engine.server.protocol.logprobs import (
-    CompletionLogprobs,
-    completion_logprobs,
-    prompt_logprobs,
-)
+from engine.server.protocol.logprobs import prompt_logprobs
 from engine.server.server_config import ServerConfig
 from engine.server.sse import EventStream, unless_disconnected
-from engine.text.detokenizer import TextOffsets
 
 __all__ = ["ENDPOINTS", "CompletionJob", "answer_completion", "prepare_completion", "routes"]
 
@@ -145,7 +146,9 @@ async def prepare_completion(
     params = completion_params(body, defaults)
     prompts: list[Any] = prompts_of(body.prompt, config.max_prompts if config else 1024)
     is_text = isinstance(prompts[0], str)
-    is_counted = config is not None and params.prompt_logprobs is not None
+    is_counted = config is not None and (
+        params.prompt_logprobs is not None or bool(body.return_token_ids)
+    )
     if is_text and (body.add_special_tokens is False or (is_counted and client.tokenizer)):
         prompts = await _encoded(client, prompts, with_special=body.add_special_tokens is not False)
     if config is not None:
@@ -181,6 +184,8 @@ async def _limited(
         texts = [each["prompt"] if isinstance(each, dict) else each for each in prompts]
         check = functools.partial(check_text_of, texts, "prompt", client.tokenizer, config)
         await asyncio.to_thread(check, num_copies=params.n)
+    if body.return_token_ids:
+        check_num_ids(given, "prompt", config, num_copies=params.n)
     is_echoed = bool(body.echo) and body.logprobs is not None
     is_shown = body.prompt_logprobs is not None
     return check_answer(
@@ -260,11 +265,12 @@ class _ChoiceWriter:
     def __init__(self, job: CompletionJob, prompt_index: int) -> None:
         self._job = job
         self._first_index = prompt_index * job.params.n
-        self._continuations: dict[int, _Continuation] = {}
+        self._continuations: dict[int, ChoiceLogprobs] = {}
         self._prompt_logprobs: Sequence[Any] | None = None  # only the first output has them
         self._has_logprobs = job.body.logprobs is not None
         self.hides_output = bool(job.body.echo) and job.body.max_tokens == 0
-        self.is_plain = not (job.body.echo or self._has_logprobs)
+        self._returns_ids = bool(job.body.return_token_ids)
+        self.is_plain = not (job.body.echo or self._has_logprobs or self._returns_ids)
         self.is_plain &= job.params.prompt_logprobs is None
 
     def index(self, completion: CompletionOutput) -> int:
@@ -282,7 +288,7 @@ class _ChoiceWriter:
         is_first = completion.index not in self._continuations
         if is_first:
             skips = job.params.skip_special_tokens
-            self._continuations[completion.index] = _Continuation(
+            self._continuations[completion.index] = ChoiceLogprobs(
                 job.client.tokenizer, output.prompt_token_ids, skips
             )
         continuation = self._continuations[completion.index]
@@ -300,7 +306,7 @@ class _ChoiceWriter:
         if self._has_logprobs:
             logprobs = continuation.take(len(text), is_last=reason is not None)
         shown = self._prompt_logprobs if is_first and job.body.prompt_logprobs is not None else None
-        return CompletionChoice(
+        choice = CompletionChoice(
             self.index(completion),
             text,
             logprobs,
@@ -308,6 +314,11 @@ class _ChoiceWriter:
             completion.stop_reason,
             prompt_logprobs(shown),
         )
+        if self._returns_ids:
+            choice.token_ids = [] if self.hides_output else list(completion.token_ids)
+            if is_first:
+                choice.prompt_token_ids = list(output.prompt_token_ids)
+        return choice
 
     def _prompt_text(self, output: RequestOutput) -> str:
         tokenizer = self._job.client.tokenizer
@@ -317,73 +328,6 @@ class _ChoiceWriter:
             return ""
         text: str = tokenizer.decode(output.prompt_token_ids, False)
         return text
-
-
-class _Continuation:
-    """Log-probabilities of one continuation, each sent with the text that it belongs to.
-
-    Text that may become a stop string is sent later than its tokens are known, or never.
-    """
-
-    def __init__(self, tokenizer: Any, prompt_ids: Sequence[int], skips_special: bool) -> None:
-        self._tokenizer = tokenizer
-        self._prompt_ids = prompt_ids
-        self._skips_special = skips_special
-        self._offsets: TextOffsets | None = None
-        self._begin = 0  # length of the prompt's text, with `echo`
-        self._num_sent = 0  # characters
-        self._held = CompletionLogprobs([], [], [], [])
-
-    def add_prompt(self, text: str, token_ids: Sequence[int], entries: Sequence[Any]) -> None:
-        """Add the prompt's log-probabilities."""
-        self._begin = len(text)
-        offsets = None
-        if self._tokenizer is not None:
-            offsets = TextOffsets(self._tokenizer, (), False, text)
-        self._add(token_ids, entries, offsets, 0)
-
-    def add(self, completion: CompletionOutput) -> None:
-        """Add the log-probabilities of new tokens."""
-        assert completion.logprobs is not None
-        if self._offsets is None and self._tokenizer is not None:
-            self._offsets = TextOffsets(self._tokenizer, self._prompt_ids, self._skips_special)
-        self._add(completion.token_ids, completion.logprobs, self._offsets, self._begin)
-
-    def _add(
-        self,
-        token_ids: Sequence[int],
-        entries: Sequence[Any],
-        offsets: TextOffsets | None,
-        begin: int,
-    ) -> None:
-        positions = [begin] * len(token_ids)
-        if offsets is not None:
-            positions = [begin + offsets.push(i) for i in token_ids[: len(entries)]]
-        more = completion_logprobs(token_ids, entries, positions, self._tokenizer)
-        self._held.tokens += more.tokens
-        self._held.token_logprobs += more.token_logprobs
-        self._held.top_logprobs += more.top_logprobs
-        self._held.text_offset += more.text_offset
-
-    def take(self, num_chars: int, is_last: bool) -> CompletionLogprobs:
-        """Send this many further characters; return the log-probabilities that go with them."""
-        self._num_sent += num_chars
-        held = self._held
-        end = self._num_sent
-        offsets = held.text_offset
-        count = len(offsets) if is_last else bisect.bisect_left(offsets, end)
-        self._held = CompletionLogprobs(
-            held.tokens[count:],
-            held.token_logprobs[count:],
-            held.top_logprobs[count:],
-            offsets[count:],
-        )
-        return CompletionLogprobs(
-            held.tokens[:count],
-            held.token_logprobs[:count],
-            held.top_logprobs[:count],
-            [min(offset, end) for offset in offsets[:count]],
-        )
 
 
 # ---- streaming
@@ -416,7 +360,7 @@ class _FrameWriter:
                 continue
             choice = writer.choice(output, completion)
             has_logprobs = choice.logprobs is not None and choice.logprobs.tokens
-            if choice.text or has_logprobs or choice.finish_reason is not None:
+            if choice.text or has_logprobs or choice.token_ids or choice.finish_reason is not None:
                 found += self._chunks.choice(choice)
         return found
 
