@@ -64,7 +64,7 @@ class StateParser:
         if self._reader is not None:
             self._events += self._reader.finish()
             if not self._reader.is_started:
-                self._text(self._reader.held)
+                self._text(self._reader.held + self._pending)
             self._reader = None
         held = self._take_held()
         if not _SEPARATORS.fullmatch(held):

@@ -13,6 +13,7 @@ from engine.server.tool_parsers.harmony import HarmonyParser
 from engine.server.tool_parsers.llama3_json import Llama3JsonParser
 from engine.server.tool_parsers.marked_json import MarkedJsonParser, Marks
 from engine.server.tool_parsers.mistral import MistralParser, short_id
+from engine.server.tool_parsers.pythonic import CallSyntax, PythonicParser
 from engine.server.tool_parsers.tagged import TaggedParser, Tags
 
 __all__ = ["FORMATS", "Format"]
@@ -129,6 +130,18 @@ _DEEPSEEK_V3 = replace(
 )
 
 
+_LLAMA4 = CallSyntax("<|python_start|>", "<|python_end|>", is_list=True, is_bare=True)
+_LFM2 = CallSyntax("<|tool_call_start|>", "<|tool_call_end|>", is_list=True)
+_OLMO3 = CallSyntax("<function_calls>", "</function_calls>")
+_GEMMA4 = CallSyntax("<|tool_call>", "<tool_call|>", before="call:", opener="{", marker='<|"|>')
+_FUNCTION_GEMMA = CallSyntax(
+    *("<start_function_call>", "<end_function_call>"),
+    before="call:",
+    opener="{",
+    marker="<escape>",
+)
+
+
 def _marked(marks: Marks, *signs: str) -> Format:
     return Format(partial(MarkedJsonParser, marks), (signs,))
 
@@ -137,11 +150,21 @@ def _tagged(tags: Tags, *signs: str) -> Format:
     return Format(partial(TaggedParser, tags), (signs,))
 
 
+def _pythonic(syntax: CallSyntax, *signs: str) -> Format:
+    return Format(partial(PythonicParser, syntax), tuple((sign,) for sign in signs))
+
+
 FORMATS: dict[str, Format] = {
     "harmony": Format(HarmonyParser, (("<|channel|>",),)),
     "mistral": Format(MistralParser, (("[TOOL_CALLS]",),), short_id),
+    "llama4_pythonic": _pythonic(_LLAMA4, "[func_name1("),
     "llama3_json": Format(
-        Llama3JsonParser, (("<|python_tag|>",), ("<|start_header_id|>", '"parameters"'))
+        Llama3JsonParser,
+        (
+            ("<|python_tag|>",),
+            ("<|start_header_id|>", '"parameters"'),
+            ("<|header_start|>", '"parameters"'),
+        ),
     ),
     "minimax_m2": _tagged(_MINIMAX_M2, "minimax:tool_call"),
     "deepseek_v32": _tagged(_DEEPSEEK_V32, _DSML),
@@ -149,6 +172,10 @@ FORMATS: dict[str, Format] = {
     "hy_v3": _tagged(_HY_V3, "<tool_sep>", "<arg_key>"),
     "glm45": _tagged(_GLM45, "<arg_key>"),
     "qwen3_coder": _tagged(_QWEN3_CODER, "<function="),
+    "gemma4": _pythonic(_GEMMA4, "<|tool_call>"),
+    "function_gemma": _pythonic(_FUNCTION_GEMMA, "<start_function_call>"),
+    "lfm2": _pythonic(_LFM2, "<|tool_call_start|>", "<|tool_list_start|>"),
+    "olmo3": _pythonic(_OLMO3, "<function_calls>"),
     "kimi_k2": _marked(_KIMI_K2, "<|tool_calls_section_begin|>"),
     "deepseek_v3": _marked(_DEEPSEEK_V3, _DEEPSEEK_CALLS, "```json"),
     "deepseek_v31": _marked(_DEEPSEEK_V31, _DEEPSEEK_CALLS),

@@ -15,14 +15,8 @@ from typing import Any
 from engine.server.markers import Markers
 from engine.server.tool_parsers._parser import MAX_CALLS, StateParser
 from engine.server.tool_parsers.call_reader import is_tool_name
-from engine.server.tool_parsers.events import (
-    Event,
-    ToolCallDelta,
-    ToolCallEnd,
-    ToolCallStart,
-    random_id,
-)
-from engine.server.tool_parsers.json_scanner import Mark
+from engine.server.tool_parsers.events import ToolCallStart, random_id
+from engine.server.tool_parsers.state_reader import StateReader
 from engine.server.tool_parsers.typed_values import TEXT, allowed_types, typed_json
 
 __all__ = ["TaggedParser", "Tags"]
@@ -174,52 +168,25 @@ class TaggedParser(StateParser):
         self._state = self._in_section if self._tags.section[0] else self._in_text
 
 
-class _Reader:
-    """Reads a call behind its name; has the attributes and methods of `CallReader`."""
+class _Reader(StateReader):
+    """Reads a call behind its name."""
 
     def __init__(self, tags: Tags, start: ToolCallStart, schema: Mapping[str, Any] | None) -> None:
-        self.mark: Mark | None = None
-        self.is_started = self.is_ended = self.is_damaged = False
-        self.held = start.source
+        super().__init__(start)
         self._tags = tags
-        self._start = start
         self._schema = schema or {}
-        self._source: list[str] = []
         self._keys: set[str] = set()
         self._types = TEXT  # of the current value
         self._value: list[str] | None = None  # parts of a value that is not streamed
         self._is_first = True  # whether the value has no text yet
         self._newline = ""  # a line break that may be the value's last
-        self._state = self._between
         self._close = Markers(tags.close)
         self._value_tag = Markers(tags.value)
-        self._events: list[Event] = []
 
-    def feed(self, text: str, at: int) -> tuple[int, list[Event]]:
-        """Read `text[at:]` up to the end of the call; return its end position and the events."""
-        if not self.is_started:
-            self._events.append(self._start)
-            self.is_started = True
-            self.held = ""
-        while self.mark is None and at < len(text):
-            state = self._state
-            end = state(text, at)
-            self._source.append(text[at:end])
-            if end == at and state == self._state and self.mark is None:
-                break
-            at = end
-        if self.mark is Mark.FAILED:
-            self._events.append(self._damaged())
-        events = self._events
-        self._events = []
-        return at, events
-
-    def finish(self) -> list[Event]:
-        """End the call at the end of the text."""
-        if not self.is_started or self.is_ended:
-            return []
-        self.is_ended = True
-        return [ToolCallEnd(self._start.index, is_complete=False)]
+    def _first(self, text: str, at: int) -> int:
+        self._begin()
+        self._state = self._between
+        return at
 
     def _between(self, text: str, at: int) -> int:
         """Read the next parameter's tag, or the end of the call."""
@@ -230,9 +197,7 @@ class _Reader:
             return at + len(self._tags.key)
         if rest.startswith(self._tags.done):
             self._write("}" if self._keys else "{}")
-            self.mark = Mark.END
-            self.is_ended = True
-            self._events.append(ToolCallEnd(self._start.index))
+            self._end()
             return at + len(self._tags.done)
         if rest and not self._tags.key.startswith(rest) and not self._tags.done.startswith(rest):
             self._fail()
@@ -293,15 +258,3 @@ class _Reader:
             self._value.append(piece)
         elif piece:
             self._write(json.dumps(piece, ensure_ascii=False)[1:-1])
-
-    def _write(self, arguments: str) -> None:
-        if arguments:
-            self._events.append(ToolCallDelta(self._start.index, arguments))
-
-    def _fail(self) -> None:
-        self.mark = Mark.FAILED
-        self.is_ended = self.is_damaged = True
-
-    def _damaged(self) -> ToolCallEnd:
-        source = "".join(self._source)
-        return ToolCallEnd(self._start.index, is_complete=False, is_damaged=True, source=source)
