@@ -289,7 +289,7 @@ class ChatService:
             raise APIError(400, message, param="tools")
         is_thought = False
         if self.reasoning_parser is not None:
-            is_thought, continued = reasoning.last_text(continued)
+            is_thought, continued = reasoning.last_text(self.reasoning_parser, continued)
         make = functools.partial(
             tool_parsers.get,
             self.tool_parser,
