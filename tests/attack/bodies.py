@@ -37,6 +37,7 @@ _SAMPLING: dict[str, Any] = {
     "allowed_token_ids": [1], "bad_words": ["x"], "guided_json": {}, "guided_regex": "a",
     "guided_choice": ["a"], "guided_grammar": "a", "priority": 0, "cache_salt": "s",
     "timeout": 9.0, "stream": False, "user": "u", "add_special_tokens": True,
+    "return_token_ids": True,
     "stream_options": {"include_usage": True, "include_obfuscation": False,
                        "continuous_usage_stats": False},
     "response_format": {"type": "json_schema", "json_schema": {
@@ -44,6 +45,9 @@ _SAMPLING: dict[str, Any] = {
     "structured_outputs": {"json": {}, "regex": "a", "choice": ["a"], "grammar": "a",
                            "json_object": True},
 }  # fmt: skip
+_BESIDE = {"model", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "priority",
+           "cache_salt", "timeout", "stream", "user", "add_special_tokens", "return_token_ids",
+           "stream_options", "response_format"}  # fmt: skip
 _CHAT: dict[str, Any] = {
     "messages": [
         {"role": "user", "name": "n", "cache_control": _CACHE,
@@ -119,6 +123,14 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         **_CHAT, "prompt": "a", "model": "m", "add_special_tokens": True,
         "return_token_strs": True, "continue_final_message": False,
     },
+    "/inference/v1/generate": {
+        "token_ids": [1, 2], "sampling_params": {
+            **{name: value for name, value in _SAMPLING.items() if name not in _BESIDE},
+            "detokenize": True},
+        "request_id": "r", "model": "m", "stream": False, "cache_salt": "s", "priority": 0,
+        "timeout": 9.0, "stream_options": _SAMPLING["stream_options"], "features": {},
+        "kv_transfer_params": {},
+    },
     "/detokenize": {"tokens": [1, 2], "model": "m", "skip_special_tokens": True},
 }  # fmt: skip
 
@@ -171,7 +183,7 @@ def body_of(example: dict[str, Any], path: tuple[str | int, ...], filling: bytes
 
     Other top-level fields are left out, unless the endpoint may need them.
     """
-    needed = {"messages", "prompt", "input", "tokens", "model", "max_tokens", path[0]}
+    needed = {"messages", "prompt", "input", "tokens", "token_ids", "model", "max_tokens", path[0]}
     made = copy.deepcopy({name: value for name, value in example.items() if name in needed})
     if {"messages", "prompt"} <= made.keys():
         made.pop("messages" if path[0] == "prompt" else "prompt")
