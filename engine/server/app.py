@@ -24,6 +24,7 @@ from engine.server.gate import Gate
 from engine.server.hosts import AllowedHosts
 from engine.server.limits import BodyMemory, RequestSlots
 from engine.server.server_config import ServerConfig
+from engine.server.stored_responses import ResponseStore
 
 __all__ = ["begin_drain", "build_app", "num_active_requests"]
 
@@ -44,7 +45,7 @@ def build_app(
     """Build the server's ASGI application.
 
     Its state holds `client`, `config`, `chat` (a `ChatService`), `model_names`, `slots`,
-    `body_memory` and `is_draining`.
+    `body_memory`, `responses` (a `ResponseStore`) and `is_draining`.
 
     Parameters
     ----------
@@ -82,6 +83,7 @@ def build_app(
     state.config = config
     state.slots = slots
     state.body_memory = BodyMemory(config)
+    state.responses = ResponseStore(config)
     state.is_draining = False
     state.created = int(time.time())
     state.endpoints = tuple(e for module in modules for e in getattr(module, "ENDPOINTS", ()))

@@ -90,6 +90,7 @@ class Gate:
             visit.key = self._keys.check_admin(headers)
         elif path not in self._public:
             visit.key = self._keys.check(headers)
+        scope["state"]["key"] = visit.key
         scope["state"]["key_salt"] = self._keys.cache_salt(visit.key)
         if scope["method"] != "POST":
             await self._app(scope, receive, visit.send)

@@ -21,9 +21,10 @@ from engine.server.protocol.unknown_fields import ignore_unknown_fields
 from engine.server.server_config import ServerConfig
 from engine.server.sse import ClientGone
 
-__all__ = ["BodyMemory", "RequestSlots", "check_fields", "check_model", "read_struct"]
+__all__ = ["BodyMemory", "RequestSlots", "check_fields", "check_model", "decoded", "read_struct"]
 
 T = TypeVar("T", bound=msgspec.Struct)
+V = TypeVar("V")
 
 _MAX_DECODED_AT_ONCE = 1 << 18  # bytes; a larger body is decoded by `_decoder`
 # One thread: decoding holds the GIL, and two large bodies must not hold it one after the other.
@@ -47,11 +48,21 @@ async def read_struct(request: Request, kind: type[T]) -> T:
         ignore_unknown_fields()
     memory: BodyMemory = request.app.state.body_memory
     with memory.hold() as take:
-        body = await _read_body(request, take)
-        if len(body) <= _MAX_DECODED_AT_ONCE:
-            return decode_body(body, kind)
-        decode = functools.partial(contextvars.copy_context().run, decode_body, body, kind)
-        return await asyncio.get_running_loop().run_in_executor(_decoder, decode)
+        return await decoded(await _read_body(request, take), kind)
+
+
+async def decoded(body: bytes, kind: type[V]) -> V:
+    """Decode JSON as a value of type `kind`, a large one on a thread of its own.
+
+    Raises
+    ------
+    APIError
+        See `decode_body`.
+    """
+    if len(body) <= _MAX_DECODED_AT_ONCE:
+        return decode_body(body, kind)
+    decode = functools.partial(contextvars.copy_context().run, decode_body, body, kind)
+    return await asyncio.get_running_loop().run_in_executor(_decoder, decode)
 
 
 async def _read_body(request: Request, take: Callable[[int], None]) -> bytes:

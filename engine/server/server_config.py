@@ -20,6 +20,8 @@ __all__ = ["RANGES", "ServerConfig", "key_hash"]
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
+_NUM_STORED = 1024  # default of max_stored_responses
+
 RANGES = {
     "port": NumberRange(0, 65535, integer=True),
     "api_server_count": NumberRange(1, 64, integer=True),
@@ -43,6 +45,8 @@ RANGES = {
     "max_answer_logprobs": NumberRange(1, 2**30, integer=True),
     "max_embedding_values": NumberRange(1, 2**30, integer=True),
     "max_tools": NumberRange(0, 2**16, integer=True),
+    "max_stored_responses": NumberRange(0, 2**20, integer=True, optional=True),
+    "max_stored_bytes": NumberRange(1, 2**40, integer=True),
     "max_watchers": NumberRange(0, 2**16, integer=True),
 }
 """Valid range of each numeric option."""
@@ -158,6 +162,12 @@ class ServerConfig:
         1 << 22, "maximum values of the embeddings of a request: inputs times dimensions"
     )
     max_tools: int = _option(128, "maximum tools per request")
+    max_stored_responses: int | None = _option(
+        None,
+        "maximum stored responses per API key, 0: none are stored (default: 1024, or 0 with "
+        "several API processes)",
+    )
+    max_stored_bytes: int = _option(256 << 20, "maximum bytes of all stored responses")
     max_watchers: int = _option(16, "maximum viewers of the watch page, per API process")
     ignore_unknown_fields: bool = _option(
         False, "drop the fields of a request that the server does not know, with a warning"
@@ -221,6 +231,12 @@ class ServerConfig:
             raise ConfigError("ssl_certfile and ssl_keyfile must be given together; got one")
         if self.ssl_ca_certs is not None and self.ssl_certfile is None:
             raise ConfigError("ssl_ca_certs needs ssl_certfile and ssl_keyfile; got none")
+        if self.max_stored_responses and (self.api_server_count > 1 or self.nodes):
+            raise ConfigError(
+                "max_stored_responses must be 0 with several API processes (api_server_count) or "
+                "machines (nodes), since a response is stored in one process; "
+                f"got {self.max_stored_responses}"
+            )
         if "*" in self.allowed_origins and self.allow_credentials:
             raise ConfigError("allow_credentials needs origins by name; got allowed_origins *")
 
@@ -229,6 +245,13 @@ class ServerConfig:
         """URL of the server, derived from these options."""
         scheme = "https" if self.ssl_certfile else "http"
         return f"{scheme}://{_bracketed(self.host)}:{self.port}"
+
+    @property
+    def num_stored_responses(self) -> int:
+        """Maximum stored responses per key: only one API process can have any."""
+        if self.max_stored_responses is not None:
+            return self.max_stored_responses
+        return _NUM_STORED if self.api_server_count == 1 and not self.nodes else 0
 
     @property
     def needs_key(self) -> bool:

@@ -233,8 +233,8 @@ def test_a_response_that_is_too_long(responses):
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"store": True}, "store must be"),
-        ({"previous_response_id": "resp_1"}, "previous_response_id must be null"),
+        ({"background": True, "store": False}, "store must be"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id must be of a stored response"),
         ({"max_output_tokens": 0}, "max_output_tokens must"),
         ({"temperature": -1}, "temperature must"),
         ({"extra_body": {"temprature": 1}}, "did you mean 'temperature'"),
@@ -251,8 +251,8 @@ def test_wrong_requests(responses, fields, words, stream):
     assert caught.value.type == "invalid_request_error"
 
 
-def test_nothing_is_kept(responses):
-    with pytest.raises(openai.NotFoundError, match="no responses are stored"):
+def test_what_does_not_exist(responses):
+    with pytest.raises(openai.NotFoundError, match="'resp_1' does not exist"):
         responses.retrieve("resp_1")
     with pytest.raises(openai.NotFoundError, match="does not exist"):
         responses.create(model="other", input="Hi")

@@ -208,7 +208,7 @@ def test_snapshots_list_the_requests_of_a_salt(monkeypatch):
     ],
 )
 def test_nothing_of_another_key_can_be_asked_for(method, path):
-    """No answer is stored, so no id opens another key's."""
+    """An id opens nothing to another key than the one that has made it."""
     with serve(lambda: CannedClient("ok"), ServerConfig(**TWO)) as server:
         mine = ask(server, A, "/v1/responses", input="Hi")
         headers = {"Authorization": f"Bearer {B}"}

@@ -1,10 +1,8 @@
-"""/v1/responses: request body, and its conversion to a /v1/chat/completions request.
-
-Nothing is stored: `store: true`, `previous_response_id` and item references are rejected.
-"""
+"""/v1/responses: request body, and its conversion to a /v1/chat/completions request."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -14,7 +12,7 @@ from engine.errors import RequestError
 from engine.server.protocol.common import UNREAD, is_given, shown_field
 from engine.server.protocol.items import MAX_ITEMS, text_of, typed_item
 
-__all__ = ["ResponsesRequest", "to_chat"]
+__all__ = ["ResponsesRequest", "own_items", "to_chat"]
 
 _Label = str | None
 
@@ -65,11 +63,12 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     safety_identifier: _Label = None
     prompt_cache_key: _Label = None
     prompt_cache_retention: _Label = None
-    # accepted only if they have no effect
+    # accepted if responses are stored
     store: bool | None = None
     previous_response_id: str | None = None
-    conversation: msgspec.Raw = UNREAD
     background: bool | None = None
+    # accepted only if they have no effect
+    conversation: msgspec.Raw = UNREAD
     prompt: msgspec.Raw = UNREAD
     include: list[str] | None = None
     max_tool_calls: int | None = None
@@ -174,20 +173,39 @@ _FORMATS: dict[str, type[Any]] = {
 # ---- conversion
 
 
-def to_chat(request: ResponsesRequest) -> dict[str, Any]:
+def own_items(request: ResponsesRequest) -> list[Any]:
+    """Return the items of a request's own input; a text is a message of the user."""
+    if isinstance(request.input, str):
+        return [{"role": "user", "content": request.input}]
+    return request.input
+
+
+def to_chat(
+    request: ResponsesRequest, earlier: Sequence[Any] = (), *, can_store: bool = False
+) -> dict[str, Any]:
     """Convert to an equivalent /v1/chat/completions request body.
+
+    Parameters
+    ----------
+    request : ResponsesRequest
+    earlier : sequence
+        Items that precede the input: those up to the end of the previous response.
+    can_store : bool
+        Whether the server stores responses.
 
     Raises
     ------
     RequestError
         If an item or a field is invalid or unsupported.
     """
+    if not can_store:
+        _refuse_storing(request)
     _refuse_unsupported(request)
     if request.max_output_tokens is not None and request.max_output_tokens < 1:
         raise RequestError(f"max_output_tokens must be at least 1; got {request.max_output_tokens}")
     body: dict[str, Any] = {
         "model": request.model,
-        "messages": _messages(request),
+        "messages": _messages(request, earlier),
         "max_completion_tokens": request.max_output_tokens,
         "temperature": request.temperature,
         "top_p": request.top_p,
@@ -204,14 +222,25 @@ def to_chat(request: ResponsesRequest) -> dict[str, Any]:
     return {name: value for name, value in body.items() if value is not None}
 
 
+def _refuse_storing(request: ResponsesRequest) -> None:
+    reason = "no responses are stored (max_stored_responses)"
+    _refuse_others(
+        ("store", request.store, (False,), reason),
+        ("previous_response_id", request.previous_response_id, (), f"{reason}; "
+         "send the earlier items in input"),
+        ("background", request.background, (False,), reason),
+    )  # fmt: skip
+
+
 def _refuse_unsupported(request: ResponsesRequest) -> None:
     text = request.text or TextOptions()
-    allowed: tuple[tuple[str, object, tuple[object, ...], str], ...] = (
-        ("store", request.store, (False,), "no responses are stored"),
-        ("previous_response_id", request.previous_response_id, (), "no responses are stored; "
-         "send the earlier items in input"),
+    if request.background:
+        reason = "a background response is asked for again, by its id"
+        _refuse_others(
+            ("store", request.store, (True,), reason), ("stream", request.stream, (False,), reason)
+        )
+    _refuse_others(
         ("conversation", request.conversation, (), "no conversations are stored"),
-        ("background", request.background, (False,), "there are no background responses"),
         ("prompt", request.prompt, (), "no prompts are stored"),
         ("max_tool_calls", request.max_tool_calls, (), "there are no built-in tools"),
         ("service_tier", request.service_tier, ("auto", "default"), "there is one tier"),
@@ -223,27 +252,33 @@ def _refuse_unsupported(request: ResponsesRequest) -> None:
         ("truncation", request.truncation, ("disabled",), "the input is never truncated"),
         ("text.verbosity", text.verbosity, ("medium",), "models have no verbosity"),
     )  # fmt: skip
-    for name, value, fine, why in allowed:
-        if is_given(value) and value not in fine:
-            wanted = " or ".join(["null", *(shown(each) for each in fine)])
-            raise RequestError(f"{name} must be {wanted}: {why}; got {shown_field(value)}")
     for name in request.include or ():
         # Encrypted reasoning is not needed: clients send reasoning back as plain text.
         if name != "reasoning.encrypted_content":
             raise RequestError(f"include must be empty; got {shown(name)}")
 
 
-def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:
+def _refuse_others(*fields: tuple[str, object, tuple[object, ...], str]) -> None:
+    """Raise for the first of (field, value, accepted values, reason) with another value."""
+    for name, value, fine, why in fields:
+        if is_given(value) and value not in fine:
+            wanted = " or ".join(["null", *(shown(each) for each in fine)])
+            raise RequestError(f"{name} must be {wanted}: {why}; got {shown_field(value)}")
+
+
+def _messages(request: ResponsesRequest, earlier: Sequence[Any]) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     if request.instructions:
         messages.append({"role": "system", "content": request.instructions})
-    if isinstance(request.input, str):
-        return [*messages, {"role": "user", "content": request.input}]
-    if len(request.input) > MAX_ITEMS:
-        raise RequestError(f"input must have at most {MAX_ITEMS} items; got {len(request.input)}")
-    for i, given in enumerate(request.input):
-        item = typed_item(given, _ITEMS, f"input[{i}]", default="message")
-        _add_item(messages, item, f"input[{i}]")
+    own = own_items(request)
+    if len(earlier) + len(own) > MAX_ITEMS:
+        before = f" after {len(earlier)} of previous responses" if earlier else ""
+        raise RequestError(f"input must have at most {MAX_ITEMS} items; got {len(own)}{before}")
+    named = [(f"item {i} of the previous responses", item) for i, item in enumerate(earlier)]
+    named += [(f"input[{i}]", item) for i, item in enumerate(own)]
+    for where, given in named:
+        item = typed_item(given, _ITEMS, where, default="message")
+        _add_item(messages, item, where)
     if not messages:
         raise RequestError("input must not be empty")
     for message in messages:

@@ -30,7 +30,7 @@ class ResponseObject(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     object: Literal["response"]
     created_at: float
     completed_at: float | None = None
-    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
     error: dict[str, str] | None
     incomplete_details: dict[str, str] | None
     model: str
@@ -39,7 +39,7 @@ class ResponseObject(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     instructions: str | None
     max_output_tokens: int | None
     parallel_tool_calls: bool
-    previous_response_id: None
+    previous_response_id: str | None
     reasoning: dict[str, str | None]
     store: bool
     temperature: float | None
@@ -49,6 +49,7 @@ class ResponseObject(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     top_p: float | None
     truncation: Literal["disabled"]
     metadata: dict[str, str]
+    background: bool
 
 
 class ResponseBuilder:
@@ -62,6 +63,8 @@ class ResponseBuilder:
     request : ResponsesRequest
     model : str
         Model name to report in the response.
+    is_stored : bool
+        Whether the server keeps the response.
 
     Attributes
     ----------
@@ -69,8 +72,8 @@ class ResponseBuilder:
         The response so far.
     """
 
-    def __init__(self, request: ResponsesRequest, model: str) -> None:
-        self.response = _new_response(request, model)
+    def __init__(self, request: ResponsesRequest, model: str, *, is_stored: bool = False) -> None:
+        self.response = _new_response(request, model, is_stored=is_stored)
         self._num_events = 0
         self._item: dict[str, Any] | None = None  # the current item
         self._parts: list[str] = []  # chunks of its text, reasoning or arguments
@@ -129,6 +132,12 @@ class ResponseBuilder:
         yield from self._end("incomplete")
         self.response["error"] = {"code": code, "message": message}
         yield self._closing_event("failed")
+
+    def cancel(self) -> None:
+        """End a background response, which has no events."""
+        for _ in self._end("incomplete"):
+            pass
+        self.response["status"] = "cancelled"
 
     def _closing_event(self, status: str) -> dict[str, Any]:
         self.response["status"] = status
@@ -228,7 +237,7 @@ def _usage(usage: dict[str, int]) -> dict[str, Any]:
     }
 
 
-def _new_response(request: ResponsesRequest, model: str) -> dict[str, Any]:
+def _new_response(request: ResponsesRequest, model: str, *, is_stored: bool) -> dict[str, Any]:
     reasoning = request.reasoning
     text = request.text
     return {
@@ -243,9 +252,9 @@ def _new_response(request: ResponsesRequest, model: str) -> dict[str, Any]:
         "model": model,
         "output": [],
         "parallel_tool_calls": request.parallel_tool_calls is not False,
-        "previous_response_id": None,
+        "previous_response_id": request.previous_response_id,
         "reasoning": {"effort": reasoning.effort if reasoning else None, "summary": None},
-        "store": False,
+        "store": is_stored,
         "temperature": request.temperature,
         "text": {"format": (text and text.format) or {"type": "text"}},
         "tool_choice": request.tool_choice or "auto",
@@ -254,4 +263,5 @@ def _new_response(request: ResponsesRequest, model: str) -> dict[str, Any]:
         "truncation": "disabled",
         "usage": None,
         "metadata": request.metadata or {},
+        "background": bool(request.background),
     }

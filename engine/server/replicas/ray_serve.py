@@ -140,6 +140,11 @@ class RayServeConfig:
                 f"the CPU; got {self.num_gpus}"
             )
         server = ServerConfig.from_options(self.server)
+        if server.max_stored_responses and self.num_ingresses > 1:
+            raise ConfigError(
+                "max_stored_responses must be 0 with several ingresses, since a response is stored "
+                f"in one; got {server.max_stored_responses} and num_ingresses {self.num_ingresses}"
+            )
         for name in _REFUSED:
             given = getattr(server, name)
             default = getattr(ServerConfig, name)
@@ -250,9 +255,10 @@ def build(arguments: dict[str, Any]) -> Any:
         ray_actor_options={"num_cpus": 0.5},
     )
     names = directory, token
+    stored = server.num_stored_responses if config.num_ingresses == 1 else 0
     return ingress.bind(
         config.model,
-        config.server,
+        config.server | {"max_stored_responses": stored},
         *names,
         replicas.bind(config.model, config.engine, *names),
     )

@@ -1,10 +1,12 @@
-"""/v1/responses: OpenAI's Responses API, without stored responses."""
+"""/v1/responses: OpenAI's Responses API, with stored and background responses."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncGenerator, Iterable
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from starlette.requests import Request
@@ -12,16 +14,19 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from engine.server.agent_stream import Answered, begin_chat, chat_request, named_frame, num_tokens
-from engine.server.limits import check_model, read_struct
+from engine.server.limits import check_model, decoded, read_struct
 from engine.server.openapi import Endpoint
-from engine.server.protocol.errors import APIError, renamed_params
-from engine.server.protocol.responses import ResponsesRequest, to_chat
+from engine.server.protocol.errors import APIError, api_error, renamed_params
+from engine.server.protocol.responses import ResponsesRequest, own_items, to_chat
 from engine.server.protocol.responses_events import ResponseBuilder, ResponseObject
 from engine.server.sse import EventStream, unless_disconnected
+from engine.server.stored_responses import ResponseStore, StoredResponse, Turn
 
 __all__ = ["ENDPOINTS", "routes"]
 
 _STORED = "/v1/responses/{response_id}"
+_CANCEL = "/v1/responses/{response_id}/cancel"
+_log = logging.getLogger("engine.server")
 _STREAM_CODES = ("rate_limit_exceeded", "context_length_exceeded")
 # Field of a chat completion -> the field of a response that it is made from.
 _FIELDS = {
@@ -32,13 +37,24 @@ _FIELDS = {
     "response_format": "text.format",
     "structured": "text.format",
 }
+_INCLUDED = ("reasoning.encrypted_content",)  # no effect: reasoning is plain text
+
+
+class DeletedResponse(msgspec.Struct):
+    """Response body of DELETE /v1/responses/{response_id}."""
+
+    id: str
+    object: Literal["response"] = "response"
+    deleted: bool = True
+
 
 ENDPOINTS = (
     Endpoint(
         "post", "/v1/responses", "Answer an input", ResponsesRequest, ResponseObject, streams=True
     ),
-    Endpoint("get", _STORED, "An error: no responses are stored"),
-    Endpoint("delete", _STORED, "An error: no responses are stored"),
+    Endpoint("get", _STORED, "A stored response", response=ResponseObject),
+    Endpoint("delete", _STORED, "Delete a stored response", response=DeletedResponse),
+    Endpoint("post", _CANCEL, "Cancel a background response", response=ResponseObject),
 )
 
 
@@ -46,7 +62,9 @@ def routes() -> list[Route]:
     """Return the routes of this module."""
     return [
         Route("/v1/responses", create_response, methods=["POST"]),
-        Route(_STORED, no_response, methods=["GET", "DELETE"]),
+        Route(_STORED, get_response, methods=["GET"]),
+        Route(_STORED, delete_response, methods=["DELETE"]),
+        Route(_CANCEL, cancel_response, methods=["POST"]),
     ]
 
 
@@ -54,34 +72,210 @@ async def create_response(request: Request) -> Response:
     """Handle POST /v1/responses."""
     body = await read_struct(request, ResponsesRequest)
     model = check_model(body.model, request)
-    chat = chat_request(to_chat(body))
-    builder = ResponseBuilder(body, model)
+    store: ResponseStore = request.app.state.responses
+    previous = None
+    earlier: list[Any] = []
+    if store.is_enabled and body.previous_response_id is not None:
+        previous = _previous_turn(request, body.previous_response_id)
+        earlier = await _items(request, previous)
+    chat = chat_request(to_chat(body, earlier, can_store=store.is_enabled))
+    is_stored = store.is_enabled and body.store is not False
+    builder = ResponseBuilder(body, model, is_stored=is_stored)
     with renamed_params(_FIELDS):
         stream = await begin_chat(request, chat, builder.response["id"])
-    answer = _Answer(request, Answered(stream), builder)
+    keep = _Keeper(request, body, builder, previous) if is_stored else None
+    answer = _Answer(request, Answered(stream), builder, keep)
+    if body.background:
+        assert keep is not None  # `to_chat` refuses a background response that is not stored
+        return _json(keep.start(answer).body)
     if body.stream:
         interval = request.app.state.config.sse_keep_alive
         frames = answer.frames()
         error_frame = answer.error_frame
         return EventStream(frames, keep_alive=interval, error_frame=error_frame, last=b"")
     await unless_disconnected(request.receive, answer.whole())
-    return Response(msgspec.json.encode(builder.response), media_type="application/json")
+    return _json(msgspec.json.encode(builder.response))
 
 
-async def no_response(request: Request) -> Response:
-    """Reply 404: responses are not stored."""
-    name = request.path_params["response_id"][:100]
-    message = f"the response {name!r} does not exist: no responses are stored"
-    raise APIError(404, message, param="response_id")
+# ---- stored responses
+
+
+async def get_response(request: Request) -> Response:
+    """Handle GET /v1/responses/{response_id}."""
+    stored = _stored(request)
+    for name, value in request.query_params.multi_items():
+        is_fine = name.rstrip("[]") == "include" and value in _INCLUDED
+        is_fine |= name in ("stream", "include_obfuscation") and value.lower() == "false"
+        if not is_fine:
+            message = f"{name[:50]} is not supported: a stored response is whole; got {value[:50]}"
+            raise APIError(400, message, param=name[:50])
+    return _json(stored.body)
+
+
+async def delete_response(request: Request) -> Response:
+    """Handle DELETE /v1/responses/{response_id}; one in progress is cancelled first."""
+    stored = _stored(request)
+    await _cancel(stored)
+    request.app.state.responses.delete(request.state.key, stored.id)
+    return _json(msgspec.json.encode(DeletedResponse(stored.id)))
+
+
+async def cancel_response(request: Request) -> Response:
+    """Handle POST /v1/responses/{response_id}/cancel; one that has finished stays as it is."""
+    stored = _stored(request)
+    if stored.job is None:
+        message = f"the response {stored.id!r} was not made with background and has finished"
+        raise APIError(400, message, param="response_id")
+    await _cancel(stored)
+    return _json(stored.body)
+
+
+def _stored(request: Request) -> StoredResponse:
+    """Return the response that the path names; raise an `APIError` (404) if there is none."""
+    store: ResponseStore = request.app.state.responses
+    name = request.path_params["response_id"]
+    found = store.find(request.state.key, name)
+    if found is None:
+        reason = "" if store.is_enabled else ": no responses are stored (max_stored_responses)"
+        message = f"the response {name[:100]!r} does not exist{reason}"
+        raise APIError(404, message, param="response_id")
+    return found
+
+
+def _previous_turn(request: Request, name: str) -> Turn:
+    stored = request.app.state.responses.find(request.state.key, name)
+    code = "previous_response_not_found"
+    if stored is None:
+        message = f"previous_response_id must be of a stored response; got {name[:100]!r}"
+    elif stored.status in ("completed", "incomplete"):
+        turn: Turn = stored.turn
+        return turn
+    else:
+        message = f"previous_response_id must be of a completed response; it is {stored.status}"
+        code = "invalid_previous_response"
+    raise APIError(400, message, param="previous_response_id", code=code)
+
+
+async def _items(request: Request, turn: Turn) -> list[Any]:
+    """Return the items of a conversation up to the end of `turn`."""
+    limit = request.app.state.config.max_body_bytes
+    data = turn.joined(limit)
+    if data is None:
+        message = f"previous_response_id must lead to at most {limit} bytes (max_body_bytes)"
+        raise APIError(400, f"{message}; got more", param="previous_response_id")
+    return await decoded(data, list[Any])
+
+
+async def _cancel(stored: StoredResponse) -> None:
+    if stored.job is not None and not stored.is_finished:
+        stored.job.cancel()
+        await asyncio.wait([stored.job])
+
+
+def _json(data: bytes) -> Response:
+    return Response(data, media_type="application/json")
+
+
+class _Keeper:
+    """Stores one response of a request when it has finished.
+
+    Parameters
+    ----------
+    request : Request
+    body : ResponsesRequest
+    builder : ResponseBuilder
+    previous : Turn or None
+        The turn that the response follows.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        body: ResponsesRequest,
+        builder: ResponseBuilder,
+        previous: Turn | None,
+    ) -> None:
+        self._store: ResponseStore = request.app.state.responses
+        self._slots = request.app.state.slots
+        self._key = request.state.key
+        self._items = own_items(body)
+        self._builder = builder
+        self._previous = previous
+        self._stored: StoredResponse | None = None
+
+    def keep(self) -> None:
+        """Store the response as it is now."""
+        response = self._builder.response
+        turn = Turn([*self._items, *response["output"]], self._previous)
+        if self._stored is None:
+            self._stored = StoredResponse(response)
+        else:
+            self._stored.update(response)
+        self._store.put(self._key, self._stored, turn)
+
+    def start(self, answer: _Answer) -> StoredResponse:
+        """Compute the response in the background; it holds a request slot.
+
+        Raises
+        ------
+        APIError
+            429, if no slot is free.
+        """
+        response = self._builder.response
+        response["status"] = "queued"
+        stored = self._stored = StoredResponse(response)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._slots.hold(self._key))
+            self._store.begin(self._key, stored)
+            slot = stack.pop_all()
+        response["status"] = "in_progress"
+        stored.job = asyncio.ensure_future(self._run(answer))
+        stored.job.add_done_callback(lambda _: self._end(stored, slot))
+        return stored
+
+    async def _run(self, answer: _Answer) -> None:
+        assert self._stored is not None
+        self._stored.update(self._builder.response)
+        try:
+            await answer.whole()
+        except Exception as error:
+            found = api_error(error)
+            if found.status == 500 and not isinstance(error, APIError):
+                _log.error("the response %s failed", self._stored.id, exc_info=error)
+            answer.error_frame(found)
+            self.keep()
+
+    def _end(self, stored: StoredResponse, slot: contextlib.ExitStack) -> None:
+        """Release the slot; store what a cancelled response has."""
+        slot.close()
+        if not stored.is_finished:
+            self._builder.cancel()
+            self.keep()
 
 
 class _Answer:
-    """Response to one request, complete or as SSE frames."""
+    """Response to one request, complete or as SSE frames.
 
-    def __init__(self, request: Request, answered: Answered, builder: ResponseBuilder) -> None:
+    Parameters
+    ----------
+    request : Request
+    answered : Answered
+    builder : ResponseBuilder
+    keeper : _Keeper or None
+        Stores the response when it is complete.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        answered: Answered,
+        builder: ResponseBuilder,
+        keeper: _Keeper | None,
+    ) -> None:
         self._request = request
         self._answered = answered
         self._builder = builder
+        self._keeper = keeper
         self._start = b""  # first frames, built before the stream starts
 
     async def whole(self) -> None:
@@ -119,7 +313,10 @@ class _Answer:
             "reasoning_tokens": min(num_reasoning, stream.num_output_tokens),
         }
         reason = None if last is None else last.finish_reason
-        return list(self._builder.finish(reason or "stop", usage))
+        events = list(self._builder.finish(reason or "stop", usage))
+        if self._keeper is not None:
+            self._keeper.keep()
+        return events
 
 
 def _frames_of(events: Iterable[dict[str, Any]]) -> bytes:

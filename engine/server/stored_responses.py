@@ -1,0 +1,214 @@
+"""`ResponseStore`: the responses of /v1/responses that clients can ask for again, in memory.
+
+Each API key has a space of its own, so that another key's response is like one that never was. A
+response holds the *turn* that it ended: the items of its input and output. Turns link to the ones
+before them, so that a conversation of many responses is stored once, and a response that was
+dropped or deleted stays readable to those that continue from it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+
+from engine.server.protocol.errors import APIError
+from engine.server.server_config import ServerConfig
+
+__all__ = ["ResponseStore", "StoredResponse", "Turn"]
+
+_OVERHEAD = 1024  # bytes counted for a response or a turn beside its content
+_UNFINISHED = ("queued", "in_progress")
+
+_encode = msgspec.json.Encoder().encode
+
+
+class Turn:
+    """Items of one response's input and output.
+
+    Parameters
+    ----------
+    items : list
+        Input items, then output items.
+    previous : Turn or None
+        The turn before, of `previous_response_id`.
+
+    Attributes
+    ----------
+    data : bytes
+        The items as JSON, without the brackets of their list.
+    num_owners : int
+        Responses and later turns that refer to it.
+    """
+
+    __slots__ = ("data", "num_owners", "previous")
+
+    def __init__(self, items: list[Any], previous: Turn | None) -> None:
+        self.data = _encode(items)[1:-1]
+        self.previous = previous
+        self.num_owners = 0
+
+    def joined(self, limit: int) -> bytes | None:
+        """Return all items up to this turn as a JSON list; None if it exceeds `limit` bytes."""
+        parts: list[bytes] = []
+        size = 2
+        turn: Turn | None = self
+        while turn is not None:
+            if turn.data:
+                parts.append(turn.data)
+                size += len(turn.data) + 1
+            if size > limit:
+                return None
+            turn = turn.previous
+        return b"[" + b",".join(reversed(parts)) + b"]"
+
+
+class StoredResponse:
+    """One stored response.
+
+    Attributes
+    ----------
+    id, status : str
+    body : bytes
+        The response object as JSON.
+    turn : Turn or None
+        None until it has finished; another response may continue from it then.
+    job : asyncio.Task or None
+        For a background response, the task that computes it.
+    """
+
+    __slots__ = ("body", "id", "job", "status", "turn")
+
+    def __init__(self, response: dict[str, Any]) -> None:
+        self.id: str = response["id"]
+        self.turn: Turn | None = None
+        self.job: asyncio.Task[None] | None = None
+        self.update(response)
+
+    def update(self, response: dict[str, Any]) -> None:
+        """Take over the response's present state."""
+        self.status: str = response["status"]
+        self.body = _encode(response)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether nothing will change any more."""
+        return self.status not in _UNFINISHED
+
+
+class _Space:
+    """The responses of one key."""
+
+    def __init__(self) -> None:
+        self.finished: dict[str, StoredResponse] = {}  # oldest first
+        self.running: dict[str, StoredResponse] = {}
+        self.num_bytes = 0  # of the finished ones
+
+    @property
+    def is_used(self) -> bool:
+        return bool(self.finished or self.running)
+
+    def find(self, response_id: str) -> StoredResponse | None:
+        return self.finished.get(response_id) or self.running.get(response_id)
+
+    def add(self, stored: StoredResponse, turn: Turn) -> None:
+        """Add a finished response."""
+        stored.turn = turn
+        self.finished[stored.id] = stored
+        self.num_bytes += len(stored.body) + _OVERHEAD
+        owned: Turn | None = turn
+        while owned is not None:
+            owned.num_owners += 1
+            if owned.num_owners > 1:
+                return
+            self.num_bytes += len(owned.data) + _OVERHEAD
+            owned = owned.previous
+
+    def drop(self, response_id: str) -> None:
+        """Drop a finished response, and the turns that no other one needs."""
+        stored = self.finished.pop(response_id)
+        self.num_bytes -= len(stored.body) + _OVERHEAD
+        owned = stored.turn
+        while owned is not None:
+            owned.num_owners -= 1
+            if owned.num_owners:
+                return
+            self.num_bytes -= len(owned.data) + _OVERHEAD
+            owned = owned.previous
+
+
+class ResponseStore:
+    """The stored responses of all keys of one API process.
+
+    At most `max_stored_responses` of a key are kept, and `max_stored_bytes` of all keys; beyond it
+    the oldest of the key that has most bytes is dropped. Those in progress are not counted in the
+    bytes: they are requests, and limited as such.
+
+    Parameters
+    ----------
+    config : ServerConfig
+
+    Attributes
+    ----------
+    is_enabled : bool
+        Whether anything is stored.
+
+    Examples
+    --------
+    >>> store = ResponseStore(ServerConfig(max_stored_responses=1))
+    >>> for name in "ab":
+    ...     store.put("key", StoredResponse({"id": name, "status": "completed"}), Turn([], None))
+    >>> [store.find("key", name) is not None for name in "ab"], store.find("other", "b")
+    ([False, True], None)
+    """
+
+    def __init__(self, config: ServerConfig) -> None:
+        self._most = config.num_stored_responses
+        self._most_bytes = config.max_stored_bytes
+        self._spaces: dict[str | None, _Space] = {}
+        self.is_enabled = self._most > 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all finished responses and their turns."""
+        return sum(space.num_bytes for space in self._spaces.values())
+
+    def find(self, key: str | None, response_id: str) -> StoredResponse | None:
+        """Return a key's response, or None."""
+        space = self._spaces.get(key)
+        return None if space is None else space.find(response_id)
+
+    def begin(self, key: str | None, stored: StoredResponse) -> None:
+        """Store a response that is computed in the background; `put` must follow.
+
+        Raises
+        ------
+        APIError
+            429, if as many of the key as can be stored are in progress.
+        """
+        space = self._spaces.setdefault(key, _Space())
+        if len(space.running) >= self._most:
+            message = f"{self._most} responses are in progress, the maximum (max_stored_responses)"
+            raise APIError(429, message, headers={"Retry-After": "5"})
+        space.running[stored.id] = stored
+
+    def put(self, key: str | None, stored: StoredResponse, turn: Turn) -> None:
+        """Store a finished response, which ended `turn`."""
+        space = self._spaces.setdefault(key, _Space())
+        space.running.pop(stored.id, None)
+        space.add(stored, turn)
+        while len(space.finished) > self._most:
+            space.drop(next(iter(space.finished)))
+        while self.num_bytes > self._most_bytes:
+            largest = max(self._spaces.values(), key=lambda each: each.num_bytes)
+            largest.drop(next(iter(largest.finished)))
+        self._spaces = {name: each for name, each in self._spaces.items() if each.is_used}
+
+    def delete(self, key: str | None, response_id: str) -> None:
+        """Forget a finished response of a key; an unknown id is ignored."""
+        space = self._spaces.get(key)
+        if space is not None and response_id in space.finished:
+            space.drop(response_id)
+            if not space.is_used:
+                del self._spaces[key]
