@@ -17,7 +17,7 @@ from engine.async_engine import EngineClient
 from engine.errors import unknown_keyword
 from engine.outputs import CompletionOutput, RequestOutput
 from engine.sampling_params import SamplingParams
-from engine.server import reasoning, tool_parsers
+from engine.server import reasoning, response_template, tool_parsers
 from engine.server.field_limits import (
     check_answer,
     check_fields,
@@ -37,6 +37,12 @@ from engine.server.protocol.common import sampling_defaults
 from engine.server.protocol.errors import APIError, failed_request
 from engine.server.protocol.logprobs import TokenLogprob, chat_logprobs
 from engine.server.reasoning import ReasoningReader
+from engine.server.response_template import (
+    DeclaredReasoning,
+    DeclaredTools,
+    Parsed,
+    answer_reader,
+)
 from engine.server.server_config import ServerConfig
 from engine.server.tool_parsers import (
     Event,
@@ -77,6 +83,8 @@ class ChatRequest:
         Whether `tool_choice` names a function.
     one_call : bool
         Whether to drop all tool calls after an answer's first one.
+    is_read_at_end : bool
+        Whether answers are parsed at their end, which may take time.
     """
 
     request_id: str
@@ -90,6 +98,7 @@ class ChatRequest:
     shows_reasoning: bool = True
     is_forced: bool = False
     one_call: bool = False
+    is_read_at_end: bool = False
 
 
 @dataclass(slots=True)
@@ -152,6 +161,7 @@ class ChatService:
         self._allow_special = config is not None and config.allow_special_in_content
         self.client = client
         template = getattr(client.tokenizer, "chat_template", None) or ""
+        is_auto = tool_parser == reasoning_parser == AUTO
         if tool_parser == AUTO:
             tool_parser = tool_parsers.detect(template)
         elif tool_parser is not None:
@@ -160,6 +170,12 @@ class ChatService:
             reasoning_parser = reasoning.detect(template)
         elif reasoning_parser is not None:
             reasoning.get(reasoning_parser)
+        self._declared = None
+        if is_auto:
+            declared = getattr(client.tokenizer, "response_format", None)
+            self._declared = response_template.chosen(declared, tool_parser, reasoning_parser)
+        if self._declared is not None:
+            tool_parser = reasoning_parser = self._declared[0]
         special_ids = getattr(client.tokenizer, "special_ids", ())
         self._special_texts = frozenset(
             client.tokenizer.token_bytes(i).decode("utf-8", "replace") for i in special_ids
@@ -184,11 +200,12 @@ class ChatService:
         prompt = await asyncio.to_thread(self.render, body)
         check_num_tokens(len(prompt["prompt_token_ids"]), "messages", self.client)
         continued = body.messages[-1].text if body.continue_final_message else ""
-        tools, overrides, options = self._tools(body, continued)
+        parse = self._declared_parser(body, prompt["prompt"])
+        tools, overrides, options = self._tools(body, continued, parse)
         markers = tools().markers if tools is not None else ()
-        if self.reasoning_parser is not None:
+        if self.reasoning_parser is not None and parse is None:
             markers += reasoning.markers_of(self.reasoning_parser)
-        if not self._special_texts.isdisjoint(markers):
+        if parse is not None or not self._special_texts.isdisjoint(markers):
             overrides["skip_special_tokens"] = False
         params = chat_params(body, self.generation_defaults, **overrides)
         if self._config is not None:
@@ -204,6 +221,10 @@ class ChatService:
                 tools,
                 continued=continued,
             )
+            if parse is not None:
+                options["reasoning_parser"] = functools.partial(
+                    DeclaredReasoning, parse, keeps_calls=tools is not None
+                )
         return ChatRequest(
             request_id,
             prompt,
@@ -213,8 +234,19 @@ class ChatService:
             timeout=body.timeout,
             tool_parser=tools,
             shows_reasoning=body.include_reasoning is not False,
+            is_read_at_end=parse is not None,
             **options,
         )
+
+    def _declared_parser(
+        self, body: ChatCompletionRequest, prompt: str
+    ) -> Callable[[str], Parsed] | None:
+        """Return a parser of whole answers in the checkpoint's own format, if that is used."""
+        if self._declared is None:
+            return None
+        tools = [] if body.tool_choice == "none" else body.tools or []
+        names = {tool.function.name: tool.function.parameters or {} for tool in tools}
+        return answer_reader(self._declared, prompt, names)
 
     def render(self, body: ChatCompletionRequest) -> dict[str, Any]:
         """Return the text and token ids of a conversation; this takes milliseconds.
@@ -260,11 +292,15 @@ class ChatService:
         return given
 
     def _tools(
-        self, body: ChatCompletionRequest, continued: str
+        self,
+        body: ChatCompletionRequest,
+        continued: str,
+        parse: Callable[[str], Parsed] | None,
     ) -> tuple[Callable[[], ToolParser] | None, dict[str, Any], dict[str, Any]]:
         """Return the tool parser and the tool fields of `SamplingParams` and `ChatRequest`.
 
-        `continued` is the text of the message that the answer continues, if any.
+        `continued` is the text of the message that the answer continues, if any; `parse` parses
+        whole answers in the checkpoint's own format, if that is used.
         """
         named = required_tool(body)
         if not body.tools or body.tool_choice == "none":
@@ -287,6 +323,8 @@ class ChatService:
                 'start the server with --tool-call-parser, or give tool_choice "required"'
             )
             raise APIError(400, message, param="tools")
+        if parse is not None:
+            return functools.partial(DeclaredTools, parse, make_id), {}, options
         is_thought = False
         if self.reasoning_parser is not None:
             is_thought, continued = reasoning.last_text(self.reasoning_parser, continued)
@@ -350,12 +388,18 @@ class ChatStream:
             async for output in outputs:
                 self._note(output)
                 for completion in output.outputs:
-                    if completion.logprobs is None or len(completion.logprobs) <= _MANY_LOGPROBS:
-                        yield self._piece(completion)
-                    else:
+                    if self._is_slow(completion):
                         yield await asyncio.to_thread(self._piece, completion)
+                    else:
+                        yield self._piece(completion)
         finally:
             await outputs.aclose()
+
+    def _is_slow(self, completion: CompletionOutput) -> bool:
+        """Return whether `_piece` would hold other requests up."""
+        if self._request.is_read_at_end and completion.finish_reason is not None:
+            return True
+        return completion.logprobs is not None and len(completion.logprobs) > _MANY_LOGPROBS
 
     def _note(self, output: RequestOutput) -> None:
         self.num_cached_tokens = output.num_cached_tokens

@@ -35,6 +35,7 @@ __all__ = ["parts_from_directory"]
 
 _MAX_TOKENIZER_BYTES = 64 << 20  # the largest known files are about 35 MB
 _MAX_TEMPLATES = 64
+_RESPONSE_FORMATS = ("response_template", "response_schema")
 _MAX_TEMPLATE_BYTES = 4 * MAX_SOURCE_CHARS  # UTF-8 takes at most 4 bytes per character
 
 
@@ -78,6 +79,7 @@ def parts_from_directory(directory: Path) -> TokenizerParts:
         special_tokens=special,
         chat_templates=_chat_templates(directory, config),
         chat_control_tokens=_chat_control_tokens(config),
+        response_format=_response_format(config),
     )
 
 
@@ -194,6 +196,12 @@ def _chat_control_tokens(config: Mapping[str, Any]) -> tuple[str, ...]:
     if not isinstance(listed, list) or not all(isinstance(token, str) for token in listed):
         raise ConfigError(f"chat_control_tokens must be a list of strings; got {shown(listed)}")
     return tuple(listed)
+
+
+def _response_format(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]] | None:
+    """Return the first format of answers that is declared."""
+    given = ((key, config.get(key)) for key in _RESPONSE_FORMATS)
+    return next(((key, value) for key, value in given if isinstance(value, dict)), None)
 
 
 def _read_template(path: Path, directory: Path) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import tokenizers
 from tokenizers.processors import TemplateProcessing
@@ -42,6 +43,8 @@ class TokenizerParts:
         Jinja sources by name; "default" is the main one.
     chat_control_tokens : tuple of str
         Added tokens that only a template may write, besides those that `control_tokens` finds.
+    response_format : (str, mapping), optional
+        How the model's answers are read, as the model declares it: the key, and its value.
     """
 
     backend: tokenizers.Tokenizer
@@ -51,6 +54,7 @@ class TokenizerParts:
     chat_templates: Mapping[str, str] = field(default_factory=dict)
     encoder: Callable[[str, bool], tuple[list[int], bool]] | None = None
     chat_control_tokens: tuple[str, ...] = ()
+    response_format: tuple[str, Mapping[str, Any]] | None = None
 
 
 def set_bos_eos(backend: tokenizers.Tokenizer, bos_id: int | None, eos_id: int | None) -> None:

@@ -107,6 +107,9 @@ class Tokenizer:
         Tokens omitted by `skip_special_tokens`.
     strip_left : int
         Number of leading spaces that decoding strips from a text (sentencepiece adds one).
+    response_format : (str, mapping) or None
+        How the model's answers are read, as it declares it: "response_template" or
+        "response_schema", and its value.
     """
 
     def __init__(self, parts: TokenizerParts, *, chat_template: str | None = None) -> None:
@@ -120,6 +123,7 @@ class Tokenizer:
         self._special_tokens = dict(parts.special_tokens)
         sources = parts.chat_templates if chat_template is None else {"default": chat_template}
         self._listed_control = parts.chat_control_tokens
+        self.response_format = parts.response_format
         self._controls: dict[str, _Control] = {}
         self._templates = {name: ChatTemplate(text) for name, text in sources.items()}
 

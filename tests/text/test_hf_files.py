@@ -239,3 +239,15 @@ def test_templates_by_name_and_by_file(directory):
     only = load_tokenizer(directory)  # files replace all templates of tokenizer_config.json
     assert only.apply_chat_template(messages, tools=[{}]) == "F<|im_end|>"
     assert load_tokenizer(directory, chat_template="O").apply_chat_template(messages) == "O"
+
+
+def test_the_declared_format_of_answers(directory):
+    """The newer key counts; other values than an object are no format."""
+    template, schema = {"fields": {"content": {}}}, {"properties": {}}
+    for config, wanted in (
+        ({"response_schema": schema}, ("response_schema", schema)),
+        ({"response_template": template}, ("response_template", template)),
+        ({"response_template": "text"}, ("response_schema", schema)),
+        ({"response_schema": None}, None),
+    ):
+        assert load_tokenizer_with(directory, config).response_format == wanted

@@ -1,0 +1,161 @@
+"""Reading of answers by a checkpoint's own format, in a `Worker` under limits of the kernel.
+
+The format's patterns are the checkpoint's, and one may take time exponential in the text's length
+without returning to code that could check. So they are compiled and matched in a process whose CPU
+time, memory and files the kernel limits. All threads of a process share one worker; a format that
+exceeds a limit ends it and fails only its own answer, which is content then.
+
+A request is a JSON array: the kind of format, the format, and the prompt and the text, or null to
+check the format. The answer is {"result": ...} or {"failed": reason}.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import signal
+from collections.abc import Mapping
+from typing import Any
+
+from engine.checks import parse_object
+from engine.errors import ConfigError
+from engine.server.response_template.contents import FormatError
+from engine.server.response_template.schema import ResponseSchema
+from engine.server.response_template.template import ResponseTemplate
+from engine.text.child_process import (
+    Worker,
+    WorkerEndedError,
+    incoming,
+    memory_gauge,
+    reply,
+    set_limits,
+)
+
+__all__ = ["KINDS", "MAX_SECONDS", "check", "main", "read"]
+
+MAX_SECONDS = 1.0  # CPU time per answer
+MAX_WAIT = 20.0  # wall-clock seconds to wait for the result
+MAX_MEMORY = 512 << 20  # bytes of address space beyond the imports' use
+
+KINDS = ("response_template", "response_schema")
+"""Keys of tokenizer_config.json that declare a format, the newer one first."""
+
+_MAX_ANSWER_BYTES = 64 << 20
+_MAX_REASON_CHARS = 300
+_THOUGHTS = ("thinking", "reasoning_content", "reasoning")
+
+_WORKER = Worker(
+    "from engine.server.response_template.worker import main; main()", _MAX_ANSWER_BYTES
+)
+
+
+def check(kind: str, spec: Mapping[str, Any]) -> None:
+    """Compile a format.
+
+    Raises
+    ------
+    ConfigError
+        If it cannot be used.
+    """
+    _ask([kind, spec, None, None])
+
+
+def read(kind: str, spec: Mapping[str, Any], prompt: str, text: str) -> dict[str, Any]:
+    """Return an answer's "reasoning" and "content" (str), and its "calls" as the format has them.
+
+    Raises
+    ------
+    ConfigError
+        If the format cannot be used, does not fit the text, or exceeds a limit.
+    """
+    found: dict[str, Any] = _ask([kind, spec, prompt, text])
+    return found
+
+
+def _ask(request: list[Any]) -> Any:
+    try:
+        answer = parse_object(_WORKER.ask(json.dumps(request).encode(), MAX_SECONDS, wait=MAX_WAIT))
+    except WorkerEndedError as error:
+        is_slow = error.code in (None, -signal.SIGPROF)
+        limit = f"{MAX_SECONDS:g} s" if is_slow else f"{MAX_MEMORY >> 20} MiB"
+        raise ConfigError(f"{request[0]}: it takes more than {limit}") from None
+    except OSError as error:
+        raise ConfigError(f"{request[0]}: its process cannot be started ({error})") from None
+    if answer is None or "result" not in answer:
+        why = "its process sent no answer" if answer is None else answer.get("failed")
+        raise ConfigError(f"{request[0]}: {why}")
+    return answer["result"]
+
+
+# ---- in the worker's process
+
+
+def main() -> None:
+    """Answer requests."""
+    in_use = memory_gauge()()
+    set_limits(in_use + MAX_MEMORY if in_use else 0)
+    for request in incoming():
+        try:
+            answer: dict[str, Any] = {"result": _answer(*json.loads(request))}
+        except Exception as error:  # the format is untrusted
+            why = (
+                str(error) if isinstance(error, FormatError) else f"{type(error).__name__}: {error}"
+            )
+            answer = {"failed": why[:_MAX_REASON_CHARS]}
+        reply(json.dumps(answer).encode())
+
+
+def _answer(kind: str, spec: Any, prompt: str | None, text: str | None) -> dict[str, Any]:
+    form = _compiled(kind, json.dumps(spec))
+    if prompt is None or text is None:
+        return {}
+    begun = form.begun(prompt)
+    found = _parts(form.message(begun + text))
+    if begun:  # what the prompt has of the message is no part of the answer
+        before = _parts(form.message(begun))
+        for key in ("reasoning", "content"):
+            found[key] = found[key].removeprefix(before[key])
+        found["calls"] = found["calls"][len(before["calls"]) :]
+    return found
+
+
+@functools.lru_cache(maxsize=4)
+def _compiled(kind: str, spec: str) -> ResponseTemplate | ResponseSchema:
+    given = json.loads(spec)
+    if not isinstance(given, dict):
+        raise FormatError(f"it must be an object; got {type(given).__name__}")
+    return ResponseTemplate(given) if kind == KINDS[0] else ResponseSchema(given)
+
+
+def _parts(message: dict[str, Any]) -> dict[str, Any]:
+    thought = next((message[key] for key in _THOUGHTS if message.get(key)), "")
+    calls = message.get("tool_calls") or []
+    if not isinstance(calls, list):
+        calls = [calls]
+    flat = [one for call in calls for one in (call if isinstance(call, list) else [call])]
+    return {
+        "reasoning": _joined(thought),
+        "content": _joined(message.get("content") or ""),
+        "calls": [_call(one) for one in flat],
+    }
+
+
+def _joined(value: Any) -> str:
+    texts = value if isinstance(value, list) else [value]
+    if not all(isinstance(text, str) for text in texts):
+        raise FormatError(f"no text: {str(value)[:40]!r}")
+    return "\n\n".join(texts)
+
+
+def _call(value: Any) -> list[Any]:
+    """Return the name and the arguments of a call."""
+    call = value.get("function", value) if isinstance(value, dict) else None
+    name = call.get("name") if isinstance(call, dict) else None
+    if not isinstance(call, dict) or not isinstance(name, str):
+        raise FormatError("a call has no name")
+    arguments = call.get("arguments")
+    if isinstance(arguments, str):
+        arguments = json.loads(arguments)
+    if arguments is not None and not isinstance(arguments, dict):
+        raise FormatError("the arguments of a call must be an object")
+    return [name, arguments or {}]
