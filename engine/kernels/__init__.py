@@ -46,6 +46,8 @@ from engine.kernels.kv_copy import kv_copy
 from engine.kernels.kv_gather import kv_gather
 from engine.kernels.kv_store import kv_store
 from engine.kernels.kv_swap import kv_swap
+from engine.kernels.lora_expand import lora_expand
+from engine.kernels.lora_shrink import lora_shrink
 from engine.kernels.mamba2 import mamba2
 from engine.kernels.match_rms import match_rms
 from engine.kernels.merge_states import merge_states
@@ -140,6 +142,8 @@ __all__ = [
     "kv_gather",
     "kv_store",
     "kv_swap",
+    "lora_expand",
+    "lora_shrink",
     "mamba2",
     "match_rms",
     "merge_states",

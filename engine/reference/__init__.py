@@ -33,6 +33,8 @@ from engine.reference.kv_copy import kv_copy
 from engine.reference.kv_gather import kv_gather
 from engine.reference.kv_store import kv_store
 from engine.reference.kv_swap import kv_swap
+from engine.reference.lora_expand import lora_expand
+from engine.reference.lora_shrink import lora_shrink
 from engine.reference.mamba2 import mamba2
 from engine.reference.match_rms import match_rms
 from engine.reference.merge_states import merge_states
@@ -104,6 +106,8 @@ __all__ = [
     "kv_gather",
     "kv_store",
     "kv_swap",
+    "lora_expand",
+    "lora_shrink",
     "mamba2",
     "match_rms",
     "merge_states",
