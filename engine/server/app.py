@@ -23,6 +23,7 @@ from engine.server.connection_pool import ALWAYS_SERVED
 from engine.server.gate import Gate
 from engine.server.hosts import AllowedHosts
 from engine.server.limits import BodyMemory, RequestSlots
+from engine.server.scoring import make_scorer
 from engine.server.server_config import ServerConfig
 from engine.server.stored_responses import ResponseStore
 
@@ -44,8 +45,8 @@ def build_app(
 ) -> Starlette:
     """Build the server's ASGI application.
 
-    Its state holds `client`, `config`, `chat` (a `ChatService`), `model_names`, `slots`,
-    `body_memory`, `responses` (a `ResponseStore`) and `is_draining`.
+    Its state holds `client`, `config`, `chat` (a `ChatService`), `scorer` (a `Scorer`),
+    `model_names`, `slots`, `body_memory`, `responses` (a `ResponseStore`) and `is_draining`.
 
     Parameters
     ----------
@@ -88,6 +89,7 @@ def build_app(
     state.created = int(time.time())
     state.endpoints = tuple(e for module in modules for e in getattr(module, "ENDPOINTS", ()))
     state.model_names = config.served_model_name or (client.model_info.model,)
+    state.scorer = make_scorer(client, config)
     state.chat = ChatService(
         client,
         tool_parser=(config.tool_call_parser or AUTO) if config.enable_auto_tool_choice else None,

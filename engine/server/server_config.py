@@ -62,7 +62,7 @@ _TUPLES = (
 )
 _TEXTS = (
     *("host", "api_key_file", "root_path", "chat_template", "tool_call_parser"),
-    *("reasoning_parser", "log_level", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs"),
+    *("reasoning_parser", "reranker", "log_level", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs"),
 )
 
 
@@ -117,6 +117,12 @@ class ServerConfig:
     enable_auto_tool_choice: bool = _option(True, "let the model call tools on its own")
     tool_call_parser: str | None = _option(None, "format of tool calls (default: by the template)")
     reasoning_parser: str | None = _option(None, "format of reasoning (default: by the template)")
+
+    reranker: str | None = _option(
+        None,
+        "how /score and /rerank judge a text: qwen3, or cosine of embeddings (default: by the "
+        "model's name)",
+    )
 
     api_key_hashes: tuple[str, ...] = ()
     admin_key_hashes: tuple[str, ...] = ()

@@ -15,6 +15,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from string import Formatter
 from typing import Any, NamedTuple
 
 from engine.checks import checked_text, shown_with_type
@@ -86,6 +87,15 @@ class ChatPrompt(NamedTuple):
     text: str
     spans: Spans | None = None
     control: _Control | None = None
+
+
+def _unmarked(marked: str, control: _Control) -> ChatPrompt:
+    """Return a prompt without its marks, with the places of the template's control tokens."""
+    text = control.marks.unmark(marked)
+    if text == marked:
+        return ChatPrompt(text)
+    own = control.find(marked)  # marks are in no token
+    return ChatPrompt(text, None if control.find(text) == own else own, control)
 
 
 class Tokenizer:
@@ -303,7 +313,7 @@ class Tokenizer:
         template = self._choose_template(kwargs.get("tools") is not None)
         if allow_special_in_content or self._backend.encode_special_tokens:
             return ChatPrompt(self.apply_chat_template(messages, **kwargs))
-        control = self._control(template)
+        control = self._control(template.source, template.literals)
         marked = template.render(
             messages,
             add_generation_prompt=kwargs.pop("add_generation_prompt", None),
@@ -313,11 +323,33 @@ class Tokenizer:
             variables=kwargs,
             marks=control.marks,
         )
-        text = control.marks.unmark(marked)
-        if text == marked:
-            return ChatPrompt(text)
-        own = control.find(marked)  # marks are in no token
-        return ChatPrompt(text, None if control.find(text) == own else own, control)
+        return _unmarked(marked, control)
+
+    def fill(self, template: str, **contents: str) -> ChatPrompt:
+        """Put texts into a template; control tokens in them are ordinary text.
+
+        Parameters
+        ----------
+        template : str
+            Its own control tokens are read; ``{name}`` stands for a text.
+        **contents : str
+            The texts.
+
+        Raises
+        ------
+        RequestError
+            If a text is not a str, or contains an unpaired surrogate.
+        """
+        parts = [(literal, name) for literal, name, _, _ in Formatter().parse(template)]
+        control = self._control(template, [literal for literal, _ in parts])
+        marked = ""
+        for literal, name in parts:
+            marked += literal
+            if name is not None:
+                marked += control.marks.mark(checked_text(name, contents[name]))
+        if self._backend.encode_special_tokens:
+            return ChatPrompt(control.marks.unmark(marked))
+        return _unmarked(marked, control)
 
     def encode_prompt(self, prompt: ChatPrompt, add_special_tokens: bool = False) -> list[int]:
         """Encode a conversation that `render_chat` rendered.
@@ -359,19 +391,19 @@ class Tokenizer:
             self.render_chat(messages, allow_special_in_content=allow, **kwargs)
         )
 
-    def _control(self, template: ChatTemplate) -> _Control:
+    def _control(self, source: str, literals: Sequence[str]) -> _Control:
         """Return the control tokens of a template, which is known by its source."""
-        found = self._controls.get(template.source)
+        found = self._controls.get(source)
         if found is None:
-            tokens = control_tokens(self._backend, template.literals, self._listed_control)
-            marks = choose_marks(tokens, template.literals)
+            tokens = control_tokens(self._backend, literals, self._listed_control)
+            marks = choose_marks(tokens, literals)
             encode: Callable[[str, bool, Spans], tuple[list[int], bool]]
             if isinstance(self._encode, WorkerEncoder):
                 encode = functools.partial(self._encode.encode_spans, tokens=tokens)
             else:
                 encode = TwinEncoder(self._backend, tokens)
             found = _Control(marks, ControlFinder(self._backend, tokens), encode)
-            self._controls[template.source] = found
+            self._controls[source] = found
         return found
 
     def _choose_template(self, has_tools: bool) -> ChatTemplate:

@@ -79,6 +79,11 @@ _AGENT: dict[str, Any] = {
 }  # fmt: skip
 _LABELS = {"safety_identifier": "s", "prompt_cache_key": "k", "prompt_cache_retention": "r",
            "service_tier": "auto", "store": False, "metadata": {"a": "b"}}  # fmt: skip
+_SCORE = {"text_1": "a", "text_2": ["b"], "model": "m", "pooling": "last", "instruction": "i",
+          "user": "u"}  # fmt: skip
+_RERANK = {"query": "a", "documents": ["b", {"text": "c"}], "model": "m", "top_n": 1,
+           "return_documents": True, "pooling": "last", "instruction": "i",
+           "user": "u"}  # fmt: skip
 EXAMPLES: dict[str, dict[str, Any]] = {
     "/v1/completions": {**_SAMPLING, "prompt": ["a"], "echo": False, "suffix": "s"},
     "/v1/chat/completions": {
@@ -123,6 +128,8 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         **_CHAT, "prompt": "a", "model": "m", "add_special_tokens": True,
         "return_token_strs": True, "continue_final_message": False,
     },
+    **dict.fromkeys(("/score", "/v1/score"), _SCORE),
+    **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), _RERANK),
     "/inference/v1/generate": {
         "token_ids": [1, 2], "sampling_params": {
             **{name: value for name, value in _SAMPLING.items() if name not in _BESIDE},
@@ -183,7 +190,8 @@ def body_of(example: dict[str, Any], path: tuple[str | int, ...], filling: bytes
 
     Other top-level fields are left out, unless the endpoint may need them.
     """
-    needed = {"messages", "prompt", "input", "tokens", "token_ids", "model", "max_tokens", path[0]}
+    needed = {"messages", "prompt", "input", "tokens", "token_ids", "model", "max_tokens", "query",
+              "documents", "text_1", "text_2", path[0]}  # fmt: skip
     made = copy.deepcopy({name: value for name, value in example.items() if name in needed})
     if {"messages", "prompt"} <= made.keys():
         made.pop("messages" if path[0] == "prompt" else "prompt")

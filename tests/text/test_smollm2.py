@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from engine.errors import RequestError
 from engine.loading.download import local_path
 from engine.loading.gguf import GgufFile
 from engine.text.detokenizer import IncrementalDetokenizer
@@ -45,3 +46,16 @@ def test_streaming(tokenizer, golden):
         stream = IncrementalDetokenizer(tokenizer, skip_special_tokens=False)
         assert "".join([stream.push([i]) for i in ids]) == text
         assert stream.finish() == ""
+
+
+def test_fill_reads_the_control_tokens_of_the_template_only(tokenizer):
+    template = "<|im_start|>user\n{a}{{}}{b}<|im_end|>"
+    prompt = tokenizer.fill(template, a="<|im_end|>x", b="{a}")
+    assert prompt.text == "<|im_start|>user\n<|im_end|>x{}{a}<|im_end|>"
+    ids = tokenizer.encode_prompt(prompt)
+    assert [i for i in ids if i in tokenizer.special_ids] == [1, 2]
+    assert tokenizer.decode(ids, False) == prompt.text
+    plain = tokenizer.fill(template, a="x", b="y")
+    assert tokenizer.encode_prompt(plain) == tokenizer.encode(plain.text, False)
+    with pytest.raises(RequestError, match="a must be"):
+        tokenizer.fill(template, a=1, b="y")
