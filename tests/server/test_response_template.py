@@ -149,17 +149,12 @@ TEMPLATES = [  # (template, prompt, answer, reasoning, content, calls)
 def test_templates(case):
     spec, prompt, text, reasoning, content, calls = case
     wanted = {"reasoning": reasoning, "content": content, "calls": calls}
-    assert read("response_template", spec, prompt, text) == wanted
+    assert read("response_template", spec, ("f", "g"), prompt, text) == wanted
 
 
 @pytest.mark.parametrize(
     ("spec", "text", "why"),
     [
-        (CHATML, "<call>{no json}</call>", "no JSON"),
-        (CHATML, "<call>[1]</call>", "no name"),
-        (CHATML, '<call>{"name": "f", "arguments": [1]}</call>', "must be an object"),
-        (CHATML, '<call>{"name": 1}</call>', "no name"),
-        (EACH, "<A>{}</A>", "needs a list"),
         ({"fields": {"content": {"content": "int"}}}, "x", "no int"),
         ({"fields": {"x": {"open": "<x>", "optional": False}, "content": {}}}, "y", "has no x"),
         ({"fields": {"content": {"transform": "{absent}"}}}, "y", "no value for {absent}"),
@@ -167,7 +162,34 @@ def test_templates(case):
 )
 def test_answers_that_a_template_does_not_fit(spec, text, why):
     with pytest.raises(ConfigError, match=f"response_template: .*{why}"):
-        read("response_template", spec, "", text)
+        read("response_template", spec, ("f",), "", text)
+
+
+@pytest.mark.parametrize(
+    ("spec", "call"),
+    [
+        (CHATML, "<call>{no json}</call>"),
+        (CHATML, "<call>[1]</call>"),
+        (CHATML, '<call>{"name": "f", "arguments": [1]}</call>'),
+        (CHATML, '<call>{"name": "f", "arguments": "x"}</call>'),
+        (CHATML, '<call>{"name": 1}</call>'),
+        (CHATML, '<call>{"name": "unknown"}</call>'),
+        (EACH, "<A>{}</A>"),
+        (EACH, '<A>[{"tool": "f", "args": {}}, {"tool": "unknown", "args": {}}]</A>'),
+        (TAGS, "<call><function=unknown></call>"),
+        (QUOTED, "<|tool>call:f{a:<q>x}<tool|>"),
+    ],
+)
+def test_damaged_calls_are_content(spec, call):
+    """Unchanged, and only they; also where the answer ends in a call."""
+    begin, end = ("<R>", "</R>") if spec is EACH else ("", "")
+    found = read("response_template", spec, ("f",), "", f"{begin}a {end}{call}{begin} b{end}")
+    assert (found["content"].split(), found["calls"]) == (f"a {call} b".split(), [])
+    if spec is CHATML:
+        text = f"<think>Hm.</think>x{CALL}y{call}z{CALL}<call>{{"
+        found = read("response_template", spec, ("f",), "", text)
+        wanted = {"reasoning": "Hm.", "content": f"xy{call}z<call>{{", "calls": [F, F]}
+        assert found == wanted
 
 
 @pytest.mark.parametrize(
@@ -294,23 +316,23 @@ SCHEMAS = [  # (schema, answer, reasoning, content, calls)
 def test_schemas(case):
     spec, text, reasoning, content, calls = case
     wanted = {"reasoning": reasoning, "content": content, "calls": calls}
-    assert read("response_schema", spec, "the prompt", text) == wanted
+    assert read("response_schema", spec, ("f", "g"), "the prompt", text) == wanted
 
 
 def test_the_types_of_a_schema():
-    message = ResponseSchema(REPLACED).message("<b>5</b> true")
+    message = ResponseSchema(REPLACED).message("<b>5</b> true", lambda *_: None)
     assert message == {"content": "**5** true", "n": 5, "is": True}
     with pytest.raises(FormatError, match="does not match"):
-        ResponseSchema({"x-regex": "^a$", "properties": {}}).message("b")
+        ResponseSchema({"x-regex": "^a$", "properties": {}}).message("b", lambda *_: None)
     with pytest.raises(FormatError, match="one group"):
-        ResponseSchema({"x-regex": "(a)(b)", "properties": {}}).message("ab")
+        ResponseSchema({"x-regex": "(a)(b)", "properties": {}}).message("ab", lambda *_: None)
     query = {"x-parser": "json", "x-parser-args": {"transform": "[*].{name: a.b, kind: 'x'}"}}
     schema = ResponseSchema({"type": "object", "properties": {"calls": query}})
-    found = schema.message('[{"a": {"b": 1}}, {"a": {}}]')
+    found = schema.message('[{"a": {"b": 1}}, {"a": {}}]', lambda *_: None)
     assert found == {"calls": [{"name": 1, "kind": "x"}, {"name": None, "kind": "x"}]}
     query["x-parser-args"] = {"transform": "sort_by(@, &a)"}
     with pytest.raises(FormatError, match="not supported"):
-        schema.message("[]")
+        schema.message("[]", lambda *_: None)
 
 
 @pytest.mark.parametrize(
@@ -361,24 +383,27 @@ def test_a_pattern_that_takes_exponential_time_is_stopped(kind, spec, text):
     check(kind, spec)
     begin = time.perf_counter()
     with pytest.raises(ConfigError, match=f"{kind}: it takes more than {MAX_SECONDS:g} s"):
-        read(kind, spec, "", text)
+        read(kind, spec, (), "", text)
     assert time.perf_counter() - begin < 20 * MAX_SECONDS
-    assert read("response_template", CHATML, "", "Yes.")["content"] == "Yes."
+    assert read("response_template", CHATML, ("f",), "", "Yes.")["content"] == "Yes."
 
 
 def test_memory_is_limited():
     spec = {"fields": {"content": {"open_pattern": "x" * 10}}}
     huge = {"properties": {"content": {"x-regex-substitutions": [["a", "b" * 10_000]]}}}
-    assert read("response_template", spec, "", "y")["content"] == ""
+    assert read("response_template", spec, ("f",), "", "y")["content"] == ""
     with pytest.raises(ConfigError, match=r"MemoryError|MiB"):
-        read("response_schema", huge, "", "a" * 200_000)
+        read("response_schema", huge, ("f",), "", "a" * 200_000)
 
 
 def test_an_answer_of_many_regions_is_refused():
     text = CALL * 5000
     with pytest.raises(ConfigError, match="at most 4096 regions"):
-        read("response_template", CHATML, "", text)
-    assert len(read("response_template", CHATML, "", "<think>" * 50_000)["reasoning"]) > 300_000
+        read("response_template", CHATML, ("f",), "", text)
+    assert (
+        len(read("response_template", CHATML, ("f",), "", "<think>" * 50_000)["reasoning"])
+        > 300_000
+    )
 
 
 # ---- answers
@@ -406,9 +431,12 @@ def test_answers_in_pieces(size):
     assert answer(CHATML, text, size) == ("Hm.", "I call.", [("f", '{"a": 1}')])
     assert answer(CHATML, "<think>Hm.</think>Yes", size, {}) == ("Hm.", "Yes", [])
     # What cannot be read, or calls what does not exist, is content.
-    for damaged in ("Hm. <call>{</call>", text.replace('"f"', '"h"'), text.replace("{", "[")):
-        assert answer(CHATML, damaged, size) == ("", damaged, [])
-    assert answer(CHATML, text, size, {}) == ("", text, [])
+    for call in ("<call>{</call>", CALL.replace('"f"', '"h"'), "<call>", CALL[:-3]):
+        found = ("Hm.", f"I call.{call}", [])
+        assert answer(CHATML, f"<think>Hm.</think>I call.{call}", size) == found
+    assert answer(CHATML, text, size, {}) == ("Hm.", f"I call.{CALL}", [])
+    broken = {"fields": {"content": {"content": "int"}}}
+    assert answer(broken, text, size) == ("", text, [])
 
 
 def test_arguments_have_the_types_of_the_schema():

@@ -43,7 +43,7 @@ def answer_reader(
 ) -> Callable[[str], Parsed]:
     """Return a function that parses an answer.
 
-    An answer that the format does not fit, or that calls another function, is content.
+    What the format does not fit, and a call of another function, is content.
 
     Parameters
     ----------
@@ -59,12 +59,12 @@ def answer_reader(
     @functools.lru_cache(maxsize=_MAX_KEPT)
     def parse(text: str) -> Parsed:
         try:
-            found = read(*declared, end, text)
+            found = read(*declared, tuple(names), end, text)
         except ConfigError as error:
             warn_once(f"an answer is not read by the checkpoint's format: {error}")
             return Parsed(content=text)
         calls = found["calls"]
-        if len(calls) > MAX_CALLS or any(name not in names for name, _ in calls):
+        if len(calls) > MAX_CALLS:
             return Parsed(content=text)
         written = tuple((name, _arguments(given, names[name])) for name, given in calls)
         if not all(is_json_object(arguments) for _, arguments in written):

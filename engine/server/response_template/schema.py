@@ -44,8 +44,14 @@ class ResponseSchema:
         """Return the part of the prompt that belongs to the message: none is declared."""
         return ""
 
-    def message(self, text: str) -> dict[str, Any]:
+    def message(self, text: str, check: Callable[[str, Any], None]) -> dict[str, Any]:
         """Return the fields of a message.
+
+        Parameters
+        ----------
+        text : str
+        check : callable
+            Takes a field's name and its value; raises FormatError if it cannot be used.
 
         Raises
         ------
@@ -55,6 +61,8 @@ class ResponseSchema:
         found = self._read(self._spec, text)
         if not isinstance(found, dict):
             raise FormatError("the answer does not match the schema")
+        for name, value in found.items():
+            check(name, value)
         return {key: value for key, value in found.items() if value is not None}
 
     def _check(self, node: Any, depth: int) -> None:

@@ -8,7 +8,7 @@ between the regions. See "Response Parsing" in the documentation of transformers
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from engine.server.response_template.contents import CONTENTS, FormatError, cont
 __all__ = ["ResponseTemplate"]
 
 _MAX_REGIONS = 4096  # regions of an answer
+_CONTENT = "content"
 _DELIMITERS = ("open", "open_pattern", "close", "close_pattern")
 _KEYS = frozenset(
     (*_DELIMITERS, "content", "content_args", "repeats", "optional", "join", "transform")
@@ -48,6 +49,31 @@ class _Field:
             {**groups, **(one if isinstance(one, dict) else {}), "content": one} for one in value
         )
         return [transformed(self.spec["transform"], item) for item in items]
+
+
+@dataclass(frozen=True)
+class _Region:
+    """A region of a text, and the delimiters around it."""
+
+    field: _Field
+    body: str
+    opened_by: re.Match[str] | None
+    closed_by: re.Match[str] | None
+
+    @property
+    def groups(self) -> dict[str, str]:
+        """Texts of the named groups of the delimiters' patterns."""
+        found: dict[str, str] = {}
+        for match in (self.opened_by, self.closed_by):
+            given = {} if match is None else match.groupdict()
+            found |= {name: text for name, text in given.items() if text is not None}
+        return found
+
+    @property
+    def source(self) -> str:
+        """The region's text with its delimiters."""
+        begin = "" if self.opened_by is None else self.opened_by[0]
+        return begin + self.body + ("" if self.closed_by is None else self.closed_by[0])
 
 
 class ResponseTemplate:
@@ -95,53 +121,72 @@ class ResponseTemplate:
             end = match.end()
         return "" if end is None else prompt[end:]
 
-    def message(self, text: str) -> dict[str, Any]:
+    def message(self, text: str, check: Callable[[str, Any], None]) -> dict[str, Any]:
         """Return the fields of a message.
+
+        A region that is not what its field says is part of the content, unchanged.
+
+        Parameters
+        ----------
+        text : str
+        check : callable
+            Takes a field's name and a value of it; raises FormatError if it cannot be used.
 
         Raises
         ------
         FormatError
-            If a region is not what its field says.
+            If a field is missing or a text cannot be read.
         """
         found: dict[str, Any] = {}
         bodies: dict[str, list[str]] = {}
-        for field, body, groups in self._regions(text):
+        for region in self._regions(text):
+            field = region.field
             if field.is_text and not field.spec.get("repeats") and "join" not in field.spec:
-                bodies.setdefault(field.name, []).append(body)
+                bodies.setdefault(field.name, []).append(region.body)
                 continue
-            value = field.value(body, groups)
-            if "join" in field.spec:
-                before = [found[field.name]] if field.name in found else []
-                found[field.name] = str(field.spec["join"]).join([*before, str(value)])
-            elif field.spec.get("repeats"):
-                found.setdefault(field.name, []).append(value)
-            else:
-                found[field.name] = value
+            try:
+                value = field.value(region.body, region.groups)
+                check(field.name, value)
+            except FormatError:
+                if field.name == _CONTENT:
+                    raise
+                bodies.setdefault(_CONTENT, []).append(region.source)
+                continue
+            self._add(found, field, value)
         for field in self._fields:
             if field.name in bodies:  # text in several parts, between regions
-                found[field.name] = field.value("".join(bodies[field.name]), {})
+                self._add(found, field, field.value("".join(bodies.pop(field.name)), {}))
             if not field.spec.get("optional", True) and field.name not in found:
                 raise FormatError(f"the answer has no {field.name}")
-        return found
+        return found | {name: "".join(parts) for name, parts in bodies.items()}
 
-    def _regions(self, text: str) -> Iterator[tuple[_Field, str, dict[str, str]]]:
-        """Yield the regions of a text: field, body, and groups of what opened it."""
+    def _add(self, found: dict[str, Any], field: _Field, value: Any) -> None:
+        if "join" in field.spec:
+            before = [found[field.name]] if field.name in found else []
+            found[field.name] = str(field.spec["join"]).join([*before, str(value)])
+        elif field.spec.get("repeats"):
+            found.setdefault(field.name, []).append(value)
+        else:
+            found[field.name] = value
+
+    def _regions(self, text: str) -> Iterator[_Region]:
+        """Yield the regions of a text."""
         search = _Search(text)
         current = self._implicit
-        groups: dict[str, str] = {}
+        opened_by: re.Match[str] | None = None
         at = 0
         for _ in range(_MAX_REGIONS):
             match, opened = self._next(search, current, at)
             body = text[at : match.start() if match else None]
             if current is not None and (body or current is not self._implicit):
-                closing = {} if match is None or opened is not None else _groups(match)
-                yield current, body, groups | closing
+                closed_by = None if opened is not None else match
+                yield _Region(current, body, opened_by, closed_by)
             if match is None:
                 return
             if match.end() == at and opened is None and current is self._implicit:
                 return  # an empty end at an empty region
             current = self._implicit if opened is None else opened
-            groups = {} if opened is None else _groups(match)
+            opened_by = None if opened is None else match
             at = match.end()
         raise FormatError(f"an answer has at most {_MAX_REGIONS} regions")
 
@@ -180,10 +225,6 @@ class _Search:
                 return kept
         self._found[pattern] = pattern.search(self._text, at)
         return self._found[pattern]
-
-
-def _groups(match: re.Match[str]) -> dict[str, str]:
-    return {name: text for name, text in match.groupdict().items() if text is not None}
 
 
 def _pattern(spec: Mapping[str, Any], literal: str, pattern: str) -> re.Pattern[str] | None:

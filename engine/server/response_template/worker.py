@@ -5,8 +5,9 @@ without returning to code that could check. So they are compiled and matched in 
 time, memory and files the kernel limits. All threads of a process share one worker; a format that
 exceeds a limit ends it and fails only its own answer, which is content then.
 
-A request is a JSON array: the kind of format, the format, and the prompt and the text, or null to
-check the format. The answer is {"result": ...} or {"failed": reason}.
+A request is a JSON array: the kind of format, the format, the names of the functions that may be
+called, and the prompt and the text, or null to check the format. The answer is {"result": ...} or
+{"failed": reason}.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from __future__ import annotations
 import functools
 import json
 import signal
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from engine.checks import parse_object
 from engine.errors import ConfigError
-from engine.server.response_template.contents import FormatError
+from engine.server.response_template.contents import FormatError, lax_json
 from engine.server.response_template.schema import ResponseSchema
 from engine.server.response_template.template import ResponseTemplate
 from engine.text.child_process import (
@@ -42,6 +43,7 @@ KINDS = ("response_template", "response_schema")
 
 _MAX_ANSWER_BYTES = 64 << 20
 _MAX_REASON_CHARS = 300
+_CALLS = "tool_calls"
 _THOUGHTS = ("thinking", "reasoning_content", "reasoning")
 
 _WORKER = Worker(
@@ -57,18 +59,31 @@ def check(kind: str, spec: Mapping[str, Any]) -> None:
     ConfigError
         If it cannot be used.
     """
-    _ask([kind, spec, None, None])
+    _ask([kind, spec, [], None, None])
 
 
-def read(kind: str, spec: Mapping[str, Any], prompt: str, text: str) -> dict[str, Any]:
-    """Return an answer's "reasoning" and "content" (str), and its "calls" as the format has them.
+def read(
+    kind: str, spec: Mapping[str, Any], names: Collection[str], prompt: str, text: str
+) -> dict[str, Any]:
+    """Return an answer's "reasoning" and "content" (str), and its "calls" (names and arguments).
+
+    Parameters
+    ----------
+    kind : str
+        One of `KINDS`.
+    spec : mapping
+        The format.
+    names : collection of str
+        Functions that may be called; a call of another one is content, or an error in a schema.
+    prompt, text : str
+        The prompt, or its end, and the answer.
 
     Raises
     ------
     ConfigError
         If the format cannot be used, does not fit the text, or exceeds a limit.
     """
-    found: dict[str, Any] = _ask([kind, spec, prompt, text])
+    found: dict[str, Any] = _ask([kind, spec, list(names), prompt, text])
     return found
 
 
@@ -105,14 +120,22 @@ def main() -> None:
         reply(json.dumps(answer).encode())
 
 
-def _answer(kind: str, spec: Any, prompt: str | None, text: str | None) -> dict[str, Any]:
+def _answer(
+    kind: str, spec: Any, names: list[str], prompt: str | None, text: str | None
+) -> dict[str, Any]:
     form = _compiled(kind, json.dumps(spec))
     if prompt is None or text is None:
         return {}
+
+    def check_calls(field: str, value: Any) -> None:
+        for name, _ in _calls(value) if field == _CALLS else ():
+            if name not in names:
+                raise FormatError(f"{name!r} is no function of the request")
+
     begun = form.begun(prompt)
-    found = _parts(form.message(begun + text))
+    found = _parts(form.message(begun + text, check_calls))
     if begun:  # what the prompt has of the message is no part of the answer
-        before = _parts(form.message(begun))
+        before = _parts(form.message(begun, check_calls))
         for key in ("reasoning", "content"):
             found[key] = found[key].removeprefix(before[key])
         found["calls"] = found["calls"][len(before["calls"]) :]
@@ -129,15 +152,17 @@ def _compiled(kind: str, spec: str) -> ResponseTemplate | ResponseSchema:
 
 def _parts(message: dict[str, Any]) -> dict[str, Any]:
     thought = next((message[key] for key in _THOUGHTS if message.get(key)), "")
-    calls = message.get("tool_calls") or []
-    if not isinstance(calls, list):
-        calls = [calls]
-    flat = [one for call in calls for one in (call if isinstance(call, list) else [call])]
     return {
         "reasoning": _joined(thought),
         "content": _joined(message.get("content") or ""),
-        "calls": [_call(one) for one in flat],
+        "calls": _calls(message.get(_CALLS)),
     }
+
+
+def _calls(value: Any) -> list[list[Any]]:
+    """Return the names and arguments of calls: one, a list, or lists in a list."""
+    calls = value if isinstance(value, list) else [] if value is None else [value]
+    return [_call(one) for call in calls for one in (call if isinstance(call, list) else [call])]
 
 
 def _joined(value: Any) -> str:
@@ -155,7 +180,7 @@ def _call(value: Any) -> list[Any]:
         raise FormatError("a call has no name")
     arguments = call.get("arguments")
     if isinstance(arguments, str):
-        arguments = json.loads(arguments)
+        arguments = lax_json(arguments, {})
     if arguments is not None and not isinstance(arguments, dict):
         raise FormatError("the arguments of a call must be an object")
     return [name, arguments or {}]
