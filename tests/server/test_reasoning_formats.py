@@ -207,6 +207,11 @@ def test_a_cut_marker_of_the_content_is_text():
          ("Hm", "<|START_ACTION|>[]")),
         ("cohere", PLAIN, "<|START_RESPONSE|>Yes<|END_RESPONSE|><|START_ACTION|>[]",
          ("", "Yes<|START_ACTION|>[]")),
+        ("apriel", "Here are my reasoning steps:\n", "Hm\n[BEGIN FINAL RESPONSE]\nYes\n"
+         "[END FINAL RESPONSE]\n", ("Hm", "Yes")),
+        ("apriel", PLAIN, "Here are my reasoning steps:\nHm\n[BEGIN FINAL RESPONSE]Yes [END FINAL",
+         ("Hm", "Yes [END FINAL")),
+        ("apriel", PLAIN, "Yes [END FINAL RESPONSE]", ("", "Yes [END FINAL RESPONSE]")),
         ("deepseek_r1", None, "Hm</think>Yes", ("Hm", "Yes")),
         ("mistral", None, "Hm[/THINK]Yes", ("", "Hm[/THINK]Yes")),
         ("mistral", None, "[THINK]Hm[/THINK]Yes", ("Hm", "Yes")),
@@ -344,6 +349,7 @@ def test_time_is_linear(name, begun, repeated):
         ("{%- set inner_token = '<|inner_prefix|>' -%}", "apertus"),
         ("<|im_assistant|>assistant<|im_middle|>\u25c1think\u25b7", "kimi_vl"),
         ("Write your thoughts after 'Here is my thought process:'", "granite"),
+        ("format: [BEGIN FINAL RESPONSE] ... [END FINAL RESPONSE].", "apriel"),
         ("Write your thoughts between <think></think> and your response between <response>"
          "</response>", "ernie45"),
         ("{{ '<|extra_0|>' }}{{ '<think>\\n\\n</think>\\n' }}", "hunyuan_a13b"),

@@ -28,9 +28,10 @@ ARRAYS = {  # what stands around an array of calls
 OBJECTS = {
     "hermes": ("<tool_call>\n", "\n</tool_call>"),
     "longcat": ("<longcat_tool_call>", "</longcat_tool_call>"),
+    "gigachat3": ("<|function_call|>", ""),
 }
 NAMED = ("kimi_k2", "deepseek_v31", "deepseek_v3")
-FORMATS = (*ARRAYS, *OBJECTS, *NAMED)
+FORMATS = (*ARRAYS, *OBJECTS, *NAMED, "apertus")
 
 
 def render(name, calls):
@@ -43,6 +44,9 @@ def render(name, calls):
     if name in OBJECTS:
         before, after = OBJECTS[name]
         return "".join(f'{before}{{"name": "{f}", "arguments": {a}}}{after}' for f, a in calls)
+    if name == "apertus":
+        items = (f'{{"{f}": {a}}}' for f, a in calls)
+        return f"<|tools_prefix|>[{', '.join(items)}]<|tools_suffix|>"
     if name == "kimi_k2":
         texts = (
             f"<|tool_call_begin|>functions.{f}:{i}<|tool_call_argument_begin|>{a}<|tool_call_end|>"
@@ -182,6 +186,10 @@ def test_ids_that_the_template_wants_back():
         ("granite", "<|tool_call|>[]", ("<|tool_call|>[]", "")),
         ("granite", "<|tool_call|>no", ("<|tool_call|>no", "")),
         ("phi4", '<|tool_call|>[{"name":"f","arguments":{}}]x', ("x", "f")),
+        ("apertus", '<|tools_prefix|>[{"f": {}, "g": {}}]', (', "g": {}}]', "f")),
+        ("apertus", '<|tools_prefix|>[{"f": 1}]<|tools_suffix|>', None),
+        ("apertus", "<|tools_prefix|>[{}]<|tools_suffix|>", None),
+        ("apertus", '<|tools_prefix|>[{"g\\u0065t.it-2": {}}]', ("", "get.it-2")),
         ("nemotron", '<TOOLCALL>{"name":"f","arguments":{}}', None),
         ("kimi_k2", "<|tool_calls_section_begin|>hm", ("<|tool_calls_section_begin|>hm", "")),
         ("deepseek_v31", f"{BEGIN}{CALL}f {SEP} {{}}{DONE}x", ("x", "f")),

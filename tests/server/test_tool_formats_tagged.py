@@ -57,10 +57,13 @@ def render(name, function, arguments):
         for k, v in arguments.items()
     )
     call = f'<{DSML}invoke name="{function}">\n{"".join(values)}</{DSML}invoke>'
-    return f"<{DSML}function_calls>\n{call}\n</{DSML}function_calls>"
+    section = "tool_calls" if name == "deepseek_v4" else "function_calls"
+    return f"<{DSML}{section}>\n{call}\n</{DSML}{section}>"
 
 
-FORMATS = ("qwen3_coder", "glm45", "minimax_m2", "deepseek_v32", "hy_v3", "seed_oss")
+FORMATS = (
+    *("qwen3_coder", "glm45", "minimax_m2", "deepseek_v32", "deepseek_v4", "hy_v3", "seed_oss"),
+)
 
 
 def events_of(name, text, size, names=NAMES):
@@ -116,7 +119,7 @@ VALUES = [  # (parameter, text, JSON)
 @pytest.mark.parametrize("value", VALUES, ids=lambda value: f"{value[0]}={value[1][:12]}")
 def test_values(name, value):
     key, text, wanted = value
-    if name == "deepseek_v32" and wanted.startswith('"') and key != "s":
+    if name.startswith("deepseek") and wanted.startswith('"') and key != "s":
         pytest.skip("the format says that it is JSON")
     call = render(name, "f", {key: text})
     assert same_in_pieces(name, call) == ("", [("f", f'{{"{key}": {wanted}}}')])

@@ -146,8 +146,9 @@ class ReasoningParser:
         if not rest or (not is_last and not opening and begun.fullmatch(rest)):
             self._pending = match[1] if opening else rest
             return ""
-        if opening:
-            self._answer = AnswerGate(dict(self._format.answers)[opening])
+        if following == "content" and (opening or self._format.end):
+            ends = dict(self._format.answers)
+            self._answer = AnswerGate(ends[opening] if opening else self._format.end)
         self._state = following
         return rest
 

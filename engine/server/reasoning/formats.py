@@ -26,6 +26,8 @@ class Block:
         Text that may follow the opening marker, and is not a thought.
     answers : tuple of (str, str)
         Markers that may stand around the content.
+    end : str
+        Marker that may end the content, although no marker begins it.
     in_prompt : str
         What a prompt may have behind the opening marker.
     is_open : bool
@@ -37,13 +39,15 @@ class Block:
     signs: tuple[tuple[str, ...], ...]
     label: str = ""
     answers: tuple[tuple[str, str], ...] = ()
+    end: str = ""
     in_prompt: str = ""
     is_open: bool = False
 
     @property
     def markers(self) -> tuple[str, ...]:
         """All markers."""
-        return (*self.opening, *self.closing, *(mark for pair in self.answers for mark in pair))
+        around = (mark for pair in self.answers for mark in pair)
+        return tuple(filter(None, (*self.opening, *self.closing, *around, self.end)))
 
     def is_used_by(self, chat_template: str) -> bool:
         """Tell whether the template contains the signs of this format."""
@@ -137,6 +141,12 @@ FORMATS: dict[str, Block] = {
         ("Here is my thought process:", "Here's my thought process:"),
         ("Here is my response:", "Here's my response:"),
         (("Here is my thought process:",),),
+    ),
+    "apriel": Block(
+        ("Here are my reasoning steps:",),
+        ("[BEGIN FINAL RESPONSE]",),
+        (("[BEGIN FINAL RESPONSE]",),),
+        end="[END FINAL RESPONSE]",
     ),
     "ernie45": replace(
         _THINK,

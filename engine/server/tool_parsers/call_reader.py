@@ -15,7 +15,7 @@ from engine.server.tool_parsers.events import (
 )
 from engine.server.tool_parsers.json_scanner import JsonScanner, Mark, is_json_object
 
-__all__ = ["ArgumentsReader", "CallReader", "Reader", "is_tool_name"]
+__all__ = ["ArgumentsReader", "CallReader", "KeyedCallReader", "Reader", "is_tool_name"]
 
 MAX_NAME_CHARS = 256
 ARGUMENTS_KEYS = ("arguments", "parameters")
@@ -196,6 +196,24 @@ class CallReader:
     def _end(self, events: list[Event]) -> None:
         events.append(ToolCallEnd(self._index))
         self.is_ended = True
+
+
+class KeyedCallReader(CallReader):
+    """Reads ``{"name of the function": {...}}``."""
+
+    def _begin_value(self, first: str, events: list[Event]) -> bool:
+        if self._keys or first != "{":
+            return False
+        name = json.loads(f'"{self._scanner.key}"')
+        if not is_tool_name(name, self._names):
+            return False
+        self._keys.add("name")
+        self._name = name
+        self._start(events)
+        return True
+
+    def _end_object(self, events: list[Event]) -> bool:
+        return False
 
 
 class ArgumentsReader:

@@ -95,6 +95,8 @@ _DEEPSEEK_V32 = Tags(
     done=f"</{_DSML}invoke>",
 )
 
+_DEEPSEEK_V4 = replace(_DEEPSEEK_V32, section=(f"<{_DSML}tool_calls>", f"</{_DSML}tool_calls>"))
+
 _HERMES = Marks("<tool_call>", "</tool_call>")
 _LONGCAT = Marks("<longcat_tool_call>", "</longcat_tool_call>")
 _NEMOTRON = Marks("<TOOLCALL>", "</TOOLCALL>", is_array=True)
@@ -102,6 +104,8 @@ _PHI4 = Marks("<|tool_call|>", "<|/tool_call|>", is_array=True)
 _FUNCTOOLS = Marks("functools", "", is_array=True)
 _GRANITE = Marks("<|tool_call|>", "", is_array=True)
 _HUNYUAN = Marks("<tool_calls>", "</tool_calls>", is_array=True)
+_APERTUS = Marks("<|tools_prefix|>", "<|tools_suffix|>", is_array=True, is_keyed=True)
+_GIGACHAT3 = Marks("<|function_call|>", "")
 _COHERE = Marks("<|START_ACTION|>", "<|END_ACTION|>", is_array=True)
 _KIMI_K2 = Marks(
     *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>"),
@@ -167,6 +171,7 @@ FORMATS: dict[str, Format] = {
         ),
     ),
     "minimax_m2": _tagged(_MINIMAX_M2, "minimax:tool_call"),
+    "deepseek_v4": _tagged(_DEEPSEEK_V4, _DSML, "tool_calls>\\n"),
     "deepseek_v32": _tagged(_DEEPSEEK_V32, _DSML),
     "seed_oss": _tagged(_SEED_OSS, "<seed:tool_call>"),
     "hy_v3": _tagged(_HY_V3, "<tool_sep>", "<arg_key>"),
@@ -174,7 +179,6 @@ FORMATS: dict[str, Format] = {
     "qwen3_coder": _tagged(_QWEN3_CODER, "<function="),
     "gemma4": _pythonic(_GEMMA4, "<|tool_call>"),
     "function_gemma": _pythonic(_FUNCTION_GEMMA, "<start_function_call>"),
-    "lfm2": _pythonic(_LFM2, "<|tool_call_start|>", "<|tool_list_start|>"),
     "olmo3": _pythonic(_OLMO3, "<function_calls>"),
     "kimi_k2": _marked(_KIMI_K2, "<|tool_calls_section_begin|>"),
     "deepseek_v3": _marked(_DEEPSEEK_V3, _DEEPSEEK_CALLS, "```json"),
@@ -184,8 +188,11 @@ FORMATS: dict[str, Format] = {
     "granite": _marked(_GRANITE, "<|tool_call|>"),
     "nemotron": _marked(_NEMOTRON, "<TOOLCALL>"),
     "longcat": _marked(_LONGCAT, "<longcat_tool_call>"),
+    "apertus": _marked(_APERTUS, "<|tools_prefix|>"),
+    "gigachat3": _marked(_GIGACHAT3, "<|function_call|>"),
     "cohere": _marked(_COHERE, "<|START_ACTION|>"),
     "hunyuan_a13b": _marked(_HUNYUAN, "<tool_calls>"),
     "hermes": _marked(_HERMES, "<tool_call>"),
+    "lfm2": _pythonic(_LFM2, "<|tool_call_start|>", "<|tool_list_start|>", "List of tools: ["),
 }
 """The formats by name, in the order in which a template is compared with them."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from engine.server.markers import Markers
 from engine.server.tool_parsers._parser import MAX_CALLS, StateParser
-from engine.server.tool_parsers.call_reader import ArgumentsReader, is_tool_name
+from engine.server.tool_parsers.call_reader import ArgumentsReader, KeyedCallReader, is_tool_name
 from engine.server.tool_parsers.events import ToolCallStart, random_id
 
 __all__ = ["MarkedJsonParser", "Marks"]
@@ -37,6 +37,8 @@ class Marks:
         What may follow a call.
     is_array : bool
         Whether the objects are items of an array.
+    is_keyed : bool
+        Whether an object's only key is the name, and its value the arguments.
     """
 
     opening: str
@@ -45,6 +47,7 @@ class Marks:
     head: re.Pattern[str] = re.compile(r"\s*(?P<name>.+?)\s*")
     done: tuple[str, ...] = ()
     is_array: bool = False
+    is_keyed: bool = False
 
 
 class MarkedJsonParser(StateParser):
@@ -93,7 +96,11 @@ class MarkedJsonParser(StateParser):
         if self._place in ("[", ",") and text[at] in (self._place, "]"):
             return self._in_array(text, at)
         if text[at] == "{" and not self._marks.call and self._may_begin():
-            self._begin_call()
+            reader = None
+            if self._marks.is_keyed:
+                given = self._num_calls, self._make_id(), self._names, self._take_held()
+                reader = KeyedCallReader(*given)
+            self._begin_call(reader)
             return at
         return self._at_marker(text, at, is_last)
 
