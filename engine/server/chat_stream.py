@@ -37,12 +37,7 @@ from engine.server.protocol.common import sampling_defaults
 from engine.server.protocol.errors import APIError, failed_request
 from engine.server.protocol.logprobs import TokenLogprob, chat_logprobs
 from engine.server.reasoning import ReasoningReader
-from engine.server.response_template import (
-    DeclaredReasoning,
-    DeclaredTools,
-    Parsed,
-    answer_reader,
-)
+from engine.server.response_template import DeclaredReaders
 from engine.server.server_config import ServerConfig
 from engine.server.tool_parsers import (
     Event,
@@ -83,8 +78,8 @@ class ChatRequest:
         Whether `tool_choice` names a function.
     one_call : bool
         Whether to drop all tool calls after an answer's first one.
-    is_read_at_end : bool
-        Whether answers are parsed at their end, which may take time.
+    is_declared : bool
+        Whether answers are read by the checkpoint's own format, which may take time.
     """
 
     request_id: str
@@ -98,7 +93,7 @@ class ChatRequest:
     shows_reasoning: bool = True
     is_forced: bool = False
     one_call: bool = False
-    is_read_at_end: bool = False
+    is_declared: bool = False
 
 
 @dataclass(slots=True)
@@ -200,12 +195,12 @@ class ChatService:
         prompt = await asyncio.to_thread(self.render, body)
         check_num_tokens(len(prompt["prompt_token_ids"]), "messages", self.client)
         continued = body.messages[-1].text if body.continue_final_message else ""
-        parse = self._declared_parser(body, prompt["prompt"])
-        tools, overrides, options = self._tools(body, continued, parse)
+        readers = self._declared_readers(body, prompt["prompt"])
+        tools, overrides, options = self._tools(body, continued, readers)
         markers = tools().markers if tools is not None else ()
-        if self.reasoning_parser is not None and parse is None:
+        if self.reasoning_parser is not None and readers is None:
             markers += reasoning.markers_of(self.reasoning_parser)
-        if parse is not None or not self._special_texts.isdisjoint(markers):
+        if readers is not None or not self._special_texts.isdisjoint(markers):
             overrides["skip_special_tokens"] = False
         params = chat_params(body, self.generation_defaults, **overrides)
         if self._config is not None:
@@ -221,9 +216,9 @@ class ChatService:
                 tools,
                 continued=continued,
             )
-            if parse is not None:
+            if readers is not None:
                 options["reasoning_parser"] = functools.partial(
-                    DeclaredReasoning, parse, keeps_calls=tools is not None
+                    readers.reasoning, keeps_calls=tools is not None
                 )
         return ChatRequest(
             request_id,
@@ -234,19 +229,17 @@ class ChatService:
             timeout=body.timeout,
             tool_parser=tools,
             shows_reasoning=body.include_reasoning is not False,
-            is_read_at_end=parse is not None,
+            is_declared=readers is not None,
             **options,
         )
 
-    def _declared_parser(
-        self, body: ChatCompletionRequest, prompt: str
-    ) -> Callable[[str], Parsed] | None:
-        """Return a parser of whole answers in the checkpoint's own format, if that is used."""
+    def _declared_readers(self, body: ChatCompletionRequest, prompt: str) -> DeclaredReaders | None:
+        """Return what reads answers in the checkpoint's own format, if that is used."""
         if self._declared is None:
             return None
         tools = [] if body.tool_choice == "none" else body.tools or []
         names = {tool.function.name: tool.function.parameters or {} for tool in tools}
-        return answer_reader(self._declared, prompt, names)
+        return DeclaredReaders(self._declared, prompt, names)
 
     def render(self, body: ChatCompletionRequest) -> dict[str, Any]:
         """Return the text and token ids of a conversation; this takes milliseconds.
@@ -295,12 +288,12 @@ class ChatService:
         self,
         body: ChatCompletionRequest,
         continued: str,
-        parse: Callable[[str], Parsed] | None,
+        readers: DeclaredReaders | None,
     ) -> tuple[Callable[[], ToolParser] | None, dict[str, Any], dict[str, Any]]:
         """Return the tool parser and the tool fields of `SamplingParams` and `ChatRequest`.
 
-        `continued` is the text of the message that the answer continues, if any; `parse` parses
-        whole answers in the checkpoint's own format, if that is used.
+        `continued` is the text of the message that the answer continues, if any; `readers`
+        read answers in the checkpoint's own format, if that is used.
         """
         named = required_tool(body)
         if not body.tools or body.tool_choice == "none":
@@ -323,8 +316,8 @@ class ChatService:
                 'start the server with --tool-call-parser, or give tool_choice "required"'
             )
             raise APIError(400, message, param="tools")
-        if parse is not None:
-            return functools.partial(DeclaredTools, parse, make_id), {}, options
+        if readers is not None:
+            return functools.partial(readers.tools, make_id), {}, options
         is_thought = False
         if self.reasoning_parser is not None:
             is_thought, continued = reasoning.last_text(self.reasoning_parser, continued)
@@ -397,9 +390,8 @@ class ChatStream:
 
     def _is_slow(self, completion: CompletionOutput) -> bool:
         """Return whether `_piece` would hold other requests up."""
-        if self._request.is_read_at_end and completion.finish_reason is not None:
-            return True
-        return completion.logprobs is not None and len(completion.logprobs) > _MANY_LOGPROBS
+        num_logprobs = 0 if completion.logprobs is None else len(completion.logprobs)
+        return self._request.is_declared or num_logprobs > _MANY_LOGPROBS
 
     def _note(self, output: RequestOutput) -> None:
         self.num_cached_tokens = output.num_cached_tokens

@@ -8,16 +8,26 @@ import time
 
 import httpx
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from engine.errors import ConfigError
 from engine.server import response_template
 from engine.server.chat_stream import ChatService
-from engine.server.response_template import DeclaredReasoning, DeclaredTools, answer_reader
+from engine.server.response_template import DeclaredReaders
 from engine.server.response_template.contents import FormatError, content_of, transformed
 from engine.server.response_template.schema import ResponseSchema
+from engine.server.response_template.streams import Regions
 from engine.server.response_template.template import ResponseTemplate
 from engine.server.response_template.worker import MAX_SECONDS, check, read
-from engine.server.tool_parsers import MAX_CALLS, collect
+from engine.server.tool_parsers import (
+    MAX_CALLS,
+    TextDelta,
+    ToolCallDelta,
+    ToolCallEnd,
+    ToolCallStart,
+    collect,
+)
 from tests.server.scripted_client import ScriptedClient
 from tests.server.serving import serve
 
@@ -411,10 +421,10 @@ def test_an_answer_of_many_regions_is_refused():
 NAMES = {"f": {"properties": {"a": {"type": "integer"}, "s": {"type": "string"}}}, "g": {}}
 
 
-def answer(spec, text, size, names=NAMES):
+def answer(spec, text, size, names=NAMES, prompt=PROMPT):
     """Return (reasoning, content, calls) of an answer, as the server computes them."""
-    parse = answer_reader(("response_template", spec), PROMPT, names)
-    thinker, tools = DeclaredReasoning(parse, keeps_calls=bool(names)), DeclaredTools(parse)
+    readers = DeclaredReaders(("response_template", spec), prompt, names)
+    thinker, tools = readers.reasoning(bool(names)), readers.tools()
     pieces = [text[i : i + size] for i in range(0, len(text), size)]
     parts = [*map(thinker.feed, pieces), thinker.finish()]
     thought = "".join(part[0] for part in parts)
@@ -450,10 +460,112 @@ def test_arguments_have_the_types_of_the_schema():
 
 def test_calls_are_bounded():
     text = '<call>{"name": "g"}</call>' * (MAX_CALLS + 1)
-    assert answer(CHATML, text, 1000) == ("", text, [])
+    _, content, calls = answer(CHATML, text, 1000)
+    assert (content, len(calls)) == ('<call>{"name": "g"}</call>', MAX_CALLS)
+    buffered = {"fields": CHATML["fields"] | {"other": {"open_pattern": "<other>"}}}
+    assert answer(buffered, text, 1000) == ("", text, [])
     deep = "[" * 70 + "]" * 70
     text = f'<call>{{"name": "f", "arguments": {{"x": {deep}}}}}</call>'
     assert answer(CHATML, text, 1000) == ("", text, [])
+
+
+# ---- streaming
+
+
+def whole(spec, text, prompt, names):
+    found = read("response_template", spec, names, prompt, text)
+    calls = [(name, json.dumps(arguments)) for name, arguments in found["calls"]]
+    return found["reasoning"], found["content"], calls
+
+
+STREAMED = [case for case in TEMPLATES if Regions.of("response_template", case[0]) is not None]
+
+
+@pytest.mark.parametrize("case", STREAMED, ids=lambda case: case[2][:24])
+@pytest.mark.parametrize("size", [1, 2, 5, 1000])
+def test_streamed_answers_are_those_read_at_once(case, size):
+    spec, prompt, text, *_ = case
+    names = {"f": {}, "g": {}}
+    assert answer(spec, text, size, names, prompt) == whole(spec, text, prompt, names)
+    assert answer(spec, text, size, {}, prompt) == whole(spec, text, prompt, {})
+
+
+def test_which_templates_are_streamed():
+    assert len(STREAMED) > 20
+    content = {"content": {}}
+    for fields, is_streamed in (
+        (content, True),
+        (content | {"x": {"open": ["<x>", "<y>"], "close": "eos"}}, True),
+        (content | {"x": {"open_pattern": "<x>"}}, False),
+        (content | {"x": {"open": "<x>"}, "y": {"open": "<x>>"}}, False),
+        (content | {"x": {"open": "<x>"}, "y": {"open": "<x>"}}, False),
+        (content | {"x": {"open": "<x>", "optional": False}}, False),
+        ({"content": {"content": "int"}}, False),
+        ({"content": {"open": "<c>", "repeats": True}}, False),
+    ):
+        regions = Regions.of("response_template", {"fields": fields})
+        assert (regions is not None) == is_streamed, fields
+    anchored = {"fields": content, "start_anchor_pattern": "<a>"}
+    assert Regions.of("response_template", anchored) is None
+    assert Regions.of("response_schema", SCHEMA) is None
+
+
+def test_text_is_passed_on_as_it_arrives():
+    readers = DeclaredReaders(("response_template", CHATML), PROMPT, NAMES)
+    thinker, tools = readers.reasoning(True), readers.tools()
+    texts = [
+        "<thi",
+        "nk>Hm",
+        ".\n</",
+        "think>",
+        "\nI ca",
+        "ll",
+        " <ca",
+        'll>{"name": ',
+        '"f"}',
+        "</call>",
+    ]
+    parts = [thinker.feed(text) for text in texts]
+    assert [part[0] for part in parts] == ["", "Hm", ".", *[""] * 7]
+    events = [tools.feed(part[1]) for part in parts]
+    assert [e for es in events[:7] for e in es] == [TextDelta("I ca"), TextDelta("ll")]
+    assert [type(event) for event in events[-1]] == [ToolCallStart, ToolCallDelta, ToolCallEnd]
+
+
+FRAGMENTS = [
+    "<think>", "</think>", "<call>", "</call>", "<|im_end|>", '{"name": "f"}', '{"name": "h"}',
+    "{", "Hm", " ", "\n", "<", "<ca", CALL,
+]  # fmt: skip
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    st.lists(st.sampled_from(FRAGMENTS), max_size=10).map("".join),
+    st.sampled_from(["", "<think>\n", "<think></think>\n", "Yes "]),
+    st.integers(1, 9),
+    st.booleans(),
+)
+def test_streaming_agrees_with_reading_at_once(text, begun, size, has_tools):
+    names = {"f": {}} if has_tools else {}
+    prompt = PROMPT + begun
+    assert answer(CHATML, text, size, names, prompt) == whole(CHATML, text, prompt, names)
+
+
+def test_the_end_of_a_prompt_is_no_part_of_the_answer():
+    for begun, text, wanted in (
+        ("Yes <", "b", "b"),
+        ("Yes <ca", "", ""),
+        ("<", "think>", "think>"),
+    ):
+        for names in (NAMES, {}):
+            assert answer(CHATML, text, 3, names, PROMPT + begun) == ("", wanted, [])
+
+
+def test_streaming_takes_linear_time():
+    for one in ("<think>", "<call>", "</call>", " ", "<", "x ", CALL):
+        begin = time.process_time()
+        answer(CHATML, one * (200_000 // len(one)), 16)
+        assert time.process_time() - begin < 3
 
 
 # ---- which models use theirs

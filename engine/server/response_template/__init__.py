@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from engine.checks import warn_once
 from engine.errors import ConfigError
+from engine.server.reasoning import ReasoningReader
 from engine.server.response_template.readers import (
     DeclaredReasoning,
     DeclaredTools,
-    Parsed,
     answer_reader,
 )
+from engine.server.response_template.streams import Regions, StreamedReasoning, StreamedTools
 from engine.server.response_template.worker import KINDS, check
+from engine.server.tool_parsers import ToolParser, random_id
 
-__all__ = [
-    "KINDS",
-    "DeclaredReasoning",
-    "DeclaredTools",
-    "Parsed",
-    "answer_reader",
-    "chosen",
-]
+__all__ = ["DeclaredReaders", "chosen"]
 
+_MAX_PROMPT_CHARS = 200_000  # at the prompt's end, where a message may have begun
 _THOUGHTS = frozenset({"thinking", "reasoning_content", "reasoning"})
 
 
@@ -59,3 +55,40 @@ def chosen(
 def _has_thoughts(kind: str, spec: Mapping[str, Any]) -> bool:
     fields = spec.get("fields" if kind == KINDS[0] else "properties")
     return isinstance(fields, Mapping) and not _THOUGHTS.isdisjoint(fields)
+
+
+class DeclaredReaders:
+    """Makes readers of the answers to one request in a checkpoint's own format.
+
+    They stream if the format is a template whose delimiters are texts; otherwise, they hold an
+    answer back until it ends.
+
+    Parameters
+    ----------
+    declared : (str, mapping)
+        Kind of the format, and the format.
+    prompt : str
+    names : mapping
+        The functions that may be called, and the schemas of their parameters.
+    """
+
+    def __init__(
+        self, declared: tuple[str, Mapping[str, Any]], prompt: str, names: Mapping[str, Any]
+    ) -> None:
+        self._end = prompt[-_MAX_PROMPT_CHARS:]
+        self._regions = Regions.of(*declared)
+        begun = self._end if self._regions is None else ""
+        self._parse = answer_reader(declared, begun, names)
+
+    def reasoning(self, keeps_calls: bool) -> ReasoningReader:
+        """Return a reader of one answer; `keeps_calls` if one of `tools` reads its content."""
+        if self._regions is None:
+            return DeclaredReasoning(self._parse, keeps_calls=keeps_calls)
+        return StreamedReasoning(self._regions, self._end, self._parse, keeps_calls=keeps_calls)
+
+    def tools(self, make_id: Callable[[], str] = random_id) -> ToolParser:
+        """Return a parser of the calls of one answer."""
+        if self._regions is None:
+            return DeclaredTools(self._parse, make_id)
+        begun = StreamedReasoning(self._regions, self._end, self._parse, keeps_calls=True).begun
+        return StreamedTools(self._regions, begun, self._parse, make_id)

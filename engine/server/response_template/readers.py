@@ -25,7 +25,6 @@ from engine.server.tool_parsers.typed_values import allowed_types, typed_json
 
 __all__ = ["DeclaredReasoning", "DeclaredTools", "Parsed", "answer_reader"]
 
-_MAX_PROMPT_CHARS = 200_000  # at the prompt's end, where a message may have begun
 _MAX_KEPT = 16  # answers of a request whose result is kept, for the second of its two readers
 
 
@@ -50,16 +49,15 @@ def answer_reader(
     declared : (str, mapping)
         Kind of the format, and the format.
     prompt : str
+        The prompt, or its end.
     names : mapping
         The functions that may be called, and the schemas of their parameters.
     """
 
-    end = prompt[-_MAX_PROMPT_CHARS:]
-
     @functools.lru_cache(maxsize=_MAX_KEPT)
     def parse(text: str) -> Parsed:
         try:
-            found = read(*declared, tuple(names), end, text)
+            found = read(*declared, tuple(names), prompt, text)
         except ConfigError as error:
             warn_once(f"an answer is not read by the checkpoint's format: {error}")
             return Parsed(content=text)
