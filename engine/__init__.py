@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from engine.async_engine import AsyncEngine
     from engine.llm import LLM
     from engine.llm_engine import LLMEngine
+    from engine.lora_request import LoRARequest
     from engine.model import Model, load
     from engine.outputs import CompletionOutput, RequestOutput
     from engine.quantization.quantize_model import quantize
@@ -36,6 +37,7 @@ __all__ = [
     "BeamSearchParams",
     "CompletionOutput",
     "LLMEngine",
+    "LoRARequest",
     "Model",
     "RequestOutput",
     "SamplingParams",
@@ -54,6 +56,7 @@ _HOMES = {
     "BeamSearchParams": "engine.tasks.beam_search",
     "CompletionOutput": "engine.outputs",
     "LLMEngine": "engine.llm_engine",
+    "LoRARequest": "engine.lora_request",
     "Model": "engine.model",
     "RequestOutput": "engine.outputs",
     "SamplingParams": "engine.sampling_params",

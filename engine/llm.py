@@ -16,6 +16,7 @@ from engine.core.stats import EngineStats
 from engine.engine_config import CONFIG_OPTIONS
 from engine.errors import RequestError, TemplateError, unknown_keyword
 from engine.llm_engine import LLMEngine, Prompt
+from engine.lora_request import LoRARequest
 from engine.model import LOAD_OPTIONS
 from engine.outputs import RequestOutput
 from engine.sampling_params import RequestOutputKind, SamplingParams
@@ -89,6 +90,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         priority: int | Sequence[int] = 0,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         progress: bool = False,
     ) -> list[RequestOutput]:
         """Continue every prompt.
@@ -102,6 +104,8 @@ class LLM:
             One for all, or one per prompt; defaults to the model's recommendation.
         priority : int or sequence of int
             Smaller values are served first; one for all, or one per prompt.
+        lora_request : LoRARequest, or sequence of (LoRARequest or None), optional
+            The adapter to apply (`load`'s `enable_lora`); one for all, or one per prompt.
         progress : bool
             Show a progress bar on stderr.
 
@@ -119,7 +123,8 @@ class LLM:
         # Only final outputs are returned, so the engine need not build intermediate ones.
         params = self._params_for(len(batch), sampling_params, RequestOutputKind.FINAL_ONLY)
         priorities = _one_per_prompt("priority", priority, len(batch), numbers.Integral)
-        ids = self._add(batch, params, priorities)
+        adapters = _one_per_prompt("lora_request", lora_request, len(batch), LoRARequest | None)
+        ids = self._add(batch, params, priorities, adapters)
         finished: dict[str, RequestOutput] = {}
         from tqdm import tqdm
 
@@ -135,6 +140,7 @@ class LLM:
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         progress: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool | None = None,
@@ -150,6 +156,8 @@ class LLM:
             One or several conversations.
         sampling_params : SamplingParams or sequence of it, optional
             One for all, or one per conversation; defaults to the model's recommendation.
+        lora_request : LoRARequest, or sequence of (LoRARequest or None), optional
+            The adapter to apply; one for all, or one per conversation.
         progress : bool
             Show a progress bar on stderr.
         tools : sequence of dict, optional
@@ -183,7 +191,9 @@ class LLM:
             "allow_special_in_content": allow_special_in_content,
         }
         prompts = [self._chat_prompt(c, template_variables | options) for c in conversations]
-        return self.generate(prompts, sampling_params, progress=progress)
+        return self.generate(
+            prompts, sampling_params, lora_request=lora_request, progress=progress
+        )
 
     def stream(
         self, prompt: Prompt | Sequence[Message], sampling_params: SamplingParams | None = None
@@ -294,6 +304,7 @@ class LLM:
         prompts: Sequence[Prompt],
         params: Sequence[SamplingParams],
         priorities: Sequence[int],
+        adapters: Sequence[LoRARequest | None],
     ) -> list[str]:
         """Queue all prompts, or none on an error."""
         ids: list[str] = []
@@ -303,7 +314,11 @@ class LLM:
                     ids.append(self._next_id())
                     try:
                         self.llm_engine.add_request(
-                            ids[-1], prompt, params[index], priority=priorities[index]
+                            ids[-1],
+                            prompt,
+                            params[index],
+                            priority=priorities[index],
+                            lora_request=adapters[index],
                         )
                     except RequestError as error:
                         raise type(error)(f"prompts[{index}]: {error}") from error
@@ -381,7 +396,7 @@ def _as_prompts(prompts: Any) -> list[Prompt]:
     return found
 
 
-def _one_per_prompt(name: str, values: Any, count: int, kind: type) -> list[Any]:
+def _one_per_prompt(name: str, values: Any, count: int, kind: Any) -> list[Any]:
     """Return `values`, either a sequence or one value of type `kind`, as a list of `count`."""
     if isinstance(values, kind):
         return [values] * count

@@ -14,6 +14,7 @@ from engine.cache.kv_cache import KVCache
 from engine.cache.memory_pool import MemoryPool
 from engine.cache.swap import SwapSpace
 from engine.checks import request_ids_of, shown_with_type
+from engine.core.adapters import AdapterRegistry
 from engine.core.input_processor import InputProcessor, Prompt, PromptInput
 from engine.core.locks import not_reentrant
 from engine.core.output_processor import OutputGroup
@@ -26,6 +27,7 @@ from engine.core.watchdog import Watchdog
 from engine.engine_config import CONFIG_OPTIONS, EngineConfig
 from engine.errors import RankError, RequestError
 from engine.kernels._override.scope import current_overrides, forbid_override
+from engine.lora_request import LoRARequest
 from engine.model import LOAD_OPTIONS, Model
 from engine.outputs import RequestOutput
 from engine.parallel.make_engine import make_engine
@@ -124,6 +126,7 @@ class LLMEngine:
                 overlaps=config.async_scheduling,
             )
             self._overrides = current_overrides()  # of the last step
+        self._adapters = AdapterRegistry(model.read_adapter)
         self._entry = threading.Lock()  # see `not_reentrant`
         describe = self.scheduler.describe  # capturing `self` in the watchdog would create a cycle
         self.watchdog = Watchdog(
@@ -214,6 +217,7 @@ class LLMEngine:
         timeout: float | None = None,
         parent: str | None = None,
         resumed: Sequence[Sequence[int] | None] | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> None:
         """Queue a request.
 
@@ -237,6 +241,8 @@ class LLMEngine:
         resumed : sequence of (sequence of int or None), optional
             For a request moved from another engine: the tokens each continuation generated there,
             or None for a continuation that has ended.
+        lora_request : LoRARequest, optional
+            The adapter to apply; its files are read on first use.
 
         Raises
         ------
@@ -254,10 +260,11 @@ class LLMEngine:
             raise RequestError(f"request id {request_id[:80]!r} is in use")
         if resumed is not None:
             self._inputs.check_resumed(resumed)
+        adapter = self._adapters.get(lora_request)
         specs = self._inputs.sampling_specs(params)
         arrived = time.monotonic()
         requests = self._inputs.requests(
-            request_id, checked.token_ids, specs, arrived, priority, checked.cache_salt
+            request_id, checked.token_ids, specs, arrived, priority, checked.cache_salt, adapter
         )
         group = OutputGroup(request_id, checked.text, params, arrived, self.tokenizer)
         requests = group.open(requests, self._streams.texts, resumed)
@@ -322,6 +329,41 @@ class LLMEngine:
             Number of blocks freed, on device and host.
         """
         return self.scheduler.reset_prefix_cache()
+
+    @not_reentrant
+    def add_lora(self, lora_request: LoRARequest, *, load_inplace: bool = False) -> None:
+        """Read an adapter, so that requests may name it without a path.
+
+        Parameters
+        ----------
+        lora_request : LoRARequest
+        load_inplace : bool
+            Read it anew if its name is in use; running requests keep the old one.
+
+        Raises
+        ------
+        RequestError
+            If it cannot be read or does not fit the model, or its name is another adapter's.
+        """
+        if load_inplace and isinstance(lora_request, LoRARequest):
+            self._adapters.replace(lora_request)
+        else:
+            self._adapters.get(lora_request)
+
+    @not_reentrant
+    def remove_lora(self, lora_name: str) -> None:
+        """Forget an adapter; requests that use it end with it.
+
+        Raises
+        ------
+        RequestError
+            If the engine holds none of this name.
+        """
+        self._adapters.remove(lora_name)
+
+    def list_loras(self) -> tuple[str, ...]:
+        """Return the names of the adapters that the engine holds."""
+        return self._adapters.names
 
     def stats(self) -> EngineStats:
         """Return the counters since construction; for an MoE model, synchronizes the device."""

@@ -22,7 +22,7 @@ from engine.cache.array_cache import Cache
 from engine.cache.kv_cache import KVCache, KVGeometry, quantized_kv_dtype
 from engine.cache.state_plan import CacheSizes
 from engine.cache.swap import SwapSpace
-from engine.checks import check_count, shown
+from engine.checks import check_count, is_integer, shown
 from engine.config import ModelConfig
 from engine.device import Device, cupy, resolve_device, to_numpy
 from engine.dtypes import KV_CODE_DTYPES
@@ -31,6 +31,7 @@ from engine.kernels._override.scope import ModelKernels
 from engine.kernels._override.table import Overrides
 from engine.layers.batch import ForwardBatch
 from engine.layers.collectives import Collectives
+from engine.layers.lora import NO_ADAPTER
 from engine.layers.sampler import Sampler, SamplingBatch
 from engine.layers.token_ids import checked_token_ids
 from engine.loading import page_calibration
@@ -40,6 +41,7 @@ from engine.loading.download import ModelSource, resolve_model
 from engine.loading.gguf import GgufFile
 from engine.loading.hf_config import generation_config
 from engine.loading.load_config import LoadConfig, resolve_load_config
+from engine.loading.lora import LoraAdapter, read_adapter
 from engine.loading.model_config import load_config
 from engine.model_files import is_present
 from engine.models.decoder import Decoder, Pages
@@ -70,6 +72,9 @@ def load(
     quantization: str | None = None,
     deterministic: bool = False,
     enable_expert_parallel: bool = False,
+    enable_lora: bool = False,
+    max_loras: int = 8,
+    max_lora_rank: int = 16,
     kernels: Mapping[str, Any] | None = None,
     attention_pattern: Any = None,
     progress: bool | None = None,
@@ -107,6 +112,12 @@ def load(
         for small batches.
     enable_expert_parallel : bool
         With several ranks, divide the experts among the ranks instead of dividing every expert.
+    enable_lora : bool
+        Reserve memory for LoRA adapters, which requests may name (`LoRARequest`).
+    max_loras : int
+        Number of adapters that one step may use.
+    max_lora_rank : int
+        Largest rank of an adapter.
     kernels : mapping of str to (callable or str), optional
         Overrides: op of the catalog -> the function that runs in its place in this model, or
         "file.py:name". See `engine.kernels.override`.
@@ -164,6 +175,9 @@ def load(
         quantization,
         deterministic,
         enable_expert_parallel,
+        enable_lora,
+        max_loras,
+        max_lora_rank,
     )
     if device == "auto":
         print(f"engine: device {place} ({why}), dtype {options.dtype}", file=sys.stderr)
@@ -279,6 +293,44 @@ class Model:
     def deterministic(self) -> bool:
         """Whether the model was loaded with `deterministic=True`."""
         return self.decoder.deterministic
+
+    @property
+    def num_adapter_slots(self) -> int:
+        """Number of LoRA adapters that one step may use; 0 without `enable_lora`."""
+        adapters = self.decoder.adapters
+        return 0 if adapters is None else adapters.num_slots
+
+    @property
+    def adapter_kinds(self) -> tuple[str, ...]:
+        """Kinds of the weights ("qkv") that adapters written so far change, sorted."""
+        adapters = self.decoder.adapters
+        return () if adapters is None else tuple(sorted(adapters.kinds))
+
+    def read_adapter(self, name: str, path: str | PathLike[str]) -> LoraAdapter:
+        """Read a LoRA adapter in peft's format to host memory. See `loading.lora.read_adapter`.
+
+        Raises
+        ------
+        ConfigError, WeightsError
+            If the model was loaded without `enable_lora`, or the adapter does not fit it.
+        """
+        decoder = self.decoder
+        if decoder.adapters is None:
+            raise ConfigError(f"adapter {shown(name)} needs a model loaded with enable_lora=True")
+        products = decoder.adapters.products
+        biases = {
+            weight: decoder.weights[f"{weight}_bias"].data
+            for weight in products
+            if f"{weight}_bias" in decoder.weights
+        }
+        config, shard = decoder.parts.whole(self.config)
+        return read_adapter(name, path, config, products, shard, biases)
+
+    def write_adapter(self, adapter: LoraAdapter, slot: int) -> None:
+        """Copy an adapter to a slot on the device, in the order of the current stream."""
+        adapters = self.decoder.adapters
+        assert adapters is not None
+        adapters.write(slot, adapter.matrices)
 
     @cached_property
     def weight_bytes(self) -> int:
@@ -409,6 +461,7 @@ class Model:
         block_size: int = 16,
         kv_cache_dtype: str = "auto",
         state_dtype: str = "auto",
+        adapter_slots: Sequence[int | None] | None = None,
     ) -> Cache:
         """Return an empty paged KV cache, one sequence per row.
 
@@ -424,6 +477,8 @@ class Model:
             "auto" is the model's dtype; "fp8" and "int8" quantize the cache (`prepare_pages`).
         state_dtype : str
             Dtype of recurrent states: "float32", "bfloat16", or "auto" = float32.
+        adapter_slots : sequence of (int or None), optional
+            Slot of the LoRA adapter that computes each row (`write_adapter`); None: no adapter.
 
         Raises
         ------
@@ -436,7 +491,24 @@ class Model:
             self.config, self.dtype, block_size, kv_cache_dtype, state_dtype
         )
         self.prepare_pages(geometry.dtype)
-        return self.make_cache(geometry, batch_size, max_tokens)
+        slots = self._checked_slots(adapter_slots, batch_size)
+        cache = self.make_cache(geometry, batch_size, max_tokens)
+        cache.adapter_slots = slots
+        return cache
+
+    def _checked_slots(self, slots: Any, batch_size: int) -> np.ndarray[Any, Any] | None:
+        """Return the adapter slot of each row of a cache; None if no row has an adapter."""
+        if slots is None:
+            return None
+        given = list(slots)
+        count = self.num_adapter_slots
+        is_fine = all(one is None or (is_integer(one) and 0 <= one < count) for one in given)
+        if len(given) != batch_size or not is_fine:
+            raise ConfigError(
+                f"adapter_slots must be {batch_size} slots in [0, {count}), or None; got "
+                f"{shown(slots)}"
+            )
+        return np.array([NO_ADAPTER if one is None else one for one in given], np.int32)
 
     def make_cache(self, geometry: KVGeometry, batch_size: int, max_tokens: int) -> Cache:
         """Return an empty `Cache`. Checks nothing; the kernels must already be loaded."""
@@ -591,6 +663,7 @@ class Model:
             logits=logits,
             rope_offset=cache.rope_offsets,
             state_slots=cache.state_slots,
+            adapter_slots=cache.adapter_slots,
         )
         return self.forward(batch.to(self.device), cache.pages)
 
@@ -612,6 +685,9 @@ class Model:
                     state_slots=None
                     if cache.state_slots is None
                     else cache.state_slots[row : row + 1],
+                    adapter_slots=None
+                    if cache.adapter_slots is None
+                    else cache.adapter_slots[row : row + 1],
                 )
                 self.forward(batch.to(self.device), cache.pages)
             cache.rope_offsets[row] = wanted[row]

@@ -62,6 +62,9 @@ class LLMOptions(EngineOptions, total=False):
     quantization: str | None
     deterministic: bool
     enable_expert_parallel: bool
+    enable_lora: bool
+    max_loras: int
+    max_lora_rank: int
     kernels: Mapping[str, Any] | None
     attention_pattern: Any
     progress: bool | None

@@ -165,6 +165,9 @@ class Request:
         Smaller values are served first.
     cache_salt : str, optional
         Cached prefixes are shared only among requests with the same salt.
+    adapter : LoraAdapter, optional
+        LoRA adapter that changes the model for this request; prefixes are shared only among
+        requests with the same one.
     short_rope_len : int
         Longest sequence whose keys are rotated with longrope's short factors, in tokens; a longer
         one needs the long factors for all its keys. 0 if the factors do not depend on the length.
@@ -226,6 +229,7 @@ class Request:
     arrival_time: float = 0.0
     priority: int = 0
     cache_salt: str | None = None
+    adapter: Any = None
     short_rope_len: int = 0
     reuse_prefix: bool = True
     eos_token_ids: InitVar[Iterable[int]] = ()
@@ -298,14 +302,15 @@ class Request:
         return self.status.value if self.status in _FINISHED else None
 
     @property
-    def prefix_key(self) -> tuple[str | None, bool, int]:
+    def prefix_key(self) -> tuple[str | None, bool, int, int]:
         """Key that must match, besides the token ids, for two requests to share a cached prefix.
 
         Without blocks, it is the key of those that its present length would be given.
         """
         holds_keys = self.block_table or self.host_block_table
         is_long = self.long_rope if holds_keys else self.needs_long_rope
-        return self.cache_salt, is_long, self.prefix_epoch
+        adapter = 0 if self.adapter is None else self.adapter.serial
+        return self.cache_salt, is_long, adapter, self.prefix_epoch
 
     @property
     def needs_long_rope(self) -> bool:

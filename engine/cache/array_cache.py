@@ -47,6 +47,8 @@ class Cache:
         computed anew.
     state_slots : (B,) array of int32, or None
         State slot of each row; None if no layer has a state.
+    adapter_slots : (B,) array of int32, or None
+        Slot of each row's LoRA adapter; None if no row has one.
     token_ids : (B, max_tokens) array of int32
         Ids of the tokens, on the host; (B, 0) unless `keep_token_ids` was called.
 
@@ -76,6 +78,7 @@ class Cache:
         self.block_tables = np.arange(batch_size * blocks, dtype=np.int32).reshape(batch_size, -1)
         self.rope_offsets = np.zeros(batch_size, np.int32)
         self.state_slots = self.kv.first_slots(batch_size)
+        self.adapter_slots: np.ndarray[Any, np.dtype[np.int32]] | None = None
         self.token_ids = np.zeros((batch_size, 0), np.int32)
 
     @property

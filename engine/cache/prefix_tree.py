@@ -2,7 +2,7 @@
 
 One node is one full block; the edge to it is the block's token ids, so a path from a root spells
 a prefix. Ids are compared byte for byte, never by hash alone. Every `key` (cache salt, long rope,
-epoch) has its own root, so one tenant's prefixes are invisible to another.
+adapter, epoch) has its own root, so one tenant's prefixes are invisible to another.
 
 A block in use has an owner in the allocator and cannot be evicted. Once its last owner releases it,
 it is *cached*: it can be owned again, or be evicted, least recently used first and leaves before
@@ -108,7 +108,7 @@ class PrefixTree:
     def match(
         self,
         token_ids: Sequence[int],
-        key: PrefixKey = (None, False, 0),
+        key: PrefixKey = (None, False, 0, 0),
         max_blocks: int | None = None,
     ) -> PrefixMatch:
         """Return the longest cached prefix of `token_ids`, in full blocks. Changes nothing.
@@ -175,7 +175,7 @@ class PrefixTree:
         self,
         token_ids: Sequence[int],
         blocks: Sequence[int],
-        key: PrefixKey = (None, False, 0),
+        key: PrefixKey = (None, False, 0, 0),
         *,
         start: int = 0,
         leaving: bool = False,
@@ -188,7 +188,7 @@ class PrefixTree:
             Token ids from block `start` on.
         blocks : sequence of int
             The owner's block table, from its first block on.
-        key : (cache salt, long rope, epoch)
+        key : (cache salt, long rope, adapter, epoch)
             Selects the root.
         start : int
             Number of leading blocks of the table that are already nodes of the tree.

@@ -23,8 +23,8 @@ __all__ = [
 
 NO_BLOCK = -1
 
-PrefixKey = tuple[str | None, bool, int]
-"""(cache salt, long rope, epoch): must be equal, like the token ids, to share a prefix."""
+PrefixKey = tuple[str | None, bool, int, int]
+"""(cache salt, long rope, adapter, epoch): must be equal, like the token ids, to share a prefix."""
 
 
 class TreeNode:

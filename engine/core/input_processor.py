@@ -13,6 +13,7 @@ import numpy as np
 
 from engine.checks import items_of, length_of, shown, shown_with_type, token_ids_of
 from engine.errors import ContextLengthError, RequestError
+from engine.loading.lora import LoraAdapter
 from engine.model import Model
 from engine.request import Request
 from engine.runner.sampling import SamplingSpec
@@ -172,6 +173,7 @@ class InputProcessor:
         arrival_time: float,
         priority: int = 0,
         cache_salt: str | None = None,
+        adapter: LoraAdapter | None = None,
     ) -> list[Request]:
         """Return one scheduler request per spec; all share one list of prompt ids.
 
@@ -193,6 +195,7 @@ class InputProcessor:
                 arrival_time=arrival_time,
                 priority=priority,
                 cache_salt=cache_salt,
+                adapter=adapter,
                 short_rope_len=self._model.short_rope_len,
                 reuse_prefix=params.prompt_logprobs is None,
                 eos_token_ids=self._model.eos_token_ids,

@@ -74,6 +74,10 @@ class ServedModel(DraftModel, Protocol):
         """Whether some layers have an attention pattern."""
 
     @property
+    def num_adapter_slots(self) -> int:
+        """Number of LoRA adapters that one step may use."""
+
+    @property
     def kernels(self) -> ModelKernels:
         """Overrides of ops."""
 
@@ -177,6 +181,7 @@ def resolve(
         max_num_batched_tokens=tokens,
         max_prefill_chunk=config.max_prefill_chunk,
         max_draft_tokens=config.max_draft_tokens,
+        max_adapters=model.num_adapter_slots,
         # Trees need the decode kernel, but its summation order depends on the batch, and it does
         # not support trees with a sliding window. Patterns need the prefill kernel, and states
         # follow a chain of tokens.

@@ -140,7 +140,7 @@ class Attention:
     @property
     def input_format(self) -> Format | None:
         """Format of the weight that multiplies the input."""
-        return self.qkv.weight.format
+        return self.qkv.input_format
 
     def arrays(self) -> Iterator[tuple[str, Any]]:
         """Yield (name, array) for every array of the layer."""

@@ -69,6 +69,8 @@ class ForwardBatch:
     snapshot_slots, snapshot_offsets : (B,) int32, optional
         State slot that also receives the state after the first `snapshot_offsets[b]` tokens; -1:
         none. None if no sequence takes a snapshot.
+    adapter_slots : (T,) int32, optional
+        Slot of each token's LoRA adapter, or `layers.lora.NO_ADAPTER`. None: no token has one.
     features : mapping of int to (T, N) array, optional
         Layer index -> array that receives the residual stream entering that layer; index
         num_layers: the stream leaving the last layer. Read by draft heads.
@@ -98,6 +100,7 @@ class ForwardBatch:
     state_targets: Any = None
     snapshot_slots: Any = None
     snapshot_offsets: Any = None
+    adapter_slots: Any = None
     features: Mapping[int, Any] | None = None
     entering: tuple[Any, Any] | None = None
     on_host: ForwardBatch | None = None
@@ -160,6 +163,7 @@ class ForwardBatch:
             max_seqlen_q=1,
             prefill_cu_seqlens_q=None,
             query_len=1,
+            adapter_slots=None if self.adapter_slots is None else self.adapter_slots[rows],
             features=None,
             on_host=None,
         )
@@ -175,6 +179,7 @@ class ForwardBatch:
         logits: Literal["last", "all", "none"] = "last",
         rope_offset: int | np.ndarray[Any, Any] = 0,
         state_slots: np.ndarray[Any, Any] | None = None,
+        adapter_slots: np.ndarray[Any, Any] | None = None,
     ) -> ForwardBatch:
         """Lay out sequences on the host.
 
@@ -195,6 +200,8 @@ class ForwardBatch:
             `rope_positions` are the positions plus this offset, of all sequences or of each.
         state_slots : (B,) array of int32, optional
             State slots that the sequences read and write.
+        adapter_slots : (B,) array of int32, optional
+            Slot of each sequence's LoRA adapter, or NO_ADAPTER.
 
         Raises
         ------
@@ -233,6 +240,7 @@ class ForwardBatch:
             max_context_len=int(lens.max()),
             state_slots=state_slots,
             state_targets=state_slots,
+            adapter_slots=None if adapter_slots is None else adapter_slots[rows],
         )
 
     def to(self, device: Device) -> ForwardBatch:

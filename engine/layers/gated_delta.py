@@ -75,7 +75,7 @@ class GatedDelta:
     @property
     def input_format(self) -> Format | None:
         """Format of the weight that multiplies the input."""
-        return self.in_proj.weight.format
+        return self.in_proj.input_format
 
     def arrays(self) -> Iterator[tuple[str, Any]]:
         """Yield (name, array) for every array of the layer."""

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from engine import kernels
 from engine.device import empty_like
 from engine.dtypes import FLOAT_NAMES
 from engine.errors import WeightsError
-from engine.layers.arrays import arrays_of
+from engine.layers.arrays import HoldsArrays, arrays_of
 from engine.layers.norm import Norm, QuantizedRows
-from engine.weights import FORMATS, Weight
+from engine.weights import FORMATS, Format, Weight
 from engine.weights.formats import STACKED
 
-__all__ = ["PRODUCTS", "Linear", "NormedLinear", "Product"]
+__all__ = ["PRODUCTS", "Adapter", "Linear", "NormedLinear", "Product"]
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,16 @@ class Product:
 
     plain: Callable[..., Any]
     of_normed: Callable[..., Any]
+
+
+class Adapter(HoldsArrays, Protocol):
+    """Computes a layer's products in place of the ops of its format; see `Product`."""
+
+    def plain(self, x: Any, weight: Weight, **options: Any) -> Any:
+        """Return activation(x Wᵀ + b) + residual."""
+
+    def of_normed(self, x: Any, norm: Norm, weight: Weight, **options: Any) -> Any:
+        """Return the product of ``norm(x)``."""
 
 
 def _dense(x: Any, weight: Weight, **options: Any) -> Any:
@@ -163,13 +173,18 @@ class Linear:
     deterministic : bool
         Batch invariance: a token's bits do not depend on the rest of the batch.
 
+    Attributes
+    ----------
+    product : Product
+        Computes the products; an adapter replaces it.
+
     Raises
     ------
     WeightsError
         If no op supports the weight's format.
     """
 
-    __slots__ = ("_product", "bias", "deterministic", "weight")
+    __slots__ = ("_adapter", "bias", "deterministic", "product", "weight")
 
     def __init__(
         self, weight: Weight, bias: Weight | None = None, *, deterministic: bool = False
@@ -181,11 +196,22 @@ class Linear:
         self.weight = weight
         self.bias = None if bias is None else bias.data
         self.deterministic = deterministic
-        self._product = PRODUCTS[weight.format.name]
+        self.product = PRODUCTS[weight.format.name]
+        self._adapter: Adapter | None = None
+
+    @property
+    def input_format(self) -> Format | None:
+        """Weight format that the preceding norm may quantize its output for; None: x as it is."""
+        return self.weight.format if self._adapter is None else None
+
+    def adapt(self, adapter: Adapter) -> None:
+        """Let `adapter` compute the products from now on; it reads x in its own dtype."""
+        self._adapter = adapter
+        self.product = Product(adapter.plain, adapter.of_normed)
 
     def arrays(self) -> Iterator[tuple[str, Any]]:
         """Yield (name, array) for every array of the layer."""
-        yield from arrays_of(weight=self.weight)
+        yield from arrays_of(weight=self.weight, adapter=self._adapter)
         if self.bias is not None:
             yield "bias", self.bias
 
@@ -209,7 +235,7 @@ class Linear:
         residual : (T, out) array, optional
             The result is added to it in place; it is also the return value.
         """
-        return self._product.plain(
+        return self.product.plain(
             x,
             self.weight,
             bias=self.bias,
@@ -222,7 +248,7 @@ class Linear:
 
     def of_normed(self, x: Any, norm: Norm, *, activation: str | None = None) -> Any:
         """Return activation(norm(x) Wᵀ + b). For few tokens it is one kernel."""
-        return self._product.of_normed(x, norm, self.weight, bias=self.bias, activation=activation)
+        return self.product.of_normed(x, norm, self.weight, bias=self.bias, activation=activation)
 
 
 class NormedLinear(Linear):

@@ -76,7 +76,7 @@ class MLP:
     @property
     def input_format(self) -> Format | None:
         """Weight format of the first product: the preceding norm may quantize its output for it."""
-        return self.gate_up.weight.format
+        return self.gate_up.input_format
 
     def arrays(self) -> Iterator[tuple[str, Any]]:
         """Yield (name, array) for every array of the MLP."""

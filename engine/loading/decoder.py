@@ -8,11 +8,14 @@ from typing import Any
 
 from engine.checks import shown
 from engine.config import ModelConfig
+from engine.dtypes import np_dtype
 from engine.errors import ConfigError
 from engine.kernels._override.scope import ModelKernels
 from engine.layers.collectives import Collectives
+from engine.layers.lora import AdapterSlots
 from engine.loading.download import ModelSource
 from engine.loading.load_config import LoadConfig
+from engine.loading.lora import adapter_bounds
 from engine.loading.mlp_padding import pad_mlps
 from engine.loading.page_calibration import take_checkpoint_scales
 from engine.loading.shared_experts import join_shared_experts
@@ -23,6 +26,8 @@ from engine.models.sharding import ParallelParts, WholeParts, local_config
 from engine.weights import ALL_LAYERS, FORMATS, Shard, Stage, Weight
 
 __all__ = ["check_arguments", "load_decoder"]
+
+_RANK_STEP = 16  # ranks of adapters are padded to a multiple of it
 
 
 def check_arguments(model: Any, load_format: Any, config: Any) -> None:
@@ -100,6 +105,15 @@ def load_decoder(
         pad_mlps(weights, local, device, dtype)
     if collectives is None:
         join_shared_experts(weights, local, device)
+    adapters = None
+    if options.enable_lora:
+        adapters = AdapterSlots(
+            device.xp,
+            options.max_loras,
+            -(-options.max_lora_rank // _RANK_STEP) * _RANK_STEP,
+            adapter_bounds(config, weights, shard),
+            np_dtype(dtype),
+        )
     decoder = Decoder(
         local,
         weights,
@@ -109,6 +123,7 @@ def load_decoder(
         stage=stage,
         model_kernels=model_kernels,
         patterns=patterns,
+        adapters=adapters,
     )
     if device.is_cuda:
         formats = dict.fromkeys(form for weight in weights.values() for form in weight.formats())

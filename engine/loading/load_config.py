@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.checks import shown
+from engine.checks import check_count, shown
 from engine.config import ModelConfig
 from engine.device import Device
 from engine.dtypes import FLOAT_NAMES
@@ -19,6 +19,9 @@ from engine.weights import FORMATS
 from engine.weights.quantize import resolve_format
 
 __all__ = ["LoadConfig", "expert_count", "resolve_load_config"]
+
+
+_MAX_LORA = 256  # maximum of adapters per step, and of their rank
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,10 @@ class LoadConfig:
         Produce bitwise identical results at any batch composition and chunk size.
     enable_expert_parallel : bool
         Use expert parallelism: each rank holds some of the experts, undivided.
+    enable_lora : bool
+        Whether LoRA adapters may change the layers' matrices.
+    max_loras, max_lora_rank : int
+        Number of adapters that a step may use, and their largest rank.
     reasons : mapping of str to str
         Option -> the reason for its value.
     """
@@ -52,6 +59,9 @@ class LoadConfig:
     quantization: str | None = None
     deterministic: bool = False
     enable_expert_parallel: bool = False
+    enable_lora: bool = False
+    max_loras: int = 8
+    max_lora_rank: int = 16
     reasons: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -65,6 +75,9 @@ def resolve_load_config(
     quantization: str | None = None,
     deterministic: bool = False,
     enable_expert_parallel: bool = False,
+    enable_lora: bool = False,
+    max_loras: int = 8,
+    max_lora_rank: int = 16,
 ) -> LoadConfig:
     """Choose values for the options that the user left unset.
 
@@ -78,6 +91,8 @@ def resolve_load_config(
         The device, and why it was chosen.
     dtype, load_format, max_model_len, quantization, deterministic, enable_expert_parallel
         See `load`.
+    enable_lora, max_loras, max_lora_rank
+        See `load`.
 
     Raises
     ------
@@ -86,11 +101,14 @@ def resolve_load_config(
         bool, or `enable_expert_parallel` is set for a model without experts.
     """
     flags = {"deterministic": deterministic, "enable_expert_parallel": enable_expert_parallel}
+    flags["enable_lora"] = enable_lora
     for name, flag in flags.items():
         if not isinstance(flag, bool):
             raise ConfigError(f"{name} must be True or False; got {shown(flag)}")
     if enable_expert_parallel:
         expert_count(config)
+    check_count("max_loras", max_loras, _MAX_LORA)
+    check_count("max_lora_rank", max_lora_rank, _MAX_LORA)
     if isinstance(dtype, type | np.dtype):
         dtype = np.dtype(dtype).name  # accepts np.float32, ml_dtypes.bfloat16, array.dtype
     reasons = {"device": device[1]}
@@ -121,6 +139,9 @@ def resolve_load_config(
         form,
         deterministic,
         enable_expert_parallel,
+        enable_lora,
+        int(max_loras),
+        int(max_lora_rank),
         reasons,
     )
 

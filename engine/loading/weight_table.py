@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
+import numpy as np
+
 from engine.config import GatedDeltaConfig, Mamba2Config, MlaConfig, ModelConfig, MoeConfig
 from engine.errors import WeightsError
 from engine.loading.kv_scales import is_kv_scale
@@ -15,10 +17,13 @@ from engine.models.tensor_layout import ROWS, Layout
 from engine.weights import WHOLE, Shard
 
 __all__ = [
+    "ADAPTABLE",
     "PLAIN_NORM",
     "XIELU_KINDS",
     "Placement",
     "RotatedRows",
+    "matrix_placements",
+    "part_bounds",
     "place_tensors",
     "shard_axis",
     "shard_pieces",
@@ -94,6 +99,12 @@ _COLUMN_PART = {
     "experts_down": "expert_gate",
 }
 _COLUMN_PART |= {SECOND + kind: _COLUMN_PART[kind] for kind in ("mla_out", "down")}
+ADAPTABLE = (
+    *("qkv", "o", "gate_up", "up", "down", "mla_in", "mla_q_up", "mla_out", "delta_in", "delta_out"),
+    *("lightning_in", "lightning_out", "conv_in", "conv_out", "mamba_in", "mamba_out"),
+)
+"""Kinds of the matrices that a LoRA adapter may change: those of `layers.linear.Linear`."""
+
 _EXPERTS = "experts_"  # prefix of weights with a leading expert axis
 _VOCABULARY = ("embed", "lm_head", "lm_head_bias")
 
@@ -990,6 +1001,44 @@ def _row_place(
 ) -> Iterator[Placement]:
     """Yield the placement of a vector that is stored as one row (1, n); it is never sharded."""
     yield Placement(name, target, shape, 0, shape[1], columns=(0, 1), layout=layout)
+
+
+def part_bounds(
+    kind: str, config: ModelConfig, num_rows: int, shard: Shard = WHOLE, layer: int | None = None
+) -> tuple[int, ...]:
+    """Return the end of each part in the `num_rows` rows of a shard's weight.
+
+    An MLP's features may be padded: gate and up are the halves of the rows.
+
+    Examples
+    --------
+    >>> config = ModelConfig("llama", 64, 32, 1, 4, 2, 8, 48, 128)
+    >>> part_bounds("qkv", config, 64), part_bounds("gate_up", config, 128)
+    ((32, 48, 64), (64, 128))
+    >>> part_bounds("o", config, 32)
+    (32,)
+    """
+    if kind == "gate_up":
+        return num_rows // 2, num_rows
+    parts = _Parts(config, shard, layer)
+    sizes = [parts.size(part) for part in parts.of_rows(kind) or ()]
+    ends = tuple(np.cumsum([size for size in sizes if size]).tolist())
+    return ends if ends and ends[-1] == num_rows else (num_rows,)
+
+
+def matrix_placements(
+    config: ModelConfig, table: Iterable[TensorName], shard: Shard = WHOLE
+) -> dict[str, list[tuple[tuple[int, ...], Callable[[], Iterable[Placement]]]]]:
+    """Return the shape and the placements of every matrix that a checkpoint may hold, by name.
+
+    Forms of a checkpoint may share a name, with matrices of different shapes.
+    """
+    found: dict[str, list[tuple[tuple[int, ...], Callable[[], Iterable[Placement]]]]] = {}
+    for _, _, tensors in _all_tensors(config, table, shard):
+        for name, (shape, places) in tensors.items():
+            if len(shape) == 2:
+                found.setdefault(name, []).append((shape, places))
+    return found
 
 
 def shard_pieces(

@@ -7,6 +7,7 @@ the other modules of this package.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
 from typing import Any
 
@@ -22,6 +23,7 @@ from engine.layers.attention import Attention, AttentionParams, SharedAttention
 from engine.layers.batch import ForwardBatch
 from engine.layers.embedding import Embedding
 from engine.layers.linear import Linear, NormedLinear
+from engine.layers.lora import AdapterSlots
 from engine.layers.mixer import FeedForward, JointMixer, Mixer
 from engine.layers.mla import Mla
 from engine.layers.mlp import MLP
@@ -210,6 +212,8 @@ class Decoder:
         Overrides of ops.
     patterns : mapping of int to (BlockSparse or Periodic)
         Layer of the whole model -> further restriction of the keys that its queries see.
+    adapters : AdapterSlots, optional
+        Room for LoRA adapters.
 
     Attributes
     ----------
@@ -247,8 +251,10 @@ class Decoder:
         stage: Stage = ALL_LAYERS,
         model_kernels: ModelKernels | None = None,
         patterns: Mapping[int, Any] | None = None,
+        adapters: AdapterSlots | None = None,
     ) -> None:
         self.config = config
+        self.adapters = adapters
         self.patterns = chunk_patterns(config, stage, max_model_len) | dict(patterns or {})
         self.kernels = ModelKernels() if model_kernels is None else model_kernels
         self.parts = parts
@@ -287,9 +293,10 @@ class Decoder:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the weights and rope tables; a tied weight counts once."""
+        """Bytes of the weights, of adapters and of rope tables; a tied weight counts once."""
         weights = {id(weight): weight.num_bytes for weight in self.weights.values()}
-        return sum(weights.values()) + self.table_bytes
+        adapters = 0 if self.adapters is None else self.adapters.num_bytes
+        return sum(weights.values()) + adapters + self.table_bytes
 
     @property
     def table_bytes(self) -> int:
@@ -322,12 +329,12 @@ class Decoder:
         (R, V) array of float32
             Logits of the tokens `batch.logits_indices`, or of all T tokens.
         """
-        with self.kernels.active():
+        with self.kernels.active(), self._adapting(batch):
             return self._logits(self._hidden_states(batch, kv_pages))
 
     def hidden_states(self, batch: ForwardBatch, kv_pages: Pages) -> Any:
         """Return the normalised last hidden states (R, N) of the tokens `batch.logits_indices`."""
-        with self.kernels.active():
+        with self.kernels.active(), self._adapting(batch):
             return self._hidden_states(batch, kv_pages)
 
     def _hidden_states(self, batch: ForwardBatch, kv_pages: Pages) -> Any:
@@ -363,10 +370,14 @@ class Decoder:
             New arrays (T, N), or None for delta: `ForwardBatch.entering` of the next stage. See
             `DecoderLayer`.
         """
-        with self.kernels.active():
+        with self.kernels.active(), self._adapting(batch):
             delta, x, kv_pages = self._enter(batch, kv_pages)
             delta, residual = self._run_layers(x, batch, kv_pages, None, None, delta)
             return self.parts.leaving(delta), residual
+
+    def _adapting(self, batch: ForwardBatch) -> AbstractContextManager[None]:
+        """Return a context in which products apply the adapters of the tokens of `batch`."""
+        return nullcontext() if self.adapters is None else self.adapters.serving(batch)
 
     def extend_ropes(self, num_positions: int) -> None:
         """Compute the rope tables for sequences of up to `num_positions` tokens."""
@@ -530,7 +541,10 @@ class Decoder:
 
     def _linear(self, name: str, has_bias: bool, make: Callable[..., Linear] = Linear) -> Linear:
         bias = self._weight(f"{name}_bias") if has_bias else None
-        return make(self._weight(name), bias, deterministic=self.deterministic)
+        linear = make(self._weight(name), bias, deterministic=self.deterministic)
+        if self.adapters is not None:
+            self.adapters.attach(name, linear)
+        return linear
 
     def _with_norm(self, name: str, divide: Callable[[Norm], Norm], linear: Linear) -> Linear:
         """Return `linear` behind the norm of its input, if the model has inner norms."""

@@ -8,6 +8,7 @@ import numpy as np
 
 from engine.config import ModelConfig, RopeConfig
 from engine.device import CPU, Device
+from engine.errors import ConfigError
 from engine.kernels._override.scope import ModelKernels
 from engine.layers.batch import ForwardBatch
 
@@ -88,6 +89,23 @@ class MockModel:
     def describe_ranks(self) -> str:
         """Return "": there is only one rank."""
         return ""
+
+    @property
+    def num_adapter_slots(self) -> int:
+        """No LoRA adapters."""
+        return 0
+
+    @property
+    def adapter_kinds(self) -> tuple[str, ...]:
+        """No LoRA adapters."""
+        return ()
+
+    def read_adapter(self, name: str, path: str) -> Any:
+        """No LoRA adapters."""
+        raise ConfigError(f"adapter {name!r} needs a model loaded with enable_lora=True")
+
+    def write_adapter(self, adapter: Any, slot: int) -> None:
+        """No LoRA adapters."""
 
     def prepare_pages(self, dtype: str) -> str:
         """Return "": there are neither kernels nor scales."""

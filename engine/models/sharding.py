@@ -27,7 +27,7 @@ from engine.layers.parallel import (
     VocabParallelEmbedding,
 )
 from engine.reference.embedding import PADDING_ID
-from engine.weights import Shard, Weight
+from engine.weights import WHOLE, Shard, Weight
 
 __all__ = ["ParallelParts", "WholeParts", "check_support", "local_config"]
 
@@ -198,6 +198,10 @@ class WholeParts:
         """Return a mixture of experts; `options` are keywords of `MoE`."""
         return MoE(params, router, experts, **options)
 
+    def whole(self, config: ModelConfig) -> tuple[ModelConfig, Shard]:
+        """Return the configuration of the whole model, and the shard that `config` describes."""
+        return config, WHOLE
+
     @property
     def own_kv_heads(self) -> tuple[int, int, int] | None:
         """(first, last, count): this rank's K/V heads [first, last) of `count`; None for all."""
@@ -330,6 +334,10 @@ class ParallelParts(WholeParts):
         if is_complete:
             return MoE(params, router, experts, **options)
         return ParallelMoE(params, router, experts, collectives=self.collectives, **options)
+
+    def whole(self, config: ModelConfig) -> tuple[ModelConfig, Shard]:
+        """Return the configuration of the whole model, and this rank's shard."""
+        return self.config, self.shard
 
     @property
     def own_kv_heads(self) -> tuple[int, int, int] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["WRAPPERS", "Wrapper"]
+__all__ = ["WRAPPERS", "Wrapper", "text_name"]
 
 # Prefix of a module of the text model in a checkpoint -> its prefix in the text model alone, the
 # first match wins. Which one a checkpoint has depends on the release that wrote it.
@@ -17,6 +17,20 @@ _PREFIXES = (
     ("model.", "model."),
     ("lm_head.", "lm_head."),
 )
+
+
+def text_name(name: str) -> str:
+    """Return the name in the text model alone of a tensor of the text model.
+
+    Examples
+    --------
+    >>> text_name("model.language_model.norm.weight"), text_name("transformer.norm.weight")
+    ('model.norm.weight', 'transformer.norm.weight')
+    """
+    for prefix, own in _PREFIXES:
+        if name.startswith(prefix):
+            return own + name.removeprefix(prefix)
+    return name
 
 
 @dataclass(frozen=True)
@@ -52,10 +66,7 @@ class Wrapper:
         """Return the name of a tensor in the text model alone; None if it belongs to a tower."""
         if name.removeprefix("model.").startswith(tuple(f"{tower}." for tower in self.towers)):
             return None
-        for prefix, own in _PREFIXES:
-            if name.startswith(prefix):
-                return own + name.removeprefix(prefix)
-        return name
+        return text_name(name)
 
     def aliases(self, module: str) -> tuple[str, ...]:
         """Return the names by which a quantization_config may call a module of the text model.

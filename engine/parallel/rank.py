@@ -39,7 +39,7 @@ TARGET = "engine.parallel.rank:run"
 
 # Message kinds.
 PREPARE, SHARE, FORWARD, LOGITS, MOVE_BLOCKS, MOVE_SLOTS, CAPTURE, GRAPH = range(8)
-FREE, TRACE, SCALES, SET_SCALES, CALIBRATE, EMBED = range(8, 14)
+FREE, TRACE, SCALES, SET_SCALES, CALIBRATE, EMBED, ADAPTER = range(8, 15)
 
 # Results of a step.
 WANTS_HIDDEN, WANTS_LOGITS, WANTS_STAGE = range(3)
@@ -48,7 +48,7 @@ _BATCH_NUMBERS = ("num_decodes", "max_seqlen_q", "max_context_len", "query_len")
 _BATCH_ARRAYS = (
     *("positions", "rope_positions", "slot_mapping", "cu_seqlens_q", "context_lens"),
     *("block_tables", "logits_indices", "prefill_cu_seqlens_q", "tree_mask"),
-    *("state_slots", "state_targets", "snapshot_slots", "snapshot_offsets"),
+    *("state_slots", "state_targets", "snapshot_slots", "snapshot_offsets", "adapter_slots"),
 )
 
 
@@ -151,6 +151,7 @@ class RankWorker:
             SET_SCALES: self._set_scales,
             CALIBRATE: self._calibrate,
             EMBED: self._embed,
+            ADAPTER: self._adapter,
         }
 
     def run(self) -> None:
@@ -237,6 +238,11 @@ class RankWorker:
         self._group.set_doing("calibrating scales")
         self._model.calibrate_kv_scales(arrays)
 
+    def _adapter(self, numbers: list[int], arrays: list[Any]) -> None:
+        name, path = map(from_text, arrays)
+        self._group.set_doing(f"reading the adapter {name[:80]!r}")
+        self._model.write_adapter(self._model.read_adapter(name, path), numbers[0])
+
     def _move_blocks(self, numbers: list[int], arrays: list[Any]) -> None:
         move_blocks(self._the_pages(), self._swap, moves_from_arrays(arrays))
 
@@ -260,11 +266,12 @@ class RankWorker:
         self._graphs.capture()
 
     def _graph(self, numbers: list[int], arrays: list[Any]) -> None:
-        step, size, max_context_len, query_len, is_tree = numbers
+        step, size, max_context_len, query_len, is_tree, has_adapters = numbers
         self._group.set_doing(f"step {step} ({size * query_len} tokens, as a graph)")
         if self._graphs is None:
             raise RankError(f"rank {self._group.rank} was told of a graph before it had any")
-        key = GraphKey(size, max_context_len, query_len, bool(is_tree))
+        kinds = self._model.adapter_kinds if has_adapters else ()
+        key = GraphKey(size, max_context_len, query_len, bool(is_tree), kinds)
         self._graphs.follow(key, arrays[0])
 
     def _the_pages(self, which: int = 0) -> KVCache:

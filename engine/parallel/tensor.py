@@ -35,6 +35,7 @@ from engine.layers.token_ids import checked_token_ids
 from engine.loading.config_json import config_to_json
 from engine.loading.download import resolve_model
 from engine.loading.load_config import expert_count
+from engine.loading.lora import LoraAdapter
 from engine.loading.model_config import load_config
 from engine.loading.page_calibration import checked_sequences
 from engine.model import Model, load
@@ -43,6 +44,7 @@ from engine.models.draft_heads import DraftTarget
 from engine.models.trace import Trace
 from engine.parallel.pages import SharedPages
 from engine.parallel.rank import (
+    ADAPTER,
     CALIBRATE,
     CAPTURE,
     EMBED,
@@ -265,6 +267,12 @@ class TensorParallelModel(Model):
         with self.driver.together():
             self.local_model.calibrate_kv_scales(sequences)
 
+    def write_adapter(self, adapter: LoraAdapter, slot: int) -> None:
+        """Write an adapter to a slot on all ranks; each reads its part of the files."""
+        arrays = [to_text(adapter.name), to_text(str(adapter.path))]
+        self.driver.send("an adapter", ADAPTER, [slot], arrays)
+        super().write_adapter(adapter, slot)
+
     @property
     def draft_target(self) -> DraftTarget:
         """The target of draft heads, which only rank 0 holds."""
@@ -331,6 +339,7 @@ class TensorParallelModel(Model):
     def _announce_graph(self, key: GraphKey, staged: Any) -> None:
         self._num_steps += 1
         numbers = [key.size, key.max_context_len, key.query_len, int(key.is_tree)]
+        numbers.append(int(bool(key.adapters)))
         what = f"step {self._num_steps} ({key.num_tokens} tokens, as a graph)"
         self.driver.send(what, GRAPH, [self._num_steps, *numbers], [staged])
 

@@ -101,6 +101,7 @@ def build_inputs(
         sampled = is_sampled.nonzero()[0]
         logits_indices = last[is_sampled]
     uses_last_id = table.last_positions[rows] == kv_positions[last]
+    adapters = table.adapters_of(rows)
     batch = ForwardBatch(
         token_ids=_token_ids(sequences, cu_seqlens, uses_last_id),
         positions=kv_positions,
@@ -115,6 +116,7 @@ def build_inputs(
         max_context_len=int(lens.max()),
         query_len=output.query_len,
         tree_mask=tree_mask(output),
+        adapter_slots=None if adapters is None else adapters[seq_index],
         **state_arrays(output, rows, table),
     )
     is_plain = paths is None and len(sampled) == len(sequences)
@@ -171,6 +173,7 @@ def _build_decodes(
         num_decodes=count,
         max_seqlen_q=1,
         max_context_len=int(lens.max()),
+        adapter_slots=table.adapters_of(rows),
         **state_arrays(output, rows, table),
     )
     return StepInputs(batch, rows, last_id_tokens, rows[last_id_tokens], sequences, rows, lens)

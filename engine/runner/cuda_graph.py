@@ -6,7 +6,7 @@ a whole: input preparation, model, sampler, and storing the sampled ids for the 
 batch sizes use the next larger graph; its padding sequences write nothing. Steps with the same
 number of drafts for every sequence have graphs of their own. Steps whose sampling needs more
 (penalties, log-probabilities, ...) use graphs that end with the logits; these graphs, and those for
-draft trees, are captured on first use. With other overrides (`kernels.override`) a step has graphs
+draft trees and for LoRA adapters, are captured on first use. With other overrides (`kernels.override`) a step has graphs
 of its own, captured after its first use; one such table is kept beside the one at load.
 
 Replay works because every address a graph uses stays valid: inputs live in `StaticInputs`, block
@@ -235,6 +235,8 @@ class DecodeGraphs:
         tokens = self._filling.tokens(output, rows, starts)
         if tokens.tree_mask is not None:
             key = replace(key, is_tree=True)
+        if self._table.adapters_of(rows) is not None:
+            key = replace(key, adapters=self._model.adapter_kinds)
         buffer = self._filling.fill(columns, key.size, tokens, stops, states)
         self._send(buffer, key, rows, tokens)
         self.replay(key)
@@ -257,6 +259,8 @@ class DecodeGraphs:
             return None
         key = self.key(len(rows), batch.max_context_len, batch.query_len)
         key = replace(key, is_tree=batch.tree_mask is not None)
+        if batch.adapter_slots is not None:
+            key = replace(key, adapters=self._model.adapter_kinds)
         ids = batch.token_ids.copy()
         ids[inputs.last_id_tokens] = -1
         positions = inputs.sampled_positions - np.int32(1)
@@ -368,6 +372,7 @@ class DecodeGraphs:
             query_len=key.query_len,
             tree_mask=mask if key.is_tree else None,
             features={layer: array[:num_tokens] for layer, array in self.features.items()},
+            adapter_slots=arrays["adapter_slots"][:num_tokens] if key.adapters else None,
             **self._states(key),
         )
 

@@ -48,7 +48,7 @@ class Columns:
     rows : (B,) int64
     query_len : int
     sampling : dict of str to (B * query_len,) array
-        Columns required by `kernels.sample`.
+        Columns required by `kernels.sample`, and the adapter slots, if the model has any.
     rope_offsets : (B * query_len,) int32
     key : tuple
         Changes whenever any of these may have changed.
@@ -94,6 +94,7 @@ class GraphInputs:
             max_size * max_query_len,
             max_blocks,
             has_states=table.state_slots is not None,
+            has_adapters=table.adapter_slots is not None,
         )
         self._offsets = np.arange(max_query_len, dtype=np.int32)
         self._columns: Columns | None = None
@@ -106,6 +107,8 @@ class GraphInputs:
             if columns is None:
                 return None
             repeated = {name: column.repeat(query_len) for name, column in columns.items()}
+            if self._table.adapter_slots is not None:
+                repeated["adapter_slots"] = self._table.adapter_slots[rows].repeat(query_len)
             offsets = self._table.rope_offsets[rows].repeat(query_len)
             self._columns = Columns(rows, query_len, repeated, offsets, key)
         return self._columns
@@ -181,6 +184,8 @@ class GraphInputs:
         }
         if tokens.tree_mask is not None:
             columns["tree_mask"] = tokens.tree_mask
+        if self._table.adapter_slots is not None:
+            columns["adapter_slots"] = self._table.adapter_slots[rows].repeat(query_len)
         columns |= {name: array.ravel() for name, array in states.items()}
         buffer.fill(count, size, query_len, **columns)
         return buffer

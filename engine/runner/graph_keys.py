@@ -24,12 +24,15 @@ class GraphKey:
         Query tokens per sequence.
     is_tree : bool
         Whether a sequence's drafts may form a tree instead of a chain.
+    adapters : tuple of str
+        Kinds of the weights that LoRA adapters of the batch may change, sorted; () without any.
     """
 
     size: int
     max_context_len: int
     query_len: int = 1
     is_tree: bool = False
+    adapters: tuple[str, ...] = ()
 
     @property
     def num_tokens(self) -> int:

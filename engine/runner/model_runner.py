@@ -21,7 +21,9 @@ from engine.config import ModelConfig
 from engine.device import Device
 from engine.layers.batch import ForwardBatch
 from engine.layers.sampler import Sampler, SamplingBatch
+from engine.loading.lora import LoraAdapter
 from engine.request import Request
+from engine.runner.adapter_places import AdapterPlaces
 from engine.runner.batch import StepInputs, build_inputs
 from engine.runner.cuda_graph import DecodeGraphs
 from engine.runner.features import FeatureTap
@@ -79,6 +81,17 @@ class RunnableModel(Protocol):
     def check_ranks(self) -> None:
         """Verify that all ranks are alive; raise a RankError otherwise."""
 
+    @property
+    def num_adapter_slots(self) -> int:
+        """Number of LoRA adapters that one step may use; 0: none."""
+
+    @property
+    def adapter_kinds(self) -> tuple[str, ...]:
+        """Kinds of the weights that the adapters written so far change."""
+
+    def write_adapter(self, adapter: LoraAdapter, slot: int) -> None:
+        """Copy an adapter to a slot on the device."""
+
 
 @dataclass(eq=False)
 class LaunchedStep:
@@ -119,6 +132,7 @@ class ModelRunner:
     ----------
     features : FeatureTap
         Passes on the inputs of these layers.
+    adapters : AdapterPlaces
     """
 
     def __init__(
@@ -151,7 +165,9 @@ class ModelRunner:
             self._block_size,
             model.device,
             has_states=kv_cache.num_slots > 0,
+            has_adapters=model.num_adapter_slots > 0,
         )
+        self.adapters = AdapterPlaces(model, model.num_adapter_slots)
         self._sampling = SamplingTable(
             max_num_seqs, model.config.vocab_size, model.eos_token_ids, model.device
         )
@@ -288,6 +304,10 @@ class ModelRunner:
             return request.row
         row = self._table.assign(request)
         self._table.rope_offsets[row] = request.long_rope * self.model.long_rope_offset
+        if self._table.adapter_slots is not None:
+            owners = [owner for owner in self._table.owners if owner and owner.adapter]
+            running = {owner.adapter.serial for owner in owners}
+            self._table.adapter_slots[row] = self.adapters.place(request.adapter, running)
         self._sampling.assign(request)
         return row
 

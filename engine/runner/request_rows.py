@@ -13,6 +13,7 @@ import numpy as np
 
 from engine.device import Device
 from engine.errors import EngineError
+from engine.layers.lora import NO_ADAPTER
 from engine.request import NO_SLOT, Request
 from engine.scheduler.output import ScheduledSequence
 
@@ -36,6 +37,8 @@ class RequestRows:
         Device that holds `last_ids`.
     has_states : bool
         Whether the model has recurrent layers.
+    has_adapters : bool
+        Whether the model has slots for LoRA adapters.
 
     Attributes
     ----------
@@ -57,6 +60,8 @@ class RequestRows:
         First row of the rope table that the request uses.
     state_slots : (num_rows,) int32, or None
         State slot that the request wrote last; None for a model without recurrent layers.
+    adapter_slots : (num_rows,) int32, or None
+        Slot of the request's LoRA adapter, or NO_ADAPTER; None for a model without slots.
     """
 
     def __init__(
@@ -67,6 +72,7 @@ class RequestRows:
         device: Device,
         *,
         has_states: bool = False,
+        has_adapters: bool = False,
     ) -> None:
         self._block_size = block_size
         self.owners: list[Request | None] = [None] * num_rows
@@ -75,6 +81,7 @@ class RequestRows:
         self.last_positions = np.full(num_rows, -1, np.int32)
         self.rope_offsets = np.zeros(num_rows, np.int32)
         self.state_slots = np.full(num_rows, NO_SLOT, np.int32) if has_states else None
+        self.adapter_slots = np.full(num_rows, NO_ADAPTER, np.int32) if has_adapters else None
         self.num_slots = np.zeros(num_rows, np.int64)
         self.num_blocks = np.zeros(num_rows, np.int64)
         self.num_sent = np.zeros(num_rows, np.int64)
@@ -153,6 +160,13 @@ class RequestRows:
             self.num_blocks[row] = len(table)
             self.num_slots[row] = len(table) * self._block_size
             self.has_unsent = True
+
+    def adapters_of(self, rows: IntArray) -> IntArray | None:
+        """Return the adapter slots of these rows; None if no row has an adapter."""
+        if self.adapter_slots is None:
+            return None
+        slots: IntArray = self.adapter_slots[rows]
+        return slots if (slots != NO_ADAPTER).any() else None
 
     def note_sent(self, rows: IntArray) -> None:
         """Record that these block tables have been sent to the device."""

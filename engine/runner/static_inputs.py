@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from engine.device import Device
+from engine.layers.lora import NO_ADAPTER
 from engine.runner.transfer import DeviceToHostCopy
 
 __all__ = ["StagingBuffer", "StaticInputs"]
@@ -44,7 +45,9 @@ _SEQUENCE_FIELDS: dict[str, tuple[str, float]] = {
 # Only for models with recurrent layers.
 _STATE_TOKEN_FIELDS: dict[str, tuple[str, float]] = {"state_targets": ("int32", -1)}
 _STATE_SEQUENCE_FIELDS: dict[str, tuple[str, float]] = {"state_slots": ("int32", -1)}
-_ALL_TOKEN_FIELDS = _TOKEN_FIELDS | _STATE_TOKEN_FIELDS
+# Only for models with slots for LoRA adapters.
+_ADAPTER_TOKEN_FIELDS: dict[str, tuple[str, float]] = {"adapter_slots": ("int32", NO_ADAPTER)}
+_ALL_TOKEN_FIELDS = _TOKEN_FIELDS | _STATE_TOKEN_FIELDS | _ADAPTER_TOKEN_FIELDS
 _FIELDS = _ALL_TOKEN_FIELDS | _SEQUENCE_FIELDS | _STATE_SEQUENCE_FIELDS
 
 
@@ -123,6 +126,8 @@ class StaticInputs:
         Maximum block ids sent per step.
     has_states : bool
         Whether the model has recurrent layers.
+    has_adapters : bool
+        Whether the model has slots for LoRA adapters.
 
     Attributes
     ----------
@@ -149,11 +154,13 @@ class StaticInputs:
         max_new_blocks: int,
         *,
         has_states: bool = False,
+        has_adapters: bool = False,
     ) -> None:
         self._device = device
         self._stream: Any = device.xp.cuda.get_current_stream if device.is_cuda else None
         self._max_tokens = max_tokens
-        by_token = _ALL_TOKEN_FIELDS if has_states else _TOKEN_FIELDS
+        by_token = _TOKEN_FIELDS | (_STATE_TOKEN_FIELDS if has_states else {})
+        by_token |= _ADAPTER_TOKEN_FIELDS if has_adapters else {}
         by_sequence = _SEQUENCE_FIELDS | (_STATE_SEQUENCE_FIELDS if has_states else {})
         sizes = {name: (dtype, max_tokens) for name, (dtype, _) in by_token.items()}
         sizes |= {name: (dtype, max_sequences) for name, (dtype, _) in by_sequence.items()}

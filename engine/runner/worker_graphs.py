@@ -46,7 +46,14 @@ class WorkerGraphs(DecodeGraphs):
         super().__init__(
             model,
             kv_pages,
-            RequestRows(num_rows, max_blocks, block_size, model.device, has_states=has_states),
+            RequestRows(
+                num_rows,
+                max_blocks,
+                block_size,
+                model.device,
+                has_states=has_states,
+                has_adapters=model.num_adapter_slots > 0,
+            ),
             SamplingTable(1, model.config.vocab_size, (), model.device),
             block_size=block_size,
             max_model_len=max_model_len,

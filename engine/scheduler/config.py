@@ -29,6 +29,7 @@ _AT_LEAST_ZERO = (
     "num_host_state_slots",
     "state_interval",
     "max_draft_tokens",
+    "max_adapters",
     "priority_window",
     "recompute_us_per_token",
     "swap_us_per_block",
@@ -55,6 +56,8 @@ class SchedulerConfig:
         Maximum tokens per prefill in one step; 0 = limited by the budget only.
     max_draft_tokens : int
         Maximum drafts per sequence that one step verifies (`Scheduler.propose`).
+    max_adapters : int
+        Maximum number of LoRA adapters among running requests.
     draft_trees : bool
         Whether drafts may form trees; if not, a tree is truncated to its leading chain.
     watermark : float
@@ -115,6 +118,7 @@ class SchedulerConfig:
     max_num_batched_tokens: int = 8192
     max_prefill_chunk: int = 0
     max_draft_tokens: int = 0
+    max_adapters: int = 0
     draft_trees: bool = True
     watermark: float = 0.01
     policy: str = "fcfs"

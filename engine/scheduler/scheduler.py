@@ -438,7 +438,7 @@ class Scheduler:
             request = self._next_waiting()
             if request.num_pending_tokens or not chunk_size(request, output, config):
                 break
-            if in_flight.covers_most_of(request):
+            if in_flight.covers_most_of(request) or not self._has_place_for(request):
                 if len(passed) == most_passed:
                     break
                 queues.waiting.discard(request)
@@ -489,6 +489,14 @@ class Scheduler:
         return self.blocks.grow(request, request.num_tokens + num_drafts) and (
             self._states is None or self._states.reserve_drafts(request, num_drafts)
         )
+
+    def _has_place_for(self, request: Request) -> bool:
+        """Tell whether its adapter, if it has one, may be one of those of running requests."""
+        if request.adapter is None:
+            return True
+        running = {one.adapter.serial for one in self._queues.running if one.adapter is not None}
+        serial = request.adapter.serial
+        return serial in running or len(running) < self.config.max_adapters
 
     def _next_waiting(self) -> Request:
         waiting = self._queues.waiting

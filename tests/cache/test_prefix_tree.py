@@ -23,7 +23,7 @@ def build(num_blocks=16, num_host=0, **options):
     return PrefixTree(BlockAllocator(num_blocks, SIZE), host_allocator=host, **options)
 
 
-def put(tree, ids, key=(None, False, 0)):
+def put(tree, ids, key=(None, False, 0, 0)):
     """Do what a request with `ids` does: match, acquire, insert, release."""
     found = tree.match(ids, key)
     tree.allocator.acquire(found.blocks)
@@ -67,7 +67,7 @@ def test_chunks_are_compared_and_not_only_hashed(monkeypatch):
 def test_keys_separate_tenants_and_rope_kinds():
     tree = build()
     put(tree, [1] * 8, ("a", False, 0))
-    for key in ((None, False, 0), ("b", False, 0), ("a", True, 0)):
+    for key in ((None, False, 0, 0), ("b", False, 0, 0), ("a", True, 0, 0), (None, False, 1, 0)):
         assert tree.match([1] * 8, key).blocks == []
     assert len(tree.match([1] * 8, ("a", False, 0)).blocks) == 2
 
@@ -247,7 +247,7 @@ class TreeMachine(RuleBasedStateMachine):
         self.owners = []  # (key, ids, table, number of its blocks in the tree)
 
     ids = st.lists(st.sampled_from([0, 0, 0, 1]), min_size=1, max_size=20)
-    keys = st.sampled_from([(None, False, 0), ("a", False, 0), ("a", True, 0)])
+    keys = st.sampled_from([(None, False, 0, 0), ("a", False, 0, 0), ("a", True, 0, 0)])
 
     def move(self):
         for device, host in self.tree.take_offloads():

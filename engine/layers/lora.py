@@ -1,0 +1,234 @@
+"""LoRA adapters of one batch: y = x Wᵀ + B (A x), with A and B of each token's adapter [1]_.
+
+Every adapted product has room for several adapters in arrays at fixed addresses, so that launch
+plans and CUDA graphs stay valid while adapters come and go. The tokens are sorted by adapter once
+per step; two grouped products per weight then read the matrices of the adapters in the batch.
+
+References
+----------
+.. [1] Hu et al.: LoRA: Low-Rank Adaptation of Large Language Models, arXiv:2106.09685.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from engine import kernels
+from engine.errors import ContractError
+from engine.layers.batch import ForwardBatch
+from engine.layers.linear import Linear, Product
+
+__all__ = ["NO_ADAPTER", "AdaptedProduct", "AdapterSlots"]
+
+NO_ADAPTER = np.iinfo(np.int32).max
+"""Slot of a token without an adapter."""
+
+_NUM_SPLITS = 8  # partial sums of A x in deterministic mode, whatever the batch
+
+
+class AdapterSlots:
+    """The slots of a decoder's adapters: their matrices, and the adapter of each token of a step.
+
+    Parameters
+    ----------
+    xp : module
+        `numpy` or `cupy`.
+    num_slots : int
+        Number of adapters that one step may use (S).
+    rank : int
+        Largest rank of an adapter, a multiple of 8; smaller ones are padded with zeros.
+    bounds : mapping of str to tuple of int
+        Weight name -> end of each of its parts in its rows, such as those of q, k and v. An adapter
+        has an A for each part. Other weights are not adapted.
+    dtype : dtype
+        Dtype of the activations and of the matrices.
+
+    Attributes
+    ----------
+    products : dict of str to AdaptedProduct
+        The adapted products by weight name: "layers.0.qkv", ...
+    kinds : frozenset of str
+        Kinds of the weights ("qkv") that an adapter in some slot has changed; the others' products
+        are computed as in a model without adapters.
+    """
+
+    def __init__(
+        self,
+        xp: Any,
+        num_slots: int,
+        rank: int,
+        bounds: Mapping[str, tuple[int, ...]],
+        dtype: np.dtype[Any],
+    ) -> None:
+        self.xp = xp
+        self.dtype = dtype
+        self.num_slots = num_slots
+        self.rank = rank
+        self.products: dict[str, AdaptedProduct] = {}
+        self.kinds: frozenset[str] = frozenset()
+        self._bounds = dict(bounds)
+        self._sorted: dict[int, tuple[Any, Any]] = {}  # number of rows -> their order and offsets
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all slots on the device."""
+        return sum(product.num_bytes for product in self.products.values())
+
+    def attach(self, name: str, linear: Linear) -> None:
+        """Let adapters change the product `linear` of weight `name`, if it is one of those."""
+        if (bounds := self._bounds.get(name)) is not None:
+            product = AdaptedProduct(self, name, linear, bounds)
+            self.products[name] = product
+            linear.adapt(product)
+
+    def write(self, slot: int, matrices: Mapping[str, tuple[Any, Any, Any]]) -> None:
+        """Write an adapter to a slot.
+
+        Parameters
+        ----------
+        slot : int
+        matrices : mapping
+            Weight name -> its A (P·R, K), B (N, R) and bias (N,) or None, on the host. The products
+            of other weights are not changed by the adapter.
+        """
+        for name, product in self.products.items():
+            product.write(slot, *matrices.get(name, (None, None, None)))
+        self.kinds |= {name.rpartition(".")[2] for name in matrices}
+
+    @contextmanager
+    def serving(self, batch: ForwardBatch) -> Iterator[None]:
+        """Context in which the products apply the adapters of the tokens of `batch`."""
+        slots = batch.adapter_slots
+        if slots is None:
+            yield
+            return
+        self._sorted = {int(slots.shape[0]): self._sort(slots)}
+        rows = batch.logits_indices
+        if rows is not None and rows.shape[0] not in (0, slots.shape[0]):
+            self._sorted[int(rows.shape[0])] = self._sort(slots[rows])
+        try:
+            yield
+        finally:
+            self._sorted = {}
+
+    def tokens(self, kind: str, num_rows: int) -> tuple[Any, Any] | None:
+        """Return (order, offsets) of the rows of a product; None if no adapter changes them.
+
+        Raises
+        ------
+        ContractError
+            If the rows are neither all tokens of the step nor those with logits.
+        """
+        if not self._sorted or kind not in self.kinds:
+            return None
+        if num_rows not in self._sorted:
+            raise ContractError(
+                f"num_rows must be one of {sorted(self._sorted)}, the tokens of the step or those "
+                f"with logits; got {num_rows}"
+            )
+        return self._sorted[num_rows]
+
+    def _sort(self, slots: Any) -> tuple[Any, Any]:
+        """Sort tokens by slot; those without an adapter come last, as an expert of their own."""
+        ids = slots[:, None]
+        # Any array of floats serves as the weights, which are not read.
+        routing = kernels.moe_sort(ids, ids.view(np.float32), num_experts=self.num_slots + 1)
+        return routing.order, routing.offsets[: self.num_slots + 1]
+
+
+class AdaptedProduct:
+    """The product of one weight, and the adapters that change it.
+
+    Parameters
+    ----------
+    slots : AdapterSlots
+    name : str
+    linear : Linear
+        Computes the product without adapters.
+    bounds : tuple of int
+
+    Attributes
+    ----------
+    a : (S, P·R, K) array
+        A of each slot and part.
+    b : (S, N, R) array
+        B of each slot, multiplied by the adapter's scale.
+    bias : (S, N) array
+        Added to the products of each slot.
+    rank : int
+        R, the rows of A for each part.
+    """
+
+    def __init__(
+        self, slots: AdapterSlots, name: str, linear: Linear, bounds: tuple[int, ...]
+    ) -> None:
+        xp = slots.xp
+        dtype = slots.dtype
+        rows, columns = linear.weight.shape
+        self.bounds = bounds
+        self.a = xp.zeros((slots.num_slots, len(bounds) * slots.rank, columns), dtype)
+        self.b = xp.zeros((slots.num_slots, rows, slots.rank), dtype)
+        self.bias = xp.zeros((slots.num_slots, rows), dtype)
+        self.kind = name.rpartition(".")[2]
+        self.rank = slots.rank
+        self._slots = slots
+        self._base: Product = linear.product
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the arrays."""
+        return int(self.a.nbytes + self.b.nbytes + self.bias.nbytes)
+
+    def arrays(self) -> Iterator[tuple[str, Any]]:
+        """Yield (name, array) for every array."""
+        yield from (("a", self.a), ("b", self.b), ("bias", self.bias))
+
+    def write(self, slot: int, a: Any, b: Any, bias: Any) -> None:
+        """Write an adapter's matrices to a slot; None stands for zeros."""
+        for target, source in ((self.a, a), (self.b, b), (self.bias, bias)):
+            if source is None:
+                target[slot] = 0
+            elif isinstance(target, np.ndarray):
+                target[slot] = source
+            else:
+                target[slot].set(source)
+
+    def plain(
+        self,
+        x: Any,
+        weight: Any,
+        *,
+        residual: Any = None,
+        activation: str | None = None,
+        out: Any = None,
+        **options: Any,
+    ) -> Any:
+        """Return activation(x Wᵀ + B (A x) + b) + residual. See `Product.plain`.
+
+        The adapters' part is computed first: the base product adds it like a residual while it
+        writes its own result.
+        """
+        found = self._slots.tokens(self.kind, x.shape[0])
+        if found is None:
+            options |= {"residual": residual, "activation": activation, "out": out}
+            return self._base.plain(x, weight, **options)
+        splits = _NUM_SPLITS if options.get("deterministic") else None
+        low = kernels.lora_shrink(x, self.a, *found, num_splits=splits, pdl=True)
+        arguments = (low, self.b, *found)
+        high = {"bounds": self.bounds, "bias": self.bias, "pdl": True}
+        if residual is not None:
+            kernels.lora_expand(*arguments, **high, accumulate=True, out=residual)
+            return self._base.plain(x, weight, residual=residual, out=out, **options)
+        y = kernels.lora_expand(*arguments, **high)
+        y = self._base.plain(x, weight, residual=y, out=y, **options)
+        return kernels.swiglu(y, out=out) if activation == "swiglu" else y
+
+    def of_normed(self, x: Any, norm: Any, weight: Any, **options: Any) -> Any:
+        """Return the product of ``norm(x)``. See `Product.of_normed`."""
+        if self._slots.tokens(self.kind, x.shape[0]) is None:
+            return self._base.of_normed(x, norm, weight, **options)
+        return self.plain(norm(x), weight, **options)

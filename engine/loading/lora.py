@@ -1,0 +1,396 @@
+"""LoRA adapters in peft's format: a folder with adapter_config.json and adapter_model.safetensors.
+
+An adapter names the matrices of a Hugging Face checkpoint. They are found in the same table as the
+checkpoint's own tensors, so that fused weights, tensor-parallel shards and reordered rows need no
+code of their own: rows of B are placed as rows of the matrix are, columns of A as its columns.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from engine.checks import shown
+from engine.config import ModelConfig
+from engine.device import to_numpy
+from engine.errors import ConfigError, WeightsError
+from engine.layers.lora import AdaptedProduct
+from engine.loading._fields import Fields
+from engine.loading.safetensors import SafetensorsFile
+from engine.loading.tensor_reader import half_split
+from engine.loading.weight_table import ADAPTABLE, Placement, matrix_placements, part_bounds
+from engine.model_files import is_present, read_json
+from engine.models.registry import family
+from engine.models.wrappers import text_name
+from engine.weights import WHOLE, Shard, Weight
+
+__all__ = ["LoraAdapter", "adapter_bounds", "read_adapter"]
+
+Array = np.ndarray[Any, Any]
+
+CONFIG_NAME = "adapter_config.json"
+WEIGHTS_NAME = "adapter_model.safetensors"
+_MAX_RANK = 4096
+
+_PREFIX = re.compile(r"^(base_model\.model\.)?")
+_TENSOR = re.compile(
+    r"(?P<module>.+)\.(?P<kind>lora_A|lora_B|base_layer)(\.default)?\.(?P<part>weight|bias)"
+)
+_BIAS = re.compile(r"(?P<module>.+)\.bias")
+# Key of adapter_config.json -> what an adapter that sets it would need.
+_UNSUPPORTED = {
+    "use_dora": "DoRA's magnitudes",
+    "fan_in_fan_out": "transposed matrices",
+    "modules_to_save": "weights beside the adapter's",
+    "layer_replication": "repeated layers",
+    "megatron_config": "Megatron's layers",
+    "trainable_token_indices": "embeddings of its own",
+    "target_parameters": "matrices outside of linear layers",
+    "use_qalora": "pooled inputs",
+    "alora_invocation_tokens": "activation by a token",
+}
+
+_serial = itertools.count(1)
+
+
+@dataclass(frozen=True, eq=False)
+class LoraAdapter:
+    """An adapter in host memory, laid out as its slot on the device is.
+
+    Attributes
+    ----------
+    name : str
+    path : Path
+    rank : int
+        Largest rank of its matrices.
+    matrices : dict of str to (array, array, array or None)
+        Weight name -> A (P·R, K), B (N, R) with the scale folded in, and the bias (N,) it adds.
+    serial : int
+        Number of this load: one path loaded twice may hold other values.
+    """
+
+    name: str
+    path: Path
+    rank: int
+    matrices: dict[str, tuple[Array, Array, Array | None]]
+    serial: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the matrices."""
+        parts = itertools.chain.from_iterable(self.matrices.values())
+        return sum(part.nbytes for part in parts if part is not None)
+
+
+def adapter_bounds(
+    config: ModelConfig, weights: Mapping[str, Weight], shard: Shard = WHOLE
+) -> dict[str, tuple[int, ...]]:
+    """Return the ends of the parts of every weight that an adapter may change, by name."""
+    found = {}
+    for name, weight in weights.items():
+        kind = name.rpartition(".")[2]
+        if name.startswith("layers.") and kind in ADAPTABLE:
+            layer = int(name.split(".")[1])
+            found[name] = part_bounds(kind, config, weight.shape[0], shard, layer)
+    return found
+
+
+def read_adapter(
+    name: str,
+    path: str | PathLike[str],
+    config: ModelConfig,
+    products: Mapping[str, AdaptedProduct],
+    shard: Shard = WHOLE,
+    biases: Mapping[str, Any] | None = None,
+) -> LoraAdapter:
+    """Read an adapter, and lay it out for the products of a shard.
+
+    Parameters
+    ----------
+    name : str
+        The adapter's name, for messages.
+    path : str or path
+        Its folder, or its file of safetensors.
+    config : ModelConfig
+        Configuration of the whole model.
+    products : mapping of str to AdaptedProduct
+        The products that an adapter may change, by weight name.
+    shard : Shard
+    biases : mapping of str to array, optional
+        Biases of the base model by weight name, which an adapter trained with biases replaces.
+
+    Raises
+    ------
+    ConfigError, WeightsError
+        If the files cannot be read, need what is not supported, or do not fit the model; the
+        message names the adapter and the module.
+    """
+    folder = Path(path)
+    file = folder / WEIGHTS_NAME
+    if folder.suffix == ".safetensors":
+        file = folder
+        folder = folder.parent
+    if not is_present(folder / CONFIG_NAME):
+        raise ConfigError(
+            f"adapter {shown(name)}: {folder} must be a folder with {CONFIG_NAME} and "
+            f"{WEIGHTS_NAME}, as peft saves them"
+        )
+    values = read_json(folder / CONFIG_NAME, root=folder)
+    scales = _Scales(values, f"adapter {shown(name)}: {CONFIG_NAME}")
+    tensors = SafetensorsFile(file, folder)
+    reader = _Reader(name, config, products, shard, biases or {})
+    modules = _modules(name, tensors)
+    for module, parts in modules.items():
+        reader.add(module, parts, scales)
+    rank = max((len(parts["lora_A"]) for parts in modules.values() if "lora_A" in parts), default=0)
+    return LoraAdapter(name, Path(path), rank, reader.matrices, next(_serial))
+
+
+class _Scales:
+    """Ranks and scales that an adapter_config.json declares.
+
+    Raises
+    ------
+    ConfigError
+        If the adapter is no LoRA, or needs what is not supported.
+    """
+
+    def __init__(self, values: Mapping[str, Any], where: str) -> None:
+        fields = Fields(values, where)
+        if fields.text("peft_type", "LORA") != "LORA":
+            raise fields.error("peft_type", "'LORA'")
+        for key, what in _UNSUPPORTED.items():
+            if values.get(key):
+                raise fields.error(key, f"left out ({what} are not supported)")
+        self._where = where
+        self._rank = fields.integer("r", 1, _MAX_RANK)
+        self._alpha = fields.real("lora_alpha", -math.inf, math.inf, float(self._rank))
+        self._is_rslora = fields.flag("use_rslora", False)
+        self._ranks = self._patterns(values, "rank_pattern")
+        self._alphas = self._patterns(values, "alpha_pattern")
+
+    def of(self, module: str) -> tuple[int, float]:
+        """Return the rank of a module's matrices, and the factor on their product."""
+        rank = int(_by_pattern(self._ranks, module, self._rank))
+        alpha = float(_by_pattern(self._alphas, module, self._alpha))
+        return rank, alpha / (math.sqrt(rank) if self._is_rslora else rank)
+
+    def _patterns(self, values: Mapping[str, Any], key: str) -> dict[str, float]:
+        found = values.get(key) or {}
+        is_fine = isinstance(found, dict) and all(
+            isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+            for value in found.values()
+        )
+        if not is_fine or any(re.search(r"[^\w.\-^$\\|()]", one) for one in found):
+            raise ConfigError(
+                f"{self._where}: {key} must map names of modules to numbers above 0; got "
+                f"{shown(found)}"
+            )
+        return found
+
+
+def _by_pattern(patterns: Mapping[str, float], module: str, default: float) -> float:
+    """Return the value of the first pattern that is the module's name or an ending of it."""
+    for pattern, value in patterns.items():
+        if re.match(rf"(.*\.)?({pattern})$", module):
+            return value
+    return default
+
+
+def _modules(name: str, tensors: SafetensorsFile) -> dict[str, dict[str, Array]]:
+    """Return the tensors of each module: "lora_A", "lora_B", and biases "lora_B.bias" and "bias".
+
+    Raises
+    ------
+    WeightsError
+        If a tensor belongs to no linear layer, is damaged, or an A lacks its B.
+    """
+    modules: dict[str, dict[str, Array]] = {}
+    for stored in tensors.names():
+        own = _PREFIX.sub("", stored, count=1)
+        match = _TENSOR.fullmatch(own)
+        if match is not None:
+            kind = match["kind"]
+            part = kind if match["part"] == "weight" else f"{kind}.bias".removeprefix("base_layer.")
+        elif (match := _BIAS.fullmatch(own)) is not None:
+            part = "bias"
+        else:
+            part = ""
+        if match is None or part in ("base_layer", "lora_A.bias"):
+            raise WeightsError(
+                f"adapter {shown(name)}: tensor {shown(stored)} must be the lora_A, lora_B or bias "
+                "of a linear layer; other weights are not supported"
+            )
+        first, *_ = tensors.shape(stored) or (1,)
+        values = tensors.read(stored, 0, first).astype(np.float32)
+        if not np.isfinite(values).all():
+            raise WeightsError(f"adapter {shown(name)}: tensor {shown(stored)} must be finite")
+        modules.setdefault(text_name(match["module"]), {})[part] = values
+    for module, parts in modules.items():
+        if ("lora_A" in parts) != ("lora_B" in parts):
+            has, lacks = sorted(("lora_A", "lora_B"), key=parts.__contains__, reverse=True)
+            raise WeightsError(
+                f"adapter {shown(name)}: module {shown(module)} must have {lacks} beside {has}"
+            )
+    if not modules:
+        raise WeightsError(f"adapter {shown(name)}: {tensors.path} must hold tensors; got none")
+    return modules
+
+
+class _Reader:
+    """Lays out one adapter's modules. See `read_adapter`."""
+
+    def __init__(
+        self,
+        name: str,
+        config: ModelConfig,
+        products: Mapping[str, AdaptedProduct],
+        shard: Shard,
+        biases: Mapping[str, Any],
+    ) -> None:
+        self.matrices: dict[str, tuple[Array, Array, Array | None]] = {}
+        self._name = name
+        self._config = config
+        self._products = products
+        self._shard = shard
+        self._biases = biases
+        self._table = matrix_placements(config, family(config.model_type).names, shard)
+        first = next(iter(products.values()))
+        self._max_rank = first.rank
+        self._dtype = first.a.dtype
+        self._filled: dict[tuple[str, int], str] = {}  # (weight, part) -> the module of its A
+
+    def add(self, module: str, parts: Mapping[str, Array], scales: _Scales) -> None:
+        """Place the matrices and the bias of a module.
+
+        Raises
+        ------
+        WeightsError
+            If the model has no such module, or the shapes or the rank do not fit it.
+        """
+        forms = self._table.get(f"{module}.weight", [])
+        if not forms:
+            raise self._error(module, f"is no linear layer of a {self._config.model_type} model")
+        a = parts.get("lora_A")
+        b = parts.get("lora_B")
+        out = next(iter(parts.values())).shape[0] if b is None else b.shape[0]
+        shape, places = next((form for form in forms if form[0][0] == out), forms[0])
+        scale = 1.0
+        if a is not None and b is not None:
+            rank, scale = scales.of(module)
+            if rank > self._max_rank:
+                raise self._error(module, f"has rank {rank}; max_lora_rank is {self._max_rank}")
+            wanted = (rank, shape[1]), (shape[0], rank)
+            if (a.shape, b.shape) != wanted:
+                raise self._error(
+                    module,
+                    f"must have lora_A {wanted[0]} and lora_B {wanted[1]}, by its rank {rank} and "
+                    f"the model's matrix {shape}; got {a.shape} and {b.shape}",
+                )
+            b = b * np.float32(scale)
+        bias = None
+        if "lora_B.bias" in parts:
+            bias = parts["lora_B.bias"] * np.float32(scale)
+        whole = parts.get("bias")
+        for one in (bias, whole):
+            if one is not None and one.shape != shape[:1]:
+                raise self._error(module, f"must have a bias {shape[:1]}; got {one.shape}")
+        for place in places():
+            self._place(module, place, a, b, bias, whole)
+
+    def _place(
+        self,
+        module: str,
+        place: Placement,
+        a: Array | None,
+        b: Array | None,
+        bias: Array | None,
+        whole: Array | None,
+    ) -> None:
+        """Copy the rows of `place` to their weight. `whole`: the bias that replaces the model's."""
+        target = str(place.target)
+        product = self._products.get(target)
+        if product is None:
+            kinds = "attention, dense MLPs and recurrent layers"
+            raise self._error(module, f"must be a projection of {kinds}; others are not supported")
+        rows = np.arange(place.first, place.last)
+        if self._config.interleaved_rope and place.rotated is not None:
+            rows = half_split(rows, place.rotated)
+        start = place.start + self._shift(place, product)
+        own = slice(start, start + len(rows))
+        a_out, b_out, bias_out = self._matrices(target, product)
+        if a is not None and b is not None:
+            b_out[own, : b.shape[1]] = self._cast(module, b[rows] * np.float32(place.factor))
+            self._place_a(module, target, product, start, a, place.columns)
+        # Ranks that sum their products hold the bias once.
+        if place.columns is not None and self._shard.index > 0:
+            return
+        if bias is not None:
+            bias_out[own] += self._cast(module, bias[rows] * np.float32(place.factor))
+        if whole is not None:
+            base = self._biases.get(target)
+            before = 0 if base is None else to_numpy(base)[own].astype(np.float32)
+            bias_out[own] += self._cast(module, whole[rows] * np.float32(place.factor) - before)
+
+    def _place_a(
+        self,
+        module: str,
+        target: str,
+        product: AdaptedProduct,
+        start: int,
+        a: Array,
+        columns: tuple[int, int] | None,
+    ) -> None:
+        """Copy A to the part of the weight that begins at or before row `start`."""
+        part = sum(start >= end for end in product.bounds)
+        other = self._filled.setdefault((target, part), module)
+        if other != module:
+            raise self._error(module, f"and {shown(other)} are parts of one matrix: not supported")
+        given = a if columns is None else a[:, slice(*columns)]
+        rank = product.rank
+        rows = self.matrices[target][0][part * rank : part * rank + len(a)]
+        rows[:, : given.shape[1]] = self._cast(module, given)
+
+    def _shift(self, place: Placement, product: AdaptedProduct) -> int:
+        """Return the number of padding rows before a placement in a padded MLP."""
+        if place.target.kind != "gate_up":
+            return 0
+        layer = place.target.layer
+        features = self._config.at(layer or 0).intermediate_size
+        first, last = self._shard.cut("intermediate_size", features)
+        return product.bounds[0] - (last - first) if place.start >= last - first else 0
+
+    def _matrices(self, target: str, product: AdaptedProduct) -> tuple[Array, Array, Array]:
+        """Return the arrays of a weight's adapter, zeros at first."""
+        if target not in self.matrices:
+            arrays = (product.a, product.b, product.bias)
+            zeros = tuple(np.zeros(array.shape[1:], array.dtype) for array in arrays)
+            self.matrices[target] = zeros[0], zeros[1], zeros[2]
+        a, b, bias = self.matrices[target]
+        assert bias is not None
+        return a, b, bias
+
+    def _cast(self, module: str, values: Array) -> Array:
+        """Return values in the dtype of the activations.
+
+        Raises
+        ------
+        WeightsError
+            If a value does not fit.
+        """
+        with np.errstate(over="ignore"):
+            cast: Array = values.astype(self._dtype)
+        if self._dtype == np.float16 and not np.isfinite(cast).all():
+            raise self._error(module, "must have values up to 65504 for dtype float16; got larger")
+        return cast
+
+    def _error(self, module: str, fault: str) -> WeightsError:
+        return WeightsError(f"adapter {shown(self._name)}: module {shown(module)} {fault}")
