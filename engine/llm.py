@@ -191,9 +191,7 @@ class LLM:
             "allow_special_in_content": allow_special_in_content,
         }
         prompts = [self._chat_prompt(c, template_variables | options) for c in conversations]
-        return self.generate(
-            prompts, sampling_params, lora_request=lora_request, progress=progress
-        )
+        return self.generate(prompts, sampling_params, lora_request=lora_request, progress=progress)
 
     def stream(
         self, prompt: Prompt | Sequence[Message], sampling_params: SamplingParams | None = None

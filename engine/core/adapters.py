@@ -54,13 +54,17 @@ class AdapterRegistry:
         if request is None:
             return None
         if not isinstance(request, LoRARequest):
-            raise RequestError(f"lora_request must be a LoRARequest; got {shown_with_type(request)}")
+            raise RequestError(
+                f"lora_request must be a LoRARequest; got {shown_with_type(request)}"
+            )
         name = request.lora_name
         path = request.lora_path
         if name not in self._held:
             if not path:
                 known = ", ".join(map(repr, self.names)) or "none"
-                raise RequestError(f"lora_request needs a lora_path for {shown(name)}: held: {known}")
+                raise RequestError(
+                    f"lora_request needs a lora_path for {shown(name)}: held: {known}"
+                )
             self._held[name] = path, self._checked(name, path)
         held_path, adapter = self._held[name]
         if path and path != held_path:
@@ -93,7 +97,9 @@ class AdapterRegistry:
         """
         if not isinstance(name, str) or name not in self._held:
             known = ", ".join(map(repr, self.names)) or "none"
-            raise RequestError(f"lora_name must be one of the adapters ({known}); got {shown(name)}")
+            raise RequestError(
+                f"lora_name must be one of the adapters ({known}); got {shown(name)}"
+            )
         return self._held.pop(name)[1]
 
     def _checked(self, name: str, path: str) -> LoraAdapter:

@@ -108,7 +108,7 @@ class AdapterSlots:
             return
         self._sorted = {int(slots.shape[0]): self._sort(slots)}
         rows = batch.logits_indices
-        if rows is not None and rows.shape[0] not in (0, slots.shape[0]):
+        if rows is not None and 0 < rows.shape[0] < slots.shape[0]:
             self._sorted[int(rows.shape[0])] = self._sort(slots[rows])
         try:
             yield
@@ -123,7 +123,7 @@ class AdapterSlots:
         ContractError
             If the rows are neither all tokens of the step nor those with logits.
         """
-        if not self._sorted or kind not in self.kinds:
+        if not self._sorted or not num_rows or kind not in self.kinds:
             return None
         if num_rows not in self._sorted:
             raise ContractError(

@@ -38,6 +38,7 @@ Array = np.ndarray[Any, Any]
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
+_DTYPES = ("F32", "F16", "BF16")
 _MAX_RANK = 4096
 
 _PREFIX = re.compile(r"^(base_model\.model\.)?")
@@ -228,6 +229,11 @@ def _modules(name: str, tensors: SafetensorsFile) -> dict[str, dict[str, Array]]
             raise WeightsError(
                 f"adapter {shown(name)}: tensor {shown(stored)} must be the lora_A, lora_B or bias "
                 "of a linear layer; other weights are not supported"
+            )
+        if (dtype := tensors.dtype(stored)) not in _DTYPES:
+            raise WeightsError(
+                f"adapter {shown(name)}: tensor {shown(stored)} must be one of "
+                f"{', '.join(_DTYPES)}; got {dtype}"
             )
         first, *_ = tensors.shape(stored) or (1,)
         values = tensors.read(stored, 0, first).astype(np.float32)

@@ -1,0 +1,202 @@
+"""Requests of several LoRA adapters in one engine: the tokens of each adapter's merged model."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import engine
+from engine import LLM, LoRARequest, SamplingParams
+from engine.errors import ConfigError, RequestError
+from tests.loading.tiny import config_of, random_tensors, tensor_shapes
+from tests.lora_files import adaptable, random_adapter, write_adapter, write_merged
+
+NUM_ADAPTERS = 5
+NUM_REQUESTS = 16
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+class Served:
+    """A base checkpoint, its adapters, and prompts with the tokens that each must get."""
+
+    def __init__(self, folder):
+        self.base = folder / "base"
+        self.base.mkdir()
+        config = config_of("qwen3")
+        (self.base / "config.json").write_text(json.dumps(config))
+        save_file(random_tensors(tensor_shapes(config)), self.base / "model.safetensors")
+        tensors = load_file(self.base / "model.safetensors")
+        model = engine.load(self.base, device="cpu", progress=False, enable_lora=True)
+        names = adaptable(model, tensors)
+        rng = np.random.default_rng(3)
+        lengths = rng.integers(2, 40, NUM_REQUESTS)
+        self.prompts = [rng.integers(3, 39, int(length)).tolist() for length in lengths]
+        self.which = [int(index) for index in rng.integers(-1, NUM_ADAPTERS, NUM_REQUESTS)]
+        self.folders = []
+        self.want = {}
+        for index in range(-1, NUM_ADAPTERS):
+            path = self.base
+            if index >= 0:
+                rank = (1, 4, 16, 7, 2)[index]
+                pairs = random_adapter(names[index % 3 :], tensors, rank, seed=index)
+                self.folders.append(write_adapter(folder / f"a{index}", pairs, rank))
+                path = write_merged(folder / f"merged{index}", self.base, pairs)
+            with LLM(str(path), device="cpu", dtype="float32") as llm:
+                for row in range(NUM_REQUESTS):
+                    self.want[row, index] = _tokens(llm, [self.prompts[row]], [None])[0]
+
+    def request(self, index):
+        """Return the LoRARequest of an adapter; None for the base model."""
+        return None if index < 0 else LoRARequest(f"a{index}", index + 1, self.folders[index])
+
+    def llm(self, **options):
+        """Return an engine with two slots."""
+        options = {"max_loras": 2, "debug": True, "dtype": "float32"} | options
+        return LLM(str(self.base), device="cpu", enable_lora=True, **options)
+
+    def check(self, llm, which):
+        """Check the tokens of every prompt with the adapters `which`."""
+        got = _tokens(llm, self.prompts, [self.request(index) for index in which])
+        assert got == [self.want[row, index] for row, index in enumerate(which)]
+
+
+def _tokens(llm, prompts, requests, params=GREEDY):
+    outputs = llm.generate(
+        [{"prompt_token_ids": prompt} for prompt in prompts], params, lora_request=requests
+    )
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    return Served(tmp_path_factory.mktemp("served"))
+
+
+WAYS = {
+    "default": {},
+    "preemption": {"num_blocks": 14, "max_num_seqs": 8},
+    "chunks": {"max_num_batched_tokens": 16, "max_num_seqs": 16},
+    "no prefixes": {"enable_prefix_caching": False},
+    "swapping": {"num_blocks": 14, "swap_space_gb": 0.1, "preemption_mode": "swap"},
+    "drafts": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+    "deterministic": {"deterministic": True},
+    "one slot": {"max_loras": 1},
+    "longest prefix first": {"scheduling_policy": "lpm"},
+    "in the order of arrival": {"async_scheduling": True},
+    "two ranks": {"tensor_parallel_size": 2},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_tokens_of_the_merged_models(served, way):
+    """Twice: the second time prefixes are cached, and all other adapters have been in the slots."""
+    with served.llm(**WAYS[way]) as llm:
+        served.check(llm, served.which)
+        served.check(llm, served.which[::-1])
+        assert llm.llm_engine.list_loras() == tuple(
+            dict.fromkeys(f"a{index}" for index in served.which if index >= 0)
+        )
+
+
+def test_adapters_share_no_prefix(served):
+    prompt = served.prompts[int(np.argmax([len(prompt) for prompt in served.prompts]))]
+    with served.llm() as llm:
+
+        def cached(index):
+            [output] = llm.generate(
+                {"prompt_token_ids": prompt}, GREEDY, lora_request=served.request(index)
+            )
+            return output.num_cached_tokens
+
+        assert cached(-1) == cached(0) == cached(1) == 0
+        assert cached(-1) == cached(0) == cached(1) > 0
+
+
+def test_parallel_samples_and_log_probabilities(served):
+    with served.llm() as llm:
+        params = SamplingParams(temperature=0.01, max_tokens=4, n=3, logprobs=1, prompt_logprobs=1)
+        [output] = llm.generate(
+            {"prompt_token_ids": served.prompts[0]}, params, lora_request=served.request(1)
+        )
+        want = served.want[0, 1][: len(output.outputs[0].token_ids)]
+        assert [list(one.token_ids) for one in output.outputs] == [want] * 3
+        base = llm.generate({"prompt_token_ids": served.prompts[0]}, params)[0]
+        last = served.prompts[0][-1]
+        assert output.prompt_logprobs[-1][last].logprob != base.prompt_logprobs[-1][last].logprob
+
+
+def test_adding_replacing_and_removing(served, tmp_path):
+    with served.llm() as llm:
+        core = llm.llm_engine
+        core.add_lora(LoRARequest("x", 1, served.folders[0]))
+        assert _tokens(llm, served.prompts[:1], [LoRARequest("x")]) == [served.want[0, 0]]
+        with pytest.raises(RequestError, match=r"lora_path of 'x' must be '.*a0', as it was"):
+            core.add_lora(LoRARequest("x", 1, served.folders[1]))
+        core.add_lora(LoRARequest("x", 1, served.folders[1]), load_inplace=True)
+        assert _tokens(llm, served.prompts[:1], [LoRARequest("x")]) == [served.want[0, 1]]
+        core.remove_lora("x")
+        assert core.list_loras() == ()
+        with pytest.raises(RequestError, match="lora_request needs a lora_path for 'x'"):
+            _tokens(llm, served.prompts[:1], [LoRARequest("x")])
+        with pytest.raises(RequestError, match=r"lora_name must be one of the adapters \(none\)"):
+            core.remove_lora("x")
+
+
+def test_a_removed_adapter_serves_its_requests_to_their_end(served):
+    with served.llm() as llm:
+        core = llm.llm_engine
+        core.add_request(
+            "r", {"prompt_token_ids": served.prompts[2]}, GREEDY, lora_request=served.request(3)
+        )
+        core.step()
+        core.remove_lora("a3")
+        tokens = []
+        while core.has_unfinished_requests():
+            for output in core.step():
+                tokens = list(output.outputs[0].token_ids)
+        assert tokens == served.want[2, 3]
+
+
+def test_a_bad_adapter_is_refused_and_the_others_go_on(served, tmp_path):
+    damaged = write_adapter(
+        tmp_path / "damaged",
+        {
+            "model.layers.0.self_attn.q_proj.weight": (
+                np.ones((4, 31), "f4"),
+                np.ones((64, 4), "f4"),
+            )
+        },
+        4,
+    )
+    with served.llm() as llm:
+        bad = LoRARequest("bad", 9, damaged)
+        with pytest.raises(RequestError, match=r"prompts\[1\]: adapter 'bad': module"):
+            _tokens(llm, served.prompts[:2], [None, bad])
+        assert not llm.llm_engine.has_unfinished_requests()
+        served.check(llm, served.which)
+        assert "bad" not in llm.llm_engine.list_loras()
+
+
+@pytest.mark.parametrize("request_", ["a", 5, {"lora_name": "a"}])
+def test_arguments_that_are_no_request(served, request_):
+    with served.llm() as llm, pytest.raises(RequestError, match="lora_request must be"):
+        llm.generate("x", GREEDY, lora_request=request_)
+
+
+def test_arguments_of_a_request():
+    for name in ("", "x" * 257, 5, None):
+        with pytest.raises(RequestError, match="lora_name must be a str of 1 to 256"):
+            LoRARequest(name)
+    with pytest.raises(RequestError, match="lora_path must be a str or path; got 5"):
+        LoRARequest("a", 1, 5)
+
+
+def test_what_adapters_do_not_support(served):
+    with pytest.raises(ConfigError, match="enable_lora must be False with pipeline_parallel_size"):
+        served.llm(pipeline_parallel_size=2)
+    with LLM(str(served.base), device="cpu") as llm:
+        with pytest.raises(RequestError, match="'a0' needs a model loaded with enable_lora=True"):
+            _tokens(llm, served.prompts[:1], [served.request(0)])
