@@ -332,7 +332,7 @@ class _Reader:
             rows = half_split(rows, place.rotated)
         start = place.start + self._shift(place, product)
         own = slice(start, start + len(rows))
-        a_out, b_out, bias_out = self._matrices(target, product)
+        _, b_out, bias_out = self._matrices(target, product)
         if a is not None and b is not None:
             b_out[own, : b.shape[1]] = self._cast(module, b[rows] * np.float32(place.factor))
             self._place_a(module, target, product, start, a, place.columns)

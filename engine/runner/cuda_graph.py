@@ -6,8 +6,9 @@ a whole: input preparation, model, sampler, and storing the sampled ids for the 
 batch sizes use the next larger graph; its padding sequences write nothing. Steps with the same
 number of drafts for every sequence have graphs of their own. Steps whose sampling needs more
 (penalties, log-probabilities, ...) use graphs that end with the logits; these graphs, and those for
-draft trees and for LoRA adapters, are captured on first use. With other overrides (`kernels.override`) a step has graphs
-of its own, captured after its first use; one such table is kept beside the one at load.
+draft trees and for LoRA adapters, are captured on first use. With other overrides
+(`kernels.override`) a step has graphs of its own, captured after its first use; one such table is
+kept beside the one at load.
 
 Replay works because every address a graph uses stays valid: inputs live in `StaticInputs`, block
 tables and last ids in fixed-size arrays, and memory allocated during capture comes from a pool that

@@ -197,6 +197,6 @@ def test_arguments_of_a_request():
 def test_what_adapters_do_not_support(served):
     with pytest.raises(ConfigError, match="enable_lora must be False with pipeline_parallel_size"):
         served.llm(pipeline_parallel_size=2)
-    with LLM(str(served.base), device="cpu") as llm:
-        with pytest.raises(RequestError, match="'a0' needs a model loaded with enable_lora=True"):
-            _tokens(llm, served.prompts[:1], [served.request(0)])
+    llm = LLM(str(served.base), device="cpu")
+    with llm, pytest.raises(RequestError, match="'a0' needs a model loaded with enable_lora=True"):
+        _tokens(llm, served.prompts[:1], [served.request(0)])

@@ -179,6 +179,6 @@ def test_a_failed_step_across_the_border_is_computed_again():
     output = scheduler.schedule()
     assert output.restarted == [request] and chunks(output) == [("a", 0, 21)]
     scheduler.rollback(output)
-    assert request.status is RequestStatus.PREEMPTED and request.prefix_key == (None, True, 0)
+    assert request.status is RequestStatus.PREEMPTED and request.prefix_key == (None, True, 0, 0)
     drive(scheduler, mock)
     assert request.output_token_ids == oracle(request)
