@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict, deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
@@ -18,6 +19,7 @@ from engine.core.stats import EngineStats
 from engine.engine_config import CONFIG_OPTIONS
 from engine.errors import EngineError
 from engine.llm_engine import LLMEngine
+from engine.lora_request import LoRARequest
 from engine.model import LOAD_OPTIONS
 from engine.outputs import RequestOutput
 from engine.sampling_params import RequestOutputKind, SamplingParams
@@ -105,6 +107,7 @@ class EngineClient(ABC):
         priority: int = 0,
         cache_salt: str | None = None,
         timeout: float | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Generate a continuation of `prompt`, and yield outputs as they arrive.
 
@@ -123,6 +126,8 @@ class EngineClient(ABC):
             Unique among unfinished requests.
         priority, cache_salt, timeout
             See `LLMEngine.add_request`.
+        lora_request : LoRARequest, optional
+            The adapter to apply. An engine in another process must hold it already (`add_lora`).
 
         Yields
         ------
@@ -149,6 +154,7 @@ class EngineClient(ABC):
         if params.structured is not None:  # compiling a grammar may take a second
             await asyncio.to_thread(self._prepare, params)
         options = {"priority": priority, "cache_salt": cache_salt, "timeout": timeout}
+        options["lora_request"] = lora_request
         request = self._start(request_id, given_prompt, params, **options)
         try:
             output = await request.next_output()
@@ -219,6 +225,23 @@ class EngineClient(ABC):
         See `LLMEngine.reset_prefix_cache`.
         """
 
+    @property
+    @abstractmethod
+    def adapters(self) -> tuple[str, ...]:
+        """Names of the LoRA adapters that the engine holds."""
+
+    def adapter_of(self, model: str | None) -> LoRARequest | None:
+        """Return the LoRA adapter called `model`; None if that is no adapter's name."""
+        return LoRARequest(model) if model and model in self.adapters else None
+
+    @abstractmethod
+    async def add_lora(self, lora_request: LoRARequest, *, load_inplace: bool = False) -> None:
+        """Read an adapter's files while other requests go on. See `LLMEngine.add_lora`."""
+
+    @abstractmethod
+    async def remove_lora(self, lora_name: str) -> None:
+        """Forget an adapter; requests that use it end with it."""
+
     @abstractmethod
     async def close(self) -> None:
         """Fail all requests of this client with an `EngineError`."""
@@ -237,7 +260,7 @@ class EngineClient(ABC):
     ) -> Any:
         """Send a request to the engine, and return it as an `OutputSource`.
 
-        `options` are the priority, cache_salt and timeout of `generate`.
+        `options` are the priority, cache_salt, timeout and lora_request of `generate`.
         """
 
     @abstractmethod
@@ -371,6 +394,22 @@ class AsyncEngine(EngineClient):
     async def reset_prefix_cache(self) -> int:
         """Drop all cached prefixes; see `EngineClient.reset_prefix_cache`."""
         return await self._result(self._engine.reset_prefix_cache)
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of the LoRA adapters that the engine holds."""
+        return self._engine.list_loras()
+
+    async def add_lora(self, lora_request: LoRARequest, *, load_inplace: bool = False) -> None:
+        """Read an adapter's files in a thread, then hold it; see `EngineClient.add_lora`."""
+        engine = self._engine
+        adapter = await asyncio.to_thread(engine.read_lora, lora_request)
+        hold = partial(engine.add_lora, lora_request, load_inplace=load_inplace, adapter=adapter)
+        await self._result(hold)
+
+    async def remove_lora(self, lora_name: str) -> None:
+        """Forget an adapter; requests that use it end with it."""
+        await self._result(partial(self._engine.remove_lora, lora_name))
 
     async def close(self) -> None:
         """Fail all requests with an `EngineError`, and free the engine's memory."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
+from os import PathLike
 from typing import Any
 
 from engine.cache.kv_cache import KV_CACHE_DTYPES
@@ -135,6 +136,8 @@ class EngineConfig:
         none itself.
     collective_timeout : float
         Seconds after which a collective that some process has not joined ends all processes.
+    lora_modules : mapping of str to str, or sequence of str, optional
+        LoRA adapters to read at the start (`load`'s `enable_lora`): name -> path, or "NAME=PATH".
     debug : bool, optional
         Check all block tables before each step and all invariants after it, and fill freed blocks
         with NaN; slow. Defaults to `ENGINE_DEBUG`.
@@ -189,6 +192,7 @@ class EngineConfig:
     distributed_executor_backend: str | None = _choice(None, None, "mp", "ray")
     pipeline_address: str | None = None
     collective_timeout: float = _number(60.0, 0.0, 1e9, low_open=True)
+    lora_modules: Any = None
     debug: bool | None = _flag(None)
 
     @classmethod
@@ -227,6 +231,7 @@ class EngineConfig:
             raise ConfigError("raise_on_timeout needs a step_timeout; got None")
         processors = _processors(self.logits_processors)
         object.__setattr__(self, "logits_processors", processors)
+        object.__setattr__(self, "lora_modules", _modules(self.lora_modules))
         self._check_pipeline()
 
     def _check_pipeline(self) -> None:
@@ -281,6 +286,31 @@ def _processors(given: Any) -> tuple[Any, ...]:
         if not callable(one):
             raise ConfigError(f"logits_processors must be functions; got {shown_with_type(one)}")
     return loaded
+
+
+def _modules(given: Any) -> dict[str, str]:
+    """Return LoRA adapters as name -> path.
+
+    Raises
+    ------
+    ConfigError
+        If they are given in another way, or two have one name.
+    """
+    if given is None:
+        return {}
+    if isinstance(given, Sequence) and not isinstance(given, str):
+        pairs = [tuple(one.split("=", 1)) if isinstance(one, str) else (one,) for one in given]
+    else:
+        pairs = list(given.items()) if isinstance(given, Mapping) else [(given,)]
+    for pair in pairs:
+        if len(pair) != 2 or not all(isinstance(one, str | PathLike) and str(one) for one in pair):
+            raise ConfigError(
+                f"lora_modules must map names to paths, or be NAME=PATH; got {shown(given)}"
+            )
+    found = {str(name): str(path) for name, path in pairs}
+    if len(found) < len(pairs):
+        raise ConfigError(f"lora_modules must have different names; got {shown(given)}")
+    return found
 
 
 def _checked(option: Field[Any], value: Any) -> Any:

@@ -27,6 +27,7 @@ from engine.core.watchdog import Watchdog
 from engine.engine_config import CONFIG_OPTIONS, EngineConfig
 from engine.errors import RankError, RequestError
 from engine.kernels._override.scope import current_overrides, forbid_override
+from engine.loading.lora import LoraAdapter
 from engine.lora_request import LoRARequest
 from engine.model import LOAD_OPTIONS, Model
 from engine.outputs import RequestOutput
@@ -127,6 +128,8 @@ class LLMEngine:
             )
             self._overrides = current_overrides()  # of the last step
         self._adapters = AdapterRegistry(model.read_adapter)
+        for name, path in given.lora_modules.items():
+            self._adapters.get(LoRARequest(name, lora_path=path))
         self._entry = threading.Lock()  # see `not_reentrant`
         describe = self.scheduler.describe  # capturing `self` in the watchdog would create a cycle
         self.watchdog = Watchdog(
@@ -331,24 +334,44 @@ class LLMEngine:
         return self.scheduler.reset_prefix_cache()
 
     @not_reentrant
-    def add_lora(self, lora_request: LoRARequest, *, load_inplace: bool = False) -> None:
-        """Read an adapter, so that requests may name it without a path.
+    def add_lora(
+        self,
+        lora_request: LoRARequest,
+        *,
+        load_inplace: bool = False,
+        adapter: LoraAdapter | None = None,
+    ) -> None:
+        """Hold an adapter, so that requests may name it without a path.
 
         Parameters
         ----------
         lora_request : LoRARequest
         load_inplace : bool
-            Read it anew if its name is in use; running requests keep the old one.
+            Replace an adapter of the same name; running requests keep the old one.
+        adapter : LoraAdapter, optional
+            Result of `read_lora`; by default the files are read now, between two steps.
 
         Raises
         ------
         RequestError
             If it cannot be read or does not fit the model, or its name is another adapter's.
         """
-        if load_inplace and isinstance(lora_request, LoRARequest):
-            self._adapters.replace(lora_request)
-        else:
-            self._adapters.get(lora_request)
+        if not load_inplace:
+            self._adapters.check(lora_request)
+            if lora_request.lora_name in self._adapters.names:
+                return
+        adapter = self._adapters.read(lora_request) if adapter is None else adapter
+        self._adapters.hold(lora_request, adapter)
+
+    def read_lora(self, lora_request: LoRARequest) -> LoraAdapter:
+        """Read an adapter's files to host memory, for `add_lora`; callable from any thread.
+
+        Raises
+        ------
+        RequestError
+            If it cannot be read or does not fit the model.
+        """
+        return self._adapters.read(lora_request)
 
     @not_reentrant
     def remove_lora(self, lora_name: str) -> None:

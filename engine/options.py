@@ -49,6 +49,7 @@ class EngineOptions(TypedDict, total=False):
     distributed_executor_backend: str | None
     pipeline_address: str | None
     collective_timeout: float
+    lora_modules: Any
     debug: bool | None
     gpu_memory_utilization: float | None  # vLLM's name of memory_utilization
 

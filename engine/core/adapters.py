@@ -39,10 +39,6 @@ class AdapterRegistry:
         """Names of the adapters, in the order in which they were added."""
         return tuple(self._held)
 
-    def paths(self) -> dict[str, str]:
-        """Return the path of every adapter by name."""
-        return {name: path for name, (path, _) in self._held.items()}
-
     def get(self, request: LoRARequest | None) -> LoraAdapter | None:
         """Return a request's adapter, reading it first if the engine does not hold it.
 
@@ -53,39 +49,51 @@ class AdapterRegistry:
         """
         if request is None:
             return None
-        if not isinstance(request, LoRARequest):
-            raise RequestError(
-                f"lora_request must be a LoRARequest; got {shown_with_type(request)}"
-            )
-        name = request.lora_name
-        path = request.lora_path
-        if name not in self._held:
-            if not path:
-                known = ", ".join(map(repr, self.names)) or "none"
-                raise RequestError(
-                    f"lora_request needs a lora_path for {shown(name)}: held: {known}"
-                )
-            self._held[name] = path, self._checked(name, path)
-        held_path, adapter = self._held[name]
-        if path and path != held_path:
-            raise RequestError(
-                f"lora_path of {shown(name)} must be {shown(held_path)}, as it was loaded, until "
-                f"the adapter is removed; got {shown(path)}"
-            )
-        return adapter
+        self.check(request)
+        if request.lora_name not in self._held:
+            self.hold(request, self.read(request))
+        return self._held[request.lora_name][1]
 
-    def replace(self, request: LoRARequest) -> LoraAdapter | None:
-        """Read an adapter anew, also if its name is held; return the one it replaces.
+    def read(self, request: LoRARequest) -> LoraAdapter:
+        """Read an adapter's files; callable from any thread.
 
         Raises
         ------
         RequestError
-            If it cannot be read; then the old one stays.
+            If the request has no path, or the files cannot be read or do not fit the model.
         """
-        old = self._held.get(request.lora_name)
-        adapter = self._checked(request.lora_name, request.lora_path)
+        name = request.lora_name
+        if not request.lora_path:
+            held = self._shown_names()
+            raise RequestError(f"lora_request needs a lora_path for {shown(name)}; held: {held}")
+        try:
+            return self._read(name, request.lora_path)
+        except EngineError as error:
+            raise RequestError(str(error)) from error
+
+    def check(self, request: LoRARequest) -> None:
+        """Check the type of a request, and that no other path has its adapter's name.
+
+        Raises
+        ------
+        RequestError
+            Otherwise.
+        """
+        if not isinstance(request, LoRARequest):
+            raise RequestError(
+                f"lora_request must be a LoRARequest; got {shown_with_type(request)}"
+            )
+        path = request.lora_path
+        held_path = self._held[request.lora_name][0] if request.lora_name in self._held else path
+        if path and path != held_path:
+            raise RequestError(
+                f"lora_path of {shown(request.lora_name)} must be {shown(held_path)}, as it was "
+                f"loaded, until the adapter is removed; got {shown(path)}"
+            )
+
+    def hold(self, request: LoRARequest, adapter: LoraAdapter) -> None:
+        """Hold an adapter that `read` returned; it replaces one of its name."""
         self._held[request.lora_name] = request.lora_path, adapter
-        return None if old is None else old[1]
 
     def remove(self, name: Any) -> LoraAdapter:
         """Remove an adapter; requests that use it keep it.
@@ -96,14 +104,9 @@ class AdapterRegistry:
             If the engine holds none of this name.
         """
         if not isinstance(name, str) or name not in self._held:
-            known = ", ".join(map(repr, self.names)) or "none"
-            raise RequestError(
-                f"lora_name must be one of the adapters ({known}); got {shown(name)}"
-            )
+            held = self._shown_names()
+            raise RequestError(f"lora_name must be one of the adapters ({held}); got {shown(name)}")
         return self._held.pop(name)[1]
 
-    def _checked(self, name: str, path: str) -> LoraAdapter:
-        try:
-            return self._read(name, path)
-        except EngineError as error:
-            raise RequestError(str(error)) from error
+    def _shown_names(self) -> str:
+        return ", ".join(map(repr, self.names)) or "none"

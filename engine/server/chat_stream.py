@@ -15,6 +15,7 @@ from typing import Any
 
 from engine.async_engine import EngineClient
 from engine.errors import unknown_keyword
+from engine.lora_request import LoRARequest
 from engine.outputs import CompletionOutput, RequestOutput
 from engine.sampling_params import SamplingParams
 from engine.server import reasoning, response_template, tool_parsers
@@ -74,6 +75,8 @@ class ChatRequest:
     reasoning_parser : callable or None
     shows_reasoning : bool
         Whether the answer includes the reasoning.
+    adapter : LoRARequest or None
+        The LoRA adapter that the request's model names.
     is_forced : bool
         Whether `tool_choice` names a function.
     one_call : bool
@@ -91,6 +94,7 @@ class ChatRequest:
     tool_parser: Callable[[], ToolParser] | None = None
     reasoning_parser: Callable[[], ReasoningReader] | None = None
     shows_reasoning: bool = True
+    adapter: LoRARequest | None = None
     is_forced: bool = False
     one_call: bool = False
     is_declared: bool = False
@@ -230,6 +234,7 @@ class ChatService:
             tool_parser=tools,
             shows_reasoning=body.include_reasoning is not False,
             is_declared=readers is not None,
+            adapter=self.client.adapter_of(body.model),
             **options,
         )
 
@@ -376,6 +381,7 @@ class ChatStream:
             priority=request.priority,
             cache_salt=request.cache_salt,
             timeout=request.timeout,
+            lora_request=request.adapter,
         )
         try:
             async for output in outputs:

@@ -16,6 +16,7 @@ import zmq
 from engine.async_engine import ModelInfo
 from engine.core.stats import EngineStats
 from engine.errors import EngineError, RequestError
+from engine.lora_request import LoRARequest
 from engine.scheduler.admission import QueueFullError
 from engine.server import messages as m
 from engine.server.remote_request import RemoteRequest
@@ -72,6 +73,7 @@ class ZmqEngineClient(RequestClient):
         self._proof = proof_of(token)
         self.num_cache_tokens = self.block_size = 0
         self.load = 0, 0
+        self._adapters: tuple[str, ...] = ()
         self.on_end: Callable[[list[RemoteRequest], EngineError], None] | None = None
         self.on_refusal: Callable[[RemoteRequest, EngineError], bool] | None = None
         self.answer: Answerer | None = None
@@ -134,6 +136,7 @@ class ZmqEngineClient(RequestClient):
         client._step_timeout = ready.step_timeout
         client.block_size = ready.block_size
         client.num_cache_tokens = ready.num_blocks * ready.block_size
+        client._adapters = tuple(ready.adapters)
         return client
 
     @property
@@ -207,6 +210,24 @@ class ZmqEngineClient(RequestClient):
         content = await self._call(lambda number: m.Call(number, "reset_prefix_cache"))
         count: int = m.decode(content, int)
         return count
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of the engine's LoRA adapters; those of other clients up to half a second late."""
+        return self._adapters
+
+    async def add_lora(self, lora_request: LoRARequest, *, load_inplace: bool = False) -> None:
+        """Have the engine read an adapter; see `EngineClient.add_lora`."""
+        name = lora_request.lora_name
+        path = lora_request.lora_path
+        await self._change_adapters(lambda n: m.AddAdapter(n, name, path, load_inplace))
+
+    async def remove_lora(self, lora_name: str) -> None:
+        """Have the engine forget an adapter; see `EngineClient.remove_lora`."""
+        await self._change_adapters(lambda number: m.RemoveAdapter(number, lora_name))
+
+    async def _change_adapters(self, message: Any) -> None:
+        self._adapters = tuple(m.decode(await self._call(message), list[str]))
 
     async def close(self, reason: str = CLIENT_CLOSED) -> None:
         """Fail all requests of this client with an `EngineError`; the engine keeps running."""
@@ -340,6 +361,7 @@ class ZmqEngineClient(RequestClient):
             self._end(EngineError(message.reason))
         elif isinstance(message, m.Heartbeat):
             self.load = message.num_waiting_tokens, message.num_requests
+            self._adapters = tuple(message.adapters)
         elif isinstance(message, m.Ready) and not self._ready.done():
             self._ready.set_result(message)
 

@@ -19,6 +19,7 @@ import zmq
 
 from engine.errors import EngineError, RankError, RequestError
 from engine.llm_engine import LLMEngine
+from engine.lora_request import LoRARequest
 from engine.outputs import RequestOutput
 from engine.server import messages as m
 from engine.server.remote_request import engine_params
@@ -114,6 +115,7 @@ class EngineLoop:
         self._pool = ThreadPoolExecutor(_NUM_COMPILERS, "grammar")
         self._prepared: deque[tuple[_Client, m.Add, Exception | None]] = deque()
         self._num_preparing = 0
+        self._adapters: deque[tuple[_Client, m.AddAdapter, Any]] = deque()  # read, or an error
         self._embeddings: deque[tuple[_Client, int, Iterator[Any], list[Any]]] = deque()
         self._num_clients = 0
         self._next_beat = 0.0
@@ -127,6 +129,8 @@ class EngineLoop:
             m.Call: self._call,
             m.Embed: self._embed,
             m.Cancel: self._cancel,
+            m.AddAdapter: self._add_adapter,
+            m.RemoveAdapter: self._remove_adapter,
         }
 
     def stop(self) -> None:
@@ -139,6 +143,7 @@ class EngineLoop:
             while not self._is_stopping:
                 self._receive()
                 self._queue_prepared()
+                self._hold_adapters()
                 if self._engine.has_unfinished_requests():
                     start = time.perf_counter()
                     outputs = self._engine.step()
@@ -211,6 +216,7 @@ class EngineLoop:
             engine.config.scheduler.block_size,
             engine.config.scheduler.num_blocks if engine.scheduler.blocks.tree else 0,
             model.config.hidden_size,
+            list(engine.list_loras()),
         )
 
     def _add(self, client: _Client, message: m.Add) -> None:
@@ -257,6 +263,7 @@ class EngineLoop:
                 cache_salt=message.cache_salt,
                 timeout=message.timeout,
                 resumed=message.resumed,
+                lora_request=None if message.adapter is None else LoRARequest(message.adapter),
             )
         except Exception as error:
             self._refuse(client, message, error)
@@ -304,6 +311,52 @@ class EngineLoop:
             self._fail_call(client, message.number, error)
             return
         self._send(client, m.Answer(message.number, "", self._encode(value)))
+
+    def _add_adapter(self, client: _Client, message: m.AddAdapter) -> None:
+        """Read an adapter in the thread pool, while steps go on."""
+        try:
+            request = LoRARequest(message.name, lora_path=message.path)
+        except EngineError as error:
+            self._fail_call(client, message.number, error)
+            return
+
+        def read() -> None:
+            found: Any
+            try:
+                found = self._engine.read_lora(request)
+            except Exception as error:
+                found = error
+            self._adapters.append((client, message, found))
+
+        self._num_preparing += 1
+        self._pool.submit(read)
+
+    def _hold_adapters(self) -> None:
+        """Hold the adapters that have been read, and answer."""
+        while self._adapters:
+            client, message, found = self._adapters.popleft()
+            self._num_preparing -= 1
+            request = LoRARequest(message.name, lora_path=message.path)
+            try:
+                if isinstance(found, Exception):
+                    raise found
+                self._engine.add_lora(request, load_inplace=message.load_inplace, adapter=found)
+            except EngineError as error:
+                self._fail_call(client, message.number, error)
+                continue
+            self._answer_with_adapters(client, message.number)
+
+    def _remove_adapter(self, client: _Client, message: m.RemoveAdapter) -> None:
+        try:
+            self._engine.remove_lora(message.name)
+        except EngineError as error:
+            self._fail_call(client, message.number, error)
+            return
+        self._answer_with_adapters(client, message.number)
+
+    def _answer_with_adapters(self, client: _Client, number: int) -> None:
+        names = list(self._engine.list_loras())
+        self._send(client, m.Answer(number, "", self._encode(names)))
 
     def _embed(self, client: _Client, message: m.Embed) -> None:
         model = self._engine.model
@@ -424,7 +477,7 @@ class EngineLoop:
         for request in self._engine.scheduler.unfinished_requests():
             num_requests += 1
             num_tokens += max(0, request.num_known_tokens - 1 - request.num_computed_tokens)
-        return m.Heartbeat(num_tokens, num_requests)
+        return m.Heartbeat(num_tokens, num_requests, list(self._engine.list_loras()))
 
     def _abort_all(self, client: _Client) -> None:
         ids = list(client.ids.values())

@@ -106,17 +106,30 @@ def _too_large(config: ServerConfig) -> APIError:
     return APIError(413, message, headers={"Connection": "close"})
 
 
-def check_model(model: str | None, request: Request) -> str:
+def check_model(model: str | None, request: Request, *, takes_adapters: bool = True) -> str:
     """Return the model name to put into the response.
+
+    `takes_adapters`: whether the endpoint serves LoRA adapters, which have names of their own.
 
     Raises
     ------
     APIError
-        404, if the server has no model with this name.
+        404, if the server has no model with this name; 400 for an adapter that the endpoint does
+        not serve.
     """
-    names: tuple[str, ...] = request.app.state.model_names
+    state = request.app.state
+    names: tuple[str, ...] = state.model_names
     if model is None or model in names:
         return model or names[0]
+    adapters = state.client.adapters
+    if model in adapters and takes_adapters:
+        return model
+    if model in adapters:
+        message = (
+            f"model must be {names[0]!r}: {request.url.path} serves no adapters; got {model!r}"
+        )
+        raise APIError(400, message, param="model")
+    names = (*names, *adapters)
     message = f"the model {model[:100]!r} does not exist; this server has {', '.join(names)}"
     raise APIError(404, message, param="model", code="model_not_found")
 

@@ -83,6 +83,7 @@ class Add(_Message):
     cache_salt: str | None
     timeout: float | None
     resumed: list[list[int] | None] | None = None
+    adapter: str | None = None  # name of a LoRA adapter that the engine holds
 
 
 class Abort(_Message):
@@ -122,6 +123,22 @@ class Embed(_Message):
     normalize: bool
 
 
+class AddAdapter(_Message):
+    """Read a LoRA adapter; the engine replies with `Answer` once it holds it."""
+
+    number: int
+    name: str
+    path: str
+    load_inplace: bool
+
+
+class RemoveAdapter(_Message):
+    """Forget a LoRA adapter; the engine replies with `Answer`."""
+
+    number: int
+    name: str
+
+
 class Cancel(_Message):
     """Cancel a call: nobody is waiting for its answer any more."""
 
@@ -146,6 +163,7 @@ class Ready(_Message):
     block_size: int = 16
     num_blocks: int = 0
     hidden_size: int = 0
+    adapters: list[str] = []
 
 
 class Continuation(_Message):
@@ -211,11 +229,13 @@ class Answer(_Message):
 class Heartbeat(_Message):
     """The engine has finished a step or is idle; sent at least every `BEAT_SECONDS`.
 
-    The fields are its load: tokens yet to be computed, and number of unfinished requests.
+    The fields are its load (tokens yet to be computed, and number of unfinished requests), and the
+    names of its LoRA adapters.
     """
 
     num_waiting_tokens: int = 0
     num_requests: int = 0
+    adapters: list[str] = []
 
 
 class Ended(_Message):
@@ -224,7 +244,7 @@ class Ended(_Message):
     reason: str
 
 
-FromClient = Hello | Add | Abort | Drop | End | Call | Embed | Cancel
+FromClient = Hello | Add | Abort | Drop | End | Call | Embed | Cancel | AddAdapter | RemoveAdapter
 FromEngine = StepResult | Ready | Refused | Lost | Answer | Heartbeat | Ended
 
 

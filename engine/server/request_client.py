@@ -74,8 +74,11 @@ class RequestClient(EngineClient):
         self, request_id: str, prompt: Prompt | PromptInput, params: SamplingParams, **options: Any
     ) -> RemoteRequest:
         salt = options.pop("cache_salt")
+        lora_request = options.pop("lora_request")
         checked = prompt if isinstance(prompt, PromptInput) else self._maker.encode(prompt, salt)
         request = self._maker.make(request_id, checked, params, **options)
+        if lora_request is not None:
+            request.message.adapter = lora_request.lora_name
         self.submit(request)
         return request
 

@@ -63,6 +63,7 @@ _TUPLES = (
 _TEXTS = (
     *("host", "api_key_file", "root_path", "chat_template", "tool_call_parser"),
     *("reasoning_parser", "reranker", "log_level", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs"),
+    "lora_root",
 )
 
 
@@ -134,6 +135,9 @@ class ServerConfig:
     )
     share_prefixes_between_keys: bool = _option(
         False, "let API keys share cached prefixes, which tells each what others have sent"
+    )
+    lora_root: str | None = _option(
+        None, "folder of the LoRA adapters that an admin may load while serving (default: none)"
     )
     allowed_origins: tuple[str, ...] = _option((), "CORS: allowed origins; repeatable")
     allowed_methods: tuple[str, ...] = _option(("GET", "POST"), "CORS: allowed methods; repeatable")

@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ import numpy as np
 
 from engine.core.stats import EngineStats
 from engine.errors import EngineError, RequestError
+from engine.lora_request import LoRARequest
 from engine.outputs import RequestOutput
 from engine.scheduler.admission import QueueFullError
 from engine.server import messages as m
@@ -93,6 +94,8 @@ class ReplicaClient(RequestClient):
         self._last_error = EngineError("no replica is ready")
         self._ending: asyncio.TimerHandle | None = None
         self._answer: Answerer | None = None
+        self._added: dict[str, LoRARequest] = {}  # adapters that replicas read on joining
+        self._joining: set[asyncio.Task[None]] = set()
         self._ticking = asyncio.ensure_future(self._tick())
 
     @classmethod
@@ -185,11 +188,23 @@ class ReplicaClient(RequestClient):
             self._router = PrefixRouter(chunk_size=max(_CHUNK_SIZE, client.block_size))
             self._has_begun.set()
         self._clients[number] = client
+        if self._added:
+            task = asyncio.ensure_future(self._add_adapters(client))
+            self._joining.add(task)
+            task.add_done_callback(self._joining.discard)
         self._router.add_replica(number, client.num_cache_tokens)
         if self._ending is not None:
             self._ending.cancel()
             self._ending = None
         self._place_waiting()
+
+    async def _add_adapters(self, client: ZmqEngineClient) -> None:
+        """Have a replica that has joined read the adapters that were added meanwhile."""
+        for lora_request in list(self._added.values()):
+            try:
+                await client.add_lora(lora_request)
+            except EngineError as error:
+                _log.warning("adapter %r is missing: %s", lora_request.lora_name, error)
 
     def _leave(self, number: int, requests: list[RemoteRequest], error: EngineError) -> None:
         """Remove a replica that has exited, and move its requests to others."""
@@ -304,7 +319,10 @@ class ReplicaClient(RequestClient):
         message = request.message
         request.update_timeout()
         while True:
-            route = self._route(message.token_ids, message.cache_salt, placed.refusing)
+            # Adapters share no prefixes.
+            salt = message.cache_salt
+            salt = salt if message.adapter is None else f"{message.adapter}\0{salt}"
+            route = self._route(message.token_ids, salt, placed.refusing)
             if route is None:
                 return False
             client = self._clients[route.replica]
@@ -421,6 +439,30 @@ class ReplicaClient(RequestClient):
 
         return sum(await asyncio.gather(*map(reset, self._clients.values())))
 
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of the LoRA adapters that any replica holds."""
+        names = (name for client in self._clients.values() for name in client.adapters)
+        return tuple(dict.fromkeys(names))
+
+    async def add_lora(self, lora_request: LoRARequest, *, load_inplace: bool = False) -> None:
+        """Have every replica read an adapter, and those that join later."""
+        clients = list(self._clients.values())
+        adding = (client.add_lora(lora_request, load_inplace=load_inplace) for client in clients)
+        await _all_or_first_error(adding, clients)
+        self._added[lora_request.lora_name] = lora_request
+
+    async def remove_lora(self, lora_name: str) -> None:
+        """Have every replica that holds an adapter forget it."""
+        holders = [one for one in self._clients.values() if lora_name in one.adapters]
+        self._added.pop(lora_name, None)
+        await _all_or_first_error((one.remove_lora(lora_name) for one in holders), holders)
+        if not holders:
+            held = ", ".join(map(repr, self.adapters)) or "none"
+            raise RequestError(
+                f"lora_name must be one of the adapters ({held}); got {lora_name[:80]!r}"
+            )
+
     async def close(self, reason: str = CLIENT_CLOSED) -> None:
         """Fail all requests of this client with an `EngineError`; the engines keep running."""
         self._ticking.cancel()
@@ -444,3 +486,13 @@ class ReplicaClient(RequestClient):
             raise EngineError("no replica is ready at the moment; try again later")
         # Responsive replicas first, then the lowest number.
         return min(self._clients.items(), key=lambda each: (not each[1].is_responsive, each[0]))[1]
+
+
+async def _all_or_first_error(
+    calls: Iterable[Awaitable[None]], clients: Sequence[ZmqEngineClient]
+) -> None:
+    """Wait for one call per client; raise the first error of one that has not exited."""
+    found = await asyncio.gather(*calls, return_exceptions=True)
+    for client, error in zip(clients, found, strict=True):
+        if isinstance(error, BaseException) and client.error is None:
+            raise error

@@ -124,6 +124,7 @@ class CompletionJob:
             priority=body.priority or 0,
             cache_salt=body.cache_salt,
             timeout=body.timeout,
+            lora_request=self.client.adapter_of(self.model),
         )
 
 

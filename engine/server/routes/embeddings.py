@@ -67,7 +67,7 @@ async def create_embeddings(request: Request) -> Response:
     """Handle POST /v1/embeddings."""
     body = await read_struct(request, EmbeddingRequest)
     state = request.app.state
-    model = check_model(body.model, request)
+    model = check_model(body.model, request, takes_adapters=False)
     prompts = prompts_of(body.input, state.config.max_prompts, "input")
     _check_size(len(prompts), state.client.model_info.hidden_size, state.config)
     work = embed(state.client, body, prompts, model)

@@ -136,6 +136,7 @@ class _Job:
             priority=body.priority or 0,
             cache_salt=body.cache_salt,
             timeout=body.timeout,
+            lora_request=self._client.adapter_of(body.model),
         )
         with renamed_params(_FIELDS):
             async with contextlib.aclosing(outputs):

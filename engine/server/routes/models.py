@@ -20,7 +20,7 @@ __all__ = ["ENDPOINTS", "routes"]
 
 
 ENDPOINTS = (
-    Endpoint("get", "/v1/models", "The names of the model"),
+    Endpoint("get", "/v1/models", "The names of the model, and its LoRA adapters"),
     Endpoint("get", "/v1/models/{model}", "One of them"),
     Endpoint("get", "/version", "The engine's version"),
 )
@@ -36,8 +36,9 @@ def routes() -> list[Route]:
 
 
 async def list_models(request: Request) -> JSONResponse:
-    """List all names of the model."""
-    cards = [_card(name, request) for name in request.app.state.model_names]
+    """List all names of the model, and its LoRA adapters."""
+    state = request.app.state
+    cards = [_card(name, request) for name in (*state.model_names, *state.client.adapters)]
     if _is_anthropic(request):
         ends = {"first_id": cards[0]["id"], "last_id": cards[-1]["id"]}
         return JSONResponse({"data": cards, "has_more": False, **ends})
@@ -70,8 +71,8 @@ def _card(name: str, request: Request) -> dict[str, Any]:
         "object": "model",
         "created": state.created,
         "owned_by": "engine",
-        "root": state.model_names[0],
-        "parent": None,
+        "root": state.model_names[0] if name in state.model_names else name,
+        "parent": None if name in state.model_names else state.model_names[0],
         "max_model_len": state.client.model_info.max_model_len,
     }
 
