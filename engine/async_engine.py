@@ -153,9 +153,15 @@ class EngineClient(ABC):
             given_prompt = await asyncio.to_thread(self._encode, prompt, cache_salt)
         if params.structured is not None:  # compiling a grammar may take a second
             await asyncio.to_thread(self._prepare, params)
-        options = {"priority": priority, "cache_salt": cache_salt, "timeout": timeout}
-        options["lora_request"] = lora_request
-        request = self._start(request_id, given_prompt, params, **options)
+        request = self._start(
+            request_id,
+            given_prompt,
+            params,
+            priority=priority,
+            cache_salt=cache_salt,
+            timeout=timeout,
+            lora_request=lora_request,
+        )
         try:
             output = await request.next_output()
             self._note_first(request, output)

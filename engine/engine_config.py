@@ -298,6 +298,7 @@ def _modules(given: Any) -> dict[str, str]:
     """
     if given is None:
         return {}
+    pairs: list[tuple[Any, ...]]
     if isinstance(given, Sequence) and not isinstance(given, str):
         pairs = [tuple(one.split("=", 1)) if isinstance(one, str) else (one,) for one in given]
     else:
