@@ -8,9 +8,16 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
+import engine
+from engine import LLM, LoRARequest, SamplingParams
 from engine.loading.weight_table import matrix_placements
 from engine.models.registry import family
 from engine.models.wrappers import text_name
+from tests.loading.tiny import config_of, random_tensors, tensor_shapes
+
+NUM_ADAPTERS = 5
+NUM_REQUESTS = 16
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
 
 def adaptable(model, tensors):
@@ -65,3 +72,55 @@ def write_merged(folder: Path, base: Path, pairs, scale=1.0):
     (folder / "config.json").write_bytes((base / "config.json").read_bytes())
     save_file(tensors, folder / "model.safetensors")
     return folder
+
+
+class Served:
+    """A base checkpoint, its adapters, and prompts with the tokens that each must get."""
+
+    def __init__(self, folder):
+        self.base = folder / "base"
+        self.base.mkdir()
+        config = config_of("qwen3")
+        (self.base / "config.json").write_text(json.dumps(config))
+        save_file(random_tensors(tensor_shapes(config)), self.base / "model.safetensors")
+        tensors = load_file(self.base / "model.safetensors")
+        model = engine.load(self.base, device="cpu", progress=False, enable_lora=True)
+        names = adaptable(model, tensors)
+        rng = np.random.default_rng(3)
+        lengths = rng.integers(2, 40, NUM_REQUESTS)
+        self.prompts = [rng.integers(3, 39, int(length)).tolist() for length in lengths]
+        self.which = [int(index) for index in rng.integers(-1, NUM_ADAPTERS, NUM_REQUESTS)]
+        self.folders = []
+        self.want = {}
+        for index in range(-1, NUM_ADAPTERS):
+            path = self.base
+            if index >= 0:
+                rank = (1, 4, 16, 7, 2)[index]
+                pairs = random_adapter(names[index % 3 :], tensors, rank, seed=index)
+                self.folders.append(write_adapter(folder / f"a{index}", pairs, rank))
+                path = write_merged(folder / f"merged{index}", self.base, pairs)
+            with LLM(str(path), device="cpu", dtype="float32") as llm:
+                for row in range(NUM_REQUESTS):
+                    self.want[row, index] = tokens_of(llm, [self.prompts[row]], [None])[0]
+
+    def request(self, index):
+        """Return the LoRARequest of an adapter; None for the base model."""
+        return None if index < 0 else LoRARequest(f"a{index}", index + 1, self.folders[index])
+
+    def llm(self, **options):
+        """Return an engine with two slots."""
+        options = {"max_loras": 2, "debug": True, "dtype": "float32"} | options
+        return LLM(str(self.base), device="cpu", enable_lora=True, **options)
+
+    def check(self, llm, which):
+        """Check the tokens of every prompt with the adapters `which`."""
+        got = tokens_of(llm, self.prompts, [self.request(index) for index in which])
+        assert got == [self.want[row, index] for row, index in enumerate(which)]
+
+
+def tokens_of(llm, prompts, requests, params=GREEDY):
+    """Return the tokens of each prompt's answer; `requests`: the adapter of each."""
+    outputs = llm.generate(
+        [{"prompt_token_ids": prompt} for prompt in prompts], params, lora_request=requests
+    )
+    return [list(output.outputs[0].token_ids) for output in outputs]

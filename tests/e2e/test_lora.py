@@ -2,72 +2,12 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
 
-import engine
 from engine import LLM, LoRARequest, SamplingParams
 from engine.errors import ConfigError, RequestError
-from tests.loading.tiny import config_of, random_tensors, tensor_shapes
-from tests.lora_files import adaptable, random_adapter, write_adapter, write_merged
-
-NUM_ADAPTERS = 5
-NUM_REQUESTS = 16
-GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-
-
-class Served:
-    """A base checkpoint, its adapters, and prompts with the tokens that each must get."""
-
-    def __init__(self, folder):
-        self.base = folder / "base"
-        self.base.mkdir()
-        config = config_of("qwen3")
-        (self.base / "config.json").write_text(json.dumps(config))
-        save_file(random_tensors(tensor_shapes(config)), self.base / "model.safetensors")
-        tensors = load_file(self.base / "model.safetensors")
-        model = engine.load(self.base, device="cpu", progress=False, enable_lora=True)
-        names = adaptable(model, tensors)
-        rng = np.random.default_rng(3)
-        lengths = rng.integers(2, 40, NUM_REQUESTS)
-        self.prompts = [rng.integers(3, 39, int(length)).tolist() for length in lengths]
-        self.which = [int(index) for index in rng.integers(-1, NUM_ADAPTERS, NUM_REQUESTS)]
-        self.folders = []
-        self.want = {}
-        for index in range(-1, NUM_ADAPTERS):
-            path = self.base
-            if index >= 0:
-                rank = (1, 4, 16, 7, 2)[index]
-                pairs = random_adapter(names[index % 3 :], tensors, rank, seed=index)
-                self.folders.append(write_adapter(folder / f"a{index}", pairs, rank))
-                path = write_merged(folder / f"merged{index}", self.base, pairs)
-            with LLM(str(path), device="cpu", dtype="float32") as llm:
-                for row in range(NUM_REQUESTS):
-                    self.want[row, index] = _tokens(llm, [self.prompts[row]], [None])[0]
-
-    def request(self, index):
-        """Return the LoRARequest of an adapter; None for the base model."""
-        return None if index < 0 else LoRARequest(f"a{index}", index + 1, self.folders[index])
-
-    def llm(self, **options):
-        """Return an engine with two slots."""
-        options = {"max_loras": 2, "debug": True, "dtype": "float32"} | options
-        return LLM(str(self.base), device="cpu", enable_lora=True, **options)
-
-    def check(self, llm, which):
-        """Check the tokens of every prompt with the adapters `which`."""
-        got = _tokens(llm, self.prompts, [self.request(index) for index in which])
-        assert got == [self.want[row, index] for row, index in enumerate(which)]
-
-
-def _tokens(llm, prompts, requests, params=GREEDY):
-    outputs = llm.generate(
-        [{"prompt_token_ids": prompt} for prompt in prompts], params, lora_request=requests
-    )
-    return [list(output.outputs[0].token_ids) for output in outputs]
+from tests.lora_files import GREEDY, Served, tokens_of, write_adapter
 
 
 @pytest.fixture(scope="module")
@@ -132,15 +72,15 @@ def test_adding_replacing_and_removing(served, tmp_path):
     with served.llm() as llm:
         core = llm.llm_engine
         core.add_lora(LoRARequest("x", 1, served.folders[0]))
-        assert _tokens(llm, served.prompts[:1], [LoRARequest("x")]) == [served.want[0, 0]]
+        assert tokens_of(llm, served.prompts[:1], [LoRARequest("x")]) == [served.want[0, 0]]
         with pytest.raises(RequestError, match=r"lora_path of 'x' must be '.*a0', as it was"):
             core.add_lora(LoRARequest("x", 1, served.folders[1]))
         core.add_lora(LoRARequest("x", 1, served.folders[1]), load_inplace=True)
-        assert _tokens(llm, served.prompts[:1], [LoRARequest("x")]) == [served.want[0, 1]]
+        assert tokens_of(llm, served.prompts[:1], [LoRARequest("x")]) == [served.want[0, 1]]
         core.remove_lora("x")
         assert core.list_loras() == ()
         with pytest.raises(RequestError, match="lora_request needs a lora_path for 'x'"):
-            _tokens(llm, served.prompts[:1], [LoRARequest("x")])
+            tokens_of(llm, served.prompts[:1], [LoRARequest("x")])
         with pytest.raises(RequestError, match=r"lora_name must be one of the adapters \(none\)"):
             core.remove_lora("x")
 
@@ -174,7 +114,7 @@ def test_a_bad_adapter_is_refused_and_the_others_go_on(served, tmp_path):
     with served.llm() as llm:
         bad = LoRARequest("bad", 9, damaged)
         with pytest.raises(RequestError, match=r"prompts\[1\]: adapter 'bad': module"):
-            _tokens(llm, served.prompts[:2], [None, bad])
+            tokens_of(llm, served.prompts[:2], [None, bad])
         assert not llm.llm_engine.has_unfinished_requests()
         served.check(llm, served.which)
         assert "bad" not in llm.llm_engine.list_loras()
@@ -199,4 +139,4 @@ def test_what_adapters_do_not_support(served):
         served.llm(pipeline_parallel_size=2)
     llm = LLM(str(served.base), device="cpu")
     with llm, pytest.raises(RequestError, match="'a0' needs a model loaded with enable_lora=True"):
-        _tokens(llm, served.prompts[:1], [served.request(0)])
+        tokens_of(llm, served.prompts[:1], [served.request(0)])

@@ -171,5 +171,10 @@ class CannedClient:
     async def reset_prefix_cache(self):
         return 0
 
+    adapters = ()
+
+    def adapter_of(self, model):
+        return None
+
     async def close(self):
         self.error = EngineError("closed")
