@@ -44,6 +44,11 @@ class ScriptedClient:
         self.prompts, self.params = [], []
         self.num_aborted = 0
 
+    adapters = ()
+
+    def adapter_of(self, model):
+        return None
+
     async def generate(self, prompt, params=None, *, request_id=None, **_):
         ids = prompt["prompt_token_ids"]
         self.prompts.append(prompt["prompt"])
