@@ -24,6 +24,7 @@ OUTPUT_KEYWORDS = {"out", "residual_out", "lse_out", "dlogits_out", "dq", "dk", 
 # From the ground up: a module imports only from parts that stand before its own, or its own.
 ORDER = (
     *("_version", "errors", "signatures", "config", "outputs", "checks", "cards", "drafts"),
+    *("lora_request",),
     *("env", "plan_array", "device", "dtypes", "model_files", "request"),
     *("text", "weights", "reference", "testing", "structured", "sampling_params", "kernels"),
     *("cache", "layers", "distributed", "models", "scheduler", "loading", "runner"),

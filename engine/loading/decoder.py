@@ -134,6 +134,7 @@ def load_decoder(
             formats=formats,
             is_shared=collectives is not None,
             has_patterns=bool(decoder.patterns),
+            has_adapters=adapters is not None,
             progress=progress,
         )
     if options.load_format != "dummy" and source is not None:

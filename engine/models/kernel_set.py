@@ -70,11 +70,13 @@ def kernel_specs(
     *,
     is_shared: bool = False,
     has_patterns: bool = False,
+    has_adapters: bool = False,
 ) -> list[ModuleSpec]:
     """Return every kernel module that the model in `dtype` may launch.
 
     `formats`: formats of its weights; dense ones may be omitted. `is_shared`: the model is one
-    rank's shard. `has_patterns`: some layers have an attention pattern.
+    rank's shard. `has_patterns`: some layers have an attention pattern. `has_adapters`: there is
+    room for LoRA adapters.
 
     Examples
     --------
@@ -101,6 +103,8 @@ def kernel_specs(
         chosen += _MOE_OPS
     if _scales_rows(config):
         chosen.append("scale_rows")
+    if has_adapters:
+        chosen += ("moe_sort", "lora_shrink", "lora_expand")
     chosen += _quantized_ops(formats)
     for op in (*_OPS, *chosen):
         # Imported by name: the package's attribute `op` is the function, not the module.
@@ -201,6 +205,7 @@ def prepare_kernels(
     formats: Collection[Format] = (),
     is_shared: bool = False,
     has_patterns: bool = False,
+    has_adapters: bool = False,
     progress: bool = False,
 ) -> None:
     """Load all kernels of a model; compile those not cached. Later compilations are counted.
@@ -210,7 +215,8 @@ def prepare_kernels(
     CompileError
         If NVRTC fails to compile one.
     """
-    specs = kernel_specs(config, dtype, formats, is_shared=is_shared, has_patterns=has_patterns)
+    parts = {"is_shared": is_shared, "has_patterns": has_patterns, "has_adapters": has_adapters}
+    specs = kernel_specs(config, dtype, formats, **parts)
     _prepare(specs, device, progress=progress)
 
 
