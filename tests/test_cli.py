@@ -174,6 +174,19 @@ def test_doctor_reports_what_is_there():
     assert "CPU: ready" in text
 
 
+def test_doctor_lists_the_kernels_of_an_architecture():
+    text = _run("doctor", "--arch", "sm_90a").stdout
+    tuned, portable = text.removeprefix("sm_90a: sm90 kernels for ").split("; portable ones for ")
+    assert {"gemm", "attention_decode", "mla_decode"} <= set(tuned.split(", "))
+    assert "rmsnorm" not in tuned and int(portable.split()[0]) > 40
+    text = _run("doctor", "--arch", "sm_100").stdout
+    assert text.startswith("sm_100: portable kernels for all of the ") and "never run" in text
+    text = _run("doctor", "--arch", "sm_90a", ENGINE_KERNEL_TIER="portable").stdout
+    assert text.startswith("sm_90a: portable kernels for all of the ")
+    done = _run("doctor", "--arch", "hopper", status=2)
+    assert "--arch must be an architecture like sm_80 or sm_90a; got 'hopper'" in done.stderr
+
+
 def _no_options():
     from engine.commands import doctor
 
@@ -197,7 +210,7 @@ def test_doctor_without_a_gpu_calls_nothing_a_failure(monkeypatch, capsys):
     monkeypatch.setattr(_nvrtc, "include_dirs", no_compiler)
     assert doctor.run(_no_options()) == 0
     text = capsys.readouterr().out
-    assert "FAIL" not in text and text.count("not here") == 6
+    assert "FAIL" not in text and text.count("not here") == 7
     *_, cpu, cuda = text.splitlines()
     assert cpu == "CPU: ready" and cuda.startswith("CUDA: no GPU here") and "pip install" in cuda
 

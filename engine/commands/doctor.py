@@ -20,6 +20,7 @@ from engine.checks import shown
 from engine.commands._bench_models import named_config
 from engine.commands._quantization import add_quantization_argument
 from engine.commands._speculation import add_speculation_argument, speculation_option
+from engine.commands.kernels import checked_arch, op_names, op_specs
 from engine.config import ModelConfig
 from engine.errors import CompileError, ConfigError
 from engine.kernels import _module, _nvrtc
@@ -42,12 +43,19 @@ extern "C" __global__ void five_lines(__nv_bfloat16* x, __nv_fp8_e4m3* y) {
 """
 
 
+_RUN_ON = ("sm_90a",)  # architectures on which the test suite has run
+
+
 class _NotHereError(Exception):
     """Something needed only for a GPU is missing; not a failure."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
+    parser.add_argument(
+        "--arch",
+        help="print which kernels each op gets on an architecture, such as sm_100",
+    )
     parser.add_argument(
         "--plan",
         metavar="MODEL",
@@ -68,6 +76,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.plan is not None:
         print(_plan(arguments))
         return 0
+    if arguments.arch is not None:
+        print(_tiers_of(checked_arch(arguments.arch)))
+        return 0
     for name in ("memory", "dtype", "max_model_len", "quantization", "speculative_config"):
         if getattr(arguments, name) is not None:
             raise ConfigError(f"--{name.replace('_', '-')} needs --plan")
@@ -81,8 +92,8 @@ def run(arguments: argparse.Namespace) -> int:
         ("model smollm2", _model),
     ]
     failed = [name for name, check in checks if _show(name, check) != "ok"]
-    gpu_checks = (_driver, _cupy, _gpu, _compiler, _headers, _kernel)
-    names = ("driver", "cupy", "gpu", "nvrtc", "headers", "kernel")
+    gpu_checks = (_driver, _cupy, _gpu, _tiers, _compiler, _headers, _kernel)
+    names = ("driver", "cupy", "gpu", "tiers", "nvrtc", "headers", "kernel")
     states = [_show(*pair) for pair in zip(names, gpu_checks, strict=True)]
     print()
     print("CPU: ready" if not failed else f"CPU: not ready, see {', '.join(failed)}")
@@ -220,6 +231,35 @@ def _gpu() -> str:
         f"{properties['name'].decode()}, compute capability "
         f"{properties['major']}.{properties['minor']}, {free:.1f} of {total:.1f} GB free"
     )
+
+
+def _tiers() -> str:
+    chosen, _ = device.resolve_device("auto")
+    if not chosen.is_cuda:
+        raise _NotHereError("needs the driver and CuPy; for another machine: --arch sm_90a")
+    return _tiers_of(_module.current_architecture(chosen.index))
+
+
+def _tiers_of(arch: str) -> str:
+    """Return which ops have kernels of their own for `arch`, in 16 bits; the others are portable.
+
+    Examples
+    --------
+    >>> _tiers_of("sm_120")[:40]
+    'sm_120: portable kernels for all of the '
+    """
+    ops = op_names()
+    tuned = [
+        op
+        for op in ops
+        if env.kernel_tier() == "auto"
+        and any(spec.tier != "portable" and spec.supports(arch) for spec in op_specs(op, "float16"))
+    ]
+    if tuned:
+        rest = len(ops) - len(tuned)
+        return f"{arch}: sm90 kernels for {', '.join(tuned)}; portable ones for {rest} other ops"
+    note = "" if arch in _RUN_ON else " (compiled for this architecture, never run on it)"
+    return f"{arch}: portable kernels for all of the {len(ops)} ops{note}"
 
 
 def _compiler() -> str:

@@ -54,14 +54,25 @@ def op_specs(op: str, dtype: str) -> tuple[ModuleSpec, ...]:
     return tuple(module.specs(dtype, patterns=True))
 
 
+def checked_arch(arch: str) -> str:
+    """Return `arch`, the value of --arch.
+
+    Raises
+    ------
+    ConfigError
+        If it is not the name of an architecture.
+    """
+    if not re.fullmatch(r"sm_\d{2,3}a?", arch):
+        raise ConfigError(f"--arch must be an architecture like sm_80 or sm_90a; got {arch!r}")
+    return arch
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Print one line per op; for named ops or with --all, one line per kernel."""
     if arguments.op[:1] == ["headers"]:
         _print_headers(arguments.op[1:])
         return 0
-    arch = arguments.arch or _this_arch()
-    if not re.fullmatch(r"sm_\d{2,3}a?", arch):
-        raise ConfigError(f"--arch must be an architecture like sm_80 or sm_90a; got {arch!r}")
+    arch = checked_arch(arguments.arch or _this_arch())
     if unknown := sorted(set(arguments.op) - set(op_names())):
         raise ConfigError(
             f"op must be one of {', '.join(op_names())}, or follow a command "
