@@ -56,7 +56,7 @@ def routes() -> list[Route]:
 async def create_scores(request: Request) -> Response:
     """Handle POST /score."""
     body = await read_struct(request, ScoreRequest)
-    model = check_model(body.model, request)
+    model = check_model(body.model, request, takes_adapters=False)
     pairs = pairs_of(body, request.app.state.config.max_prompts)
     request_id = f"score-{secrets.token_hex(16)}"
     found, count = await _scores(request, body, pairs, request_id)
@@ -68,7 +68,7 @@ async def create_scores(request: Request) -> Response:
 async def create_ranking(request: Request) -> Response:
     """Handle POST /rerank."""
     body = await read_struct(request, RerankRequest)
-    model = check_model(body.model, request)
+    model = check_model(body.model, request, takes_adapters=False)
     check_count("documents", len(body.documents), request.app.state.config.max_prompts)
     if body.top_n is not None and body.top_n < 0:
         message = f"top_n must be at least 1, or 0 for all documents; got {body.top_n}"
