@@ -1,12 +1,13 @@
 // Up-projections of LoRA adapters, a matrix per adapter, for a batch that mixes adapters.
 //
-//   out[t] = b[s] h[t], or out[t] + b[s] h[t], for each token t of each adapter s
+//   out[t] = b[s] h[t] + bias[s], or out[t] + that, for each token t of each adapter s
 //
 // The columns are those of up to 8 fused products (q, k and v); each reads its own part of h.
 // Arguments: LoraExpandParams, below.
 //
 // Numerics: the partial sums of h are added in order; for 16-bit dtypes the total is rounded to
-// scalar_t, for the tensor cores. Products in float, plus the former value of out; rounded once.
+// scalar_t, for the tensor cores. Products in float, plus the bias and the former value of out;
+// rounded once.
 // Parallelisation: a block computes kColumns columns of one part for a tile of one adapter's tokens
 // (lora_tile.cuh). h is summed into shared memory; b goes from memory to registers, up to a rank of
 // 32 before pdl_wait. Values of k and columns are permuted among the lanes, so that a lane reads 4
@@ -25,6 +26,7 @@ constexpr int kSplitsAtOnce = 4;  // partial sums of h in flight per thread
 struct LoraExpandParams {
   const float* h;                // (P, T, h_columns), contiguous
   const scalar_t* b;             // (S, N, rank), contiguous
+  const scalar_t* bias;          // (S, N), contiguous; null: none
   const int* order;              // (T,) tokens sorted by adapter
   const int* offsets;            // (S + 1,) first entry of order of each adapter, and the end
   scalar_t* out;                 // (T, N)
@@ -149,6 +151,17 @@ __device__ __forceinline__ void write(const LoraExpandParams& p, int token, int 
   }
 }
 
+// Adds a row of the bias, from `column` on, to values of columns before `end`.
+template <int kCount>
+__device__ __forceinline__ void add_bias(const LoraExpandParams& p, int adapter, int column,
+                                         int end, float (&values)[kCount]) {
+  if (p.bias == nullptr) return;
+  const scalar_t* const from = p.bias + static_cast<int64_t>(adapter) * p.columns + column;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i)
+    if (column + i < end) values[i] += to_float(from[i]);
+}
+
 // Zeros, for tokens without an adapter.
 __device__ __forceinline__ void write_zeros(const LoraExpandParams& p, const LoraTile& tile,
                                             const ColumnBlock& block, bool is_aligned) {
@@ -190,7 +203,8 @@ struct Product {
 #pragma unroll
         for (int i = 0; i < 16; ++i) {
           const int token = tile_token(tile, p.order, p.num_tokens, row + i);
-          const float value[1] = {sums[i]};
+          float value[1] = {sums[i]};
+          add_bias<1>(p, tile.group, block.first + column, block.end, value);
           if (token >= 0) write<1>(p, token, block.first + column, block.end, true, value);
         }
       }
@@ -276,6 +290,7 @@ struct Product {
           float values[8];
 #pragma unroll
           for (int i = 0; i < 8; ++i) values[i] = sums[i / 2][2 * half + i % 2];
+          add_bias<8>(p, tile.group, block.first + group_column(group) + 8 * t, block.end, values);
           if (tokens[half] >= 0)
             write<8>(p, tokens[half], block.first + group_column(group) + 8 * t, block.end,
                      is_aligned, values);

@@ -18,8 +18,8 @@ __all__ = ["lora_expand", "specs"]
 MAX_PARTS = 8
 MAX_RANK = 256
 _PARAMS = (
-    "h:ptr b:ptr order:ptr offsets:ptr out:ptr out_stride:i64 num_splits:i32 num_tokens:i32 "
-    "num_adapters:i32 columns:i32 rank:i32 h_columns:i32 is_vector:i32 accumulate:i32 "
+    "h:ptr b:ptr bias:ptr order:ptr offsets:ptr out:ptr out_stride:i64 num_splits:i32 "
+    "num_tokens:i32 num_adapters:i32 columns:i32 rank:i32 h_columns:i32 is_vector:i32 accumulate:i32 "
     + " ".join(f"bound{part}:i32" for part in range(MAX_PARTS))
 )
 _KERNELS = {
@@ -45,6 +45,7 @@ def lora_expand(
     offsets: Any,
     *,
     bounds: tuple[int, ...],
+    bias: Any = None,
     accumulate: bool = False,
     pdl: bool = False,
     out: Any = None,
@@ -66,11 +67,13 @@ def lora_expand(
         Last columns of the fused products (q, k and v), exclusive: columns [bounds[i - 1],
         bounds[i]) are part i and read h[..., i * r : (i + 1) * r]. Ascending, at most 8, the last
         is N, and R is their number times r.
+    bias : (S, N) array of b's dtype, optional
+        Added to the products of each adapter.
     accumulate : bool
         Add to `out`, which must be given.
     pdl : bool
-        Promise that no kernel still running on the stream writes `b`, `order` or `offsets`, which
-        are then read while the preceding kernel ends.
+        Promise that no kernel still running on the stream writes `b`, `bias`, `order` or
+        `offsets`, which are then read while the preceding kernel ends.
     out : (T, N) array of b's dtype, optional
         Array for the result; a view whose last axis is contiguous.
 
@@ -88,7 +91,8 @@ def lora_expand(
     Notes
     -----
     The partial sums are added in order and, for 16-bit dtypes, rounded to b's dtype. Products and
-    the sum with `out` are float32, rounded once. A token's bits depend on no other token.
+    the sums with `bias` and `out` are float32, rounded once. A token's bits depend on no other
+    token.
 
     References
     ----------
@@ -107,6 +111,8 @@ def lora_expand(
     call = Contract("lora_expand")
     b = call.array("b", b, "S N r", MIRROR_FLOATS)
     h = call.array("h", h, "P T R", accumulation_dtype(b.dtype))
+    if bias is not None:
+        bias = call.array("bias", bias, "S N", b.dtype)
     order, offsets = checked_order(call, order, offsets)
     bounds = _checked_bounds(call, bounds)
     in_range = 1 <= call["P"] <= _MAX_SPLITS
@@ -115,10 +121,9 @@ def lora_expand(
     if out is not None or not call.on_cpu:
         out = call.output("out", out, (call["T"], call["N"]), b.dtype, layout="rows")
     if call.on_cpu:
-        return reference.lora_expand(
-            h, b, order, offsets, bounds=bounds, accumulate=accumulate, out=out
-        )
-    _launch(call, h, b, order, offsets, bounds, out, accumulate=accumulate, pdl=pdl)
+        options = {"bounds": bounds, "bias": bias, "accumulate": accumulate, "out": out}
+        return reference.lora_expand(h, b, order, offsets, **options)
+    _launch(call, h, b, bias, order, offsets, bounds, out, accumulate=accumulate, pdl=pdl)
     return out
 
 
@@ -145,6 +150,7 @@ def _launch(
     call: Contract,
     h: Any,
     b: Any,
+    bias: Any,
     order: Any,
     offsets: Any,
     bounds: tuple[int, ...],
@@ -171,6 +177,7 @@ def _launch(
         pdl=pdl,
         h=h,
         b=b,
+        bias=bias,
         order=order,
         offsets=offsets,
         out=out,

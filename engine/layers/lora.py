@@ -135,7 +135,8 @@ class AdapterSlots:
     def _sort(self, slots: Any) -> tuple[Any, Any]:
         """Sort tokens by slot; those without an adapter come last, as an expert of their own."""
         ids = slots[:, None]
-        # Any array of floats serves as the weights, which are not read.
+        # Any array of floats serves as the weights, which are not read. SAFETY: the embedding waits
+        # for this launch before it lets others start, so no later one must.
         routing = kernels.moe_sort(ids, ids.view(np.float32), num_experts=self.num_slots + 1)
         return routing.order, routing.offsets[: self.num_slots + 1]
 

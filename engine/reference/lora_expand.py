@@ -21,10 +21,11 @@ def lora_expand(
     offsets: Array,
     *,
     bounds: tuple[int, ...],
+    bias: Array | None = None,
     accumulate: bool = False,
     out: Array | None = None,
 ) -> Array:
-    """out[t] = b[s] h[t], or out[t] + b[s] h[t], for each token t of each adapter s.
+    """out[t] = b[s] h[t] + bias[s], or out[t] + that, for each token t of each adapter s.
 
     The partial sums of h are added in order and rounded to b's dtype. Products are float32, and the
     result is rounded once. A token without an adapter gets 0, or keeps its row if `accumulate`.
@@ -48,6 +49,8 @@ def lora_expand(
             low = rows[:, part * rank : (part + 1) * rank]
             # Row by row: BLAS's order of summation depends on the number of tokens.
             y = multiply_row_by_row(low, matrix[begin:end].astype(real).T)
+            if bias is not None:
+                y += bias[adapter, begin:end].astype(real)
             if accumulate:
                 y += out[tokens, begin:end].astype(real)
             out[tokens, begin:end] = y.astype(b.dtype)

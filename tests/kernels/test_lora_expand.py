@@ -92,6 +92,26 @@ def test_without_out(xp, dtype):
 
 
 @pytest.mark.grid("dtype", cases.DTYPES)
+@pytest.mark.grid("accumulate", [False, True])
+@pytest.mark.grid("shape", SHAPES)
+def test_bias(xp, shape, accumulate, dtype):
+    """It is added to rows with an adapter, once; the mirror's rows without h are the bias alone."""
+    h, b, order, offsets = _inputs(shape, dtype)
+    bias = cases.normal(b.shape[:2], dtype, seed=5)
+    y = cases.normal((shape[0], shape[3][-1]), dtype, seed=4)
+    options = {"bounds": shape[3], "accumulate": accumulate}
+    want = reference.lora_expand(h, b, order, offsets, bias=bias, **options, out=y.copy())
+    out = xp.asarray(y)
+    arrays = cases.to_module(xp, h, b, order, offsets)
+    kernels.lora_expand(*arrays, bias=xp.asarray(bias), **options, out=out)
+    assert_close(out, want, reduction=shape[2])
+    alone = reference.lora_expand(np.zeros_like(h), b, order, offsets, bias=bias, bounds=shape[3])
+    for adapter, (begin, end) in enumerate(itertools.pairwise(offsets)):
+        for token in order[begin:end]:
+            np.testing.assert_array_equal(alone[token], bias[adapter])
+
+
+@pytest.mark.grid("dtype", cases.DTYPES)
 @pytest.mark.grid("rank", [16, 96])
 def test_bits_depend_on_no_other_token(xp, rank, dtype):
     """A token alone, in a small batch and in a large one of other order."""
