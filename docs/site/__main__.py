@@ -28,6 +28,7 @@ NAVIGATION = {
         *(
             "models",
             "quantization",
+            "lora",
             "speculative",
             "distributed",
             "replicas",

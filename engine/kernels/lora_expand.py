@@ -19,8 +19,8 @@ MAX_PARTS = 8
 MAX_RANK = 256
 _PARAMS = (
     "h:ptr b:ptr bias:ptr order:ptr offsets:ptr out:ptr out_stride:i64 num_splits:i32 "
-    "num_tokens:i32 num_adapters:i32 columns:i32 rank:i32 h_columns:i32 is_vector:i32 accumulate:i32 "
-    + " ".join(f"bound{part}:i32" for part in range(MAX_PARTS))
+    "num_tokens:i32 num_adapters:i32 columns:i32 rank:i32 h_columns:i32 is_vector:i32 "
+    "accumulate:i32 " + " ".join(f"bound{part}:i32" for part in range(MAX_PARTS))
 )
 _KERNELS = {
     tokens: Kernel(f"lora_expand_{tokens}", _PARAMS, struct="LoraExpandParams")
