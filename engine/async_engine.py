@@ -98,6 +98,11 @@ class EngineClient(ABC):
     def is_responsive(self) -> bool:
         """Whether the engine is alive and its current step is within `step_timeout`."""
 
+    @property
+    @abstractmethod
+    def seems_asleep(self) -> bool:
+        """Whether the engine slept when it was last heard of; see `is_sleeping`."""
+
     async def generate(
         self,
         prompt: Prompt,
@@ -249,6 +254,18 @@ class EngineClient(ABC):
         """Forget an adapter; requests that use it end with it."""
 
     @abstractmethod
+    async def sleep(self, level: int = 1) -> None:
+        """Free the engine's device memory until `wake_up`; see `LLMEngine.sleep`."""
+
+    @abstractmethod
+    async def wake_up(self) -> None:
+        """Bring the engine's device memory back; see `LLMEngine.wake_up`."""
+
+    @abstractmethod
+    async def is_sleeping(self) -> bool:
+        """Return whether the engine sleeps."""
+
+    @abstractmethod
     async def close(self) -> None:
         """Fail all requests of this client with an `EngineError`."""
 
@@ -369,6 +386,11 @@ class AsyncEngine(EngineClient):
         """Whether the engine is alive and its current step is within `step_timeout`."""
         return self._error is None and not self._engine.watchdog.is_stuck
 
+    @property
+    def seems_asleep(self) -> bool:
+        """Whether the engine sleeps."""
+        return self._engine.is_sleeping
+
     async def abort(self, request_id: str) -> None:
         """Abort a request; see `EngineClient.abort`."""
         await self._result(lambda: self._engine.abort_request(request_id))
@@ -416,6 +438,18 @@ class AsyncEngine(EngineClient):
     async def remove_lora(self, lora_name: str) -> None:
         """Forget an adapter; requests that use it end with it."""
         await self._result(partial(self._engine.remove_lora, lora_name))
+
+    async def sleep(self, level: int = 1) -> None:
+        """Free the engine's device memory until `wake_up`; see `LLMEngine.sleep`."""
+        await self._result(lambda: self._engine.sleep(level))
+
+    async def wake_up(self) -> None:
+        """Bring the engine's device memory back; see `LLMEngine.wake_up`."""
+        await self._result(self._engine.wake_up)
+
+    async def is_sleeping(self) -> bool:
+        """Return whether the engine sleeps."""
+        return await self._result(lambda: self._engine.is_sleeping)
 
     async def close(self) -> None:
         """Fail all requests with an `EngineError`, and free the engine's memory."""

@@ -259,6 +259,21 @@ class LLM:
         with self._shared.lock:
             return self.llm_engine.reset_prefix_cache()
 
+    def sleep(self, level: int = 1) -> None:
+        """Free the device memory of weights and KV cache; see `LLMEngine.sleep`."""
+        with self._shared.lock:
+            self.llm_engine.sleep(level)
+
+    def wake_up(self) -> None:
+        """Bring back what `sleep` has freed; see `LLMEngine.wake_up`."""
+        with self._shared.lock:
+            self.llm_engine.wake_up()
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether the engine sleeps: it then refuses requests."""
+        return self.llm_engine.is_sleeping
+
     def get_metrics(self) -> EngineStats:
         """Return the engine's counters and histograms."""
         return self.llm_engine.stats()

@@ -21,11 +21,11 @@ from engine.core.output_processor import OutputGroup
 from engine.core.output_streams import OutputStreams
 from engine.core.preemption_costs import with_measured_costs
 from engine.core.recovery import StepRecovery
-from engine.core.resolve import resolve
+from engine.core.resolve import ResolvedConfig, resolve
 from engine.core.stats import EngineStats, StatsCollector
 from engine.core.watchdog import Watchdog
 from engine.engine_config import CONFIG_OPTIONS, EngineConfig
-from engine.errors import RankError, RequestError
+from engine.errors import ConfigError, EngineError, RankError, RequestError
 from engine.kernels._override.scope import current_overrides, forbid_override
 from engine.loading.lora import LoraAdapter
 from engine.lora_request import LoRARequest
@@ -92,15 +92,9 @@ class LLMEngine:
         )
         config = config.with_reason("kv_scales", model.prepare_pages(config.geometry.dtype))
         self._pool = MemoryPool(model.device)
-        self.kv_cache = KVCache(
-            config.geometry, limits.num_blocks, self._pool, num_slots=limits.num_state_slots
-        )
-        num_host_slots = limits.num_host_state_slots
-        self._swap = (
-            SwapSpace(self.kv_cache, n, num_slots=num_host_slots)
-            if (n := limits.num_host_blocks)
-            else None
-        )
+        self._has_draft = draft is not None
+        self.is_sleeping = False
+        self._allocate(config)
         model.share_pages(self.kv_cache, self._swap)
         with model.kernels.active():
             self.config = config = with_measured_costs(config, model, self.kv_cache, self._swap)
@@ -115,10 +109,7 @@ class LLMEngine:
             feature_layers=() if draft is None else draft.feature_layers,
         )
         with model.kernels.loading():
-            if config.cuda_graphs:
-                self.runner.capture_graphs(
-                    limits.max_model_len, limits.max_draft_tokens, progress=sys.stderr.isatty()
-                )
+            self._capture()
             self.speculation = make_speculation(
                 config.speculative,
                 self.scheduler,
@@ -255,6 +246,10 @@ class LLMEngine:
             If the request cannot be served. Nothing is queued, and other requests are unaffected.
         """
         params = SamplingParams() if params is None else params
+        if self.is_sleeping:
+            raise EngineError(
+                "the request cannot be served: the engine is asleep, wake it up first"
+            )
         if self.kv_cache.is_closed:
             raise RequestError("the request cannot be served: the engine was closed")
         checked = self._inputs.encode(prompt, cache_salt)
@@ -388,6 +383,64 @@ class LLMEngine:
         """Return the names of the adapters that the engine holds."""
         return self._adapters.names
 
+    @not_reentrant
+    def sleep(self, level: int = 1) -> None:
+        """Free the device memory of weights and KV cache until `wake_up`; a sleeper sleeps on.
+
+        Cached prefixes are dropped. Options, counters and compiled kernels stay.
+
+        Parameters
+        ----------
+        level : int
+            1 copies the weights to host memory; 2 drops them, and `wake_up` reads the checkpoint
+            again.
+
+        Raises
+        ------
+        RequestError
+            If a request is unfinished, or the engine was closed.
+        ConfigError
+            If the model has several ranks or stages, room for LoRA adapters, or drafts with weights
+            of their own, or `level` is neither 1 nor 2.
+        """
+        if self.is_sleeping:
+            return
+        if self.kv_cache.is_closed:
+            raise RequestError("the engine cannot sleep: it was closed")
+        if self.has_unfinished_requests():
+            count = self.num_unfinished_requests
+            raise RequestError(f"sleep needs an engine without unfinished requests; got {count}")
+        if self._has_draft:
+            raise ConfigError("sleep needs an engine without a draft model or draft heads; got one")
+        self.model.sleep(level)
+        self.scheduler.reset_prefix_cache()
+        self._release()
+        self.is_sleeping = True
+        self._level = level
+
+    @not_reentrant
+    def wake_up(self) -> None:
+        """Allocate weights and KV cache again, and capture the graphs; if awake, do nothing.
+
+        Raises
+        ------
+        OutOfMemoryError, WeightsError
+            If the device has no room, or the checkpoint cannot be read; the engine sleeps on.
+        """
+        if not self.is_sleeping:
+            return
+        self.model.wake_up()
+        try:
+            self._allocate(self.config)
+            self.runner.attach(self.kv_cache, self._swap)
+            with self.model.kernels.loading():
+                self._capture()
+        except BaseException:
+            self._release()
+            self.model.sleep(self._level)
+            raise
+        self.is_sleeping = False
+
     def stats(self) -> EngineStats:
         """Return the counters since construction; for an MoE model, synchronizes the device."""
         return self.collector.snapshot(
@@ -412,8 +465,9 @@ class LLMEngine:
     @not_reentrant
     def close(self) -> None:
         """Abort all requests and free the memory; a second call does nothing."""
-        if self.kv_cache.is_closed:
+        if self.kv_cache.is_closed and not self.is_sleeping:
             return
+        self.is_sleeping = False
         self._streams.close()
         while self._in_flight:
             step = self._in_flight.pop()
@@ -422,15 +476,43 @@ class LLMEngine:
                 self.runner.read(step)
         self.watchdog.close()
         self.speculation.close()
-        if self._swap is not None:
-            self._swap.close()
-        self.kv_cache.close()
+        self._release()
 
     def __enter__(self) -> LLMEngine:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    # ---- memory
+
+    def _allocate(self, config: ResolvedConfig) -> None:
+        """Allocate the KV cache, and its blocks on the host."""
+        limits = config.scheduler
+        self._swap: SwapSpace | None = None
+        self.kv_cache = KVCache(
+            config.geometry, limits.num_blocks, self._pool, num_slots=limits.num_state_slots
+        )
+        if limits.num_host_blocks:
+            self._swap = SwapSpace(
+                self.kv_cache, limits.num_host_blocks, num_slots=limits.num_host_state_slots
+            )
+
+    def _release(self) -> None:
+        """Free the KV cache, its blocks on the host and the graphs."""
+        self.runner.detach()
+        if self._swap is not None:
+            self._swap.close()
+            self._swap = None
+        self.kv_cache.close()
+
+    def _capture(self) -> None:
+        """Capture the CUDA graphs, if they are wanted."""
+        if self.config.cuda_graphs:
+            limits = self.config.scheduler
+            self.runner.capture_graphs(
+                limits.max_model_len, limits.max_draft_tokens, progress=sys.stderr.isatty()
+            )
 
     # ---- parts of add_request
 

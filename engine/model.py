@@ -9,6 +9,7 @@ Logits are NumPy arrays on the CPU and CuPy arrays on a GPU.
 
 from __future__ import annotations
 
+import gc
 import inspect
 import sys
 from collections.abc import Mapping, Sequence
@@ -26,7 +27,7 @@ from engine.checks import check_count, is_integer, shown
 from engine.config import ModelConfig
 from engine.device import Device, cupy, resolve_device, to_numpy
 from engine.dtypes import KV_CODE_DTYPES
-from engine.errors import ConfigError, RequestError, unknown_keyword
+from engine.errors import ConfigError, EngineError, RequestError, unknown_keyword
 from engine.kernels._override.scope import ModelKernels
 from engine.kernels._override.table import Overrides
 from engine.layers.batch import ForwardBatch
@@ -43,6 +44,7 @@ from engine.loading.hf_config import generation_config
 from engine.loading.load_config import LoadConfig, resolve_load_config
 from engine.loading.lora import LoraAdapter, read_adapter
 from engine.loading.model_config import load_config
+from engine.loading.parked_decoder import ParkedDecoder
 from engine.model_files import is_present
 from engine.models.decoder import Decoder, Pages
 from engine.models.draft_heads import DraftTarget
@@ -233,6 +235,8 @@ class Model:
         self, decoder: Decoder, load_config: LoadConfig, source: ModelSource | None = None
     ) -> None:
         self._decoder: Decoder | None = decoder
+        self._parked: ParkedDecoder | None = None  # while it sleeps
+        self._earlier_expert_load: dict[int, np.ndarray[Any, np.dtype[np.int64]]] = {}
         self.config = decoder.config
         self.load_config = load_config
         self.source = source
@@ -241,6 +245,8 @@ class Model:
     def decoder(self) -> Decoder:
         """The layers and their weights."""
         if self._decoder is None:
+            if self._parked is not None:
+                raise EngineError(f"{self!r} is asleep: wake it up first")
             raise RequestError(f"{self!r} was closed")
         return self._decoder
 
@@ -613,13 +619,16 @@ class Model:
         Returns
         -------
         dict of int to (E,) array of int64
-            By layer; empty for a dense model, or after `close`. See `Decoder.expert_load`.
+            By layer; empty for a dense model. After `close`, or while it sleeps, that of the last
+            `sleep`. See `Decoder.expert_load`.
         """
+        earlier = self._earlier_expert_load
         if self._decoder is None or self.config.moe is None:
-            return {}
+            return dict(earlier)
         self.device.activate()
         layers = [i for i in range(self.config.num_layers) if self.config.moe_of(i) is not None]
-        return dict(zip(layers, self._decoder.expert_load(), strict=True))
+        found = zip(layers, self._decoder.expert_load(), strict=True)
+        return {layer: counts + earlier.get(layer, 0) for layer, counts in found}
 
     @property
     def expert_runs(self) -> tuple[tuple[int, int], ...]:
@@ -692,8 +701,57 @@ class Model:
                 self.forward(batch.to(self.device), cache.pages)
             cache.rope_offsets[row] = wanted[row]
 
+    def sleep(self, level: int = 1) -> None:
+        """Free the device memory of the weights until `wake_up`; what else the model has stays.
+
+        Parameters
+        ----------
+        level : int
+            1 copies the weights to host memory. 2 drops them: `wake_up` reads the checkpoint again.
+
+        Raises
+        ------
+        ConfigError
+            If the model has several ranks or stages, or room for LoRA adapters, or `level` is
+            neither 1 nor 2.
+        EngineError
+            If it sleeps already.
+        """
+        if isinstance(level, bool) or level not in (1, 2):
+            raise ConfigError(f"level must be 1 or 2; got {shown(level)}")
+        if self.num_ranks * self.num_stages > 1:
+            raise ConfigError(
+                "sleep needs a model in one process; got "
+                f"{self.num_ranks} tensor-parallel ranks and {self.num_stages} pipeline stages"
+            )
+        decoder = self.decoder
+        if decoder.adapters is not None:
+            raise ConfigError("sleep needs a model without LoRA adapters; got enable_lora=True")
+        self._earlier_expert_load = self.expert_load()
+        self._parked = ParkedDecoder(decoder, keeps_weights=level == 1)
+        del decoder
+        self._decoder = None
+        gc.collect()  # parts of a decoder refer to each other
+        self._free()
+
+    def wake_up(self) -> None:
+        """Bring back the weights that `sleep` has freed; if the model is awake, do nothing.
+
+        Raises
+        ------
+        OutOfMemoryError, WeightsError
+            If the device has no room, or the checkpoint cannot be read; the model stays asleep.
+        """
+        if self._parked is not None:
+            self._decoder = self._parked.build(self.source, self.config, self.load_config)
+            self._parked = None
+
     def close(self) -> None:
         """Free the weights; the model cannot be used afterwards."""
+        self._parked = None
+        self._free()
+
+    def _free(self) -> None:
         self._decoder = None
         if self.device.is_cuda:
             self.device.activate()

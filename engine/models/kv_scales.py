@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from engine.device import to_numpy
 from engine.dtypes import KV_CODE_DTYPES
 from engine.errors import ConfigError
 
@@ -13,6 +14,9 @@ __all__ = ["KVScales"]
 
 _LEAST = np.finfo(np.float32).smallest_subnormal
 _LARGEST = np.finfo(np.float32).max
+
+Saved = tuple[dict[str, np.ndarray[Any, Any]], dict[str, str]]
+"""Scales by KV cache dtype, and their sources."""
 
 
 class KVScales:
@@ -88,6 +92,18 @@ class KVScales:
             given = np.clip(values.astype(np.float64) * ratio, _LEAST, _LARGEST)
             self._arrays[name][...] = self._xp.asarray(given.astype(np.float32))
             self.sources[name] = source
+
+    def saved(self) -> Saved:
+        """Return copies of all scales on the host, and their sources."""
+        arrays = {name: np.array(to_numpy(array)) for name, array in self._arrays.items()}
+        return arrays, dict(self.sources)
+
+    def restore(self, saved: Saved) -> None:
+        """Set all scales to those of `saved`, of a model with the same shape."""
+        arrays, sources = saved
+        for name, array in arrays.items():
+            self._arrays[name][...] = self._xp.asarray(array)
+        self.sources = dict(sources)
 
     def set_peaks(self, peaks: Any, kv_dtype: str, source: str) -> None:
         """Set scales so that the largest value of `kv_dtype` represents `peaks`; 1 for a peak of 0.

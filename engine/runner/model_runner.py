@@ -193,6 +193,25 @@ class ModelRunner:
         first = self.model.device.xp.zeros(1, np.int64)
         last_ids[first] = last_ids[first]
 
+    def detach(self) -> None:
+        """Drop the graphs and all references to the KV cache; no request may be running."""
+        self.graphs = None
+        self._pages = []
+        self._swap = None
+
+    def attach(self, kv_cache: KVCache, swap: SwapSpace | None) -> None:
+        """Compute on this KV cache from now on; the runner has been detached.
+
+        Parameters
+        ----------
+        kv_cache : KVCache
+            With the geometry of the first.
+        swap : SwapSpace or None
+        """
+        self.kv_cache = kv_cache
+        self._pages = kv_cache.layers
+        self._swap = swap
+
     def release(self, requests: Iterable[Request]) -> None:
         """Release the rows of these requests; they may be scheduled again."""
         for request in requests:

@@ -74,6 +74,7 @@ class ZmqEngineClient(RequestClient):
         self.num_cache_tokens = self.block_size = 0
         self.load = 0, 0
         self._adapters: tuple[str, ...] = ()
+        self._seems_asleep = False
         self.on_end: Callable[[list[RemoteRequest], EngineError], None] | None = None
         self.on_refusal: Callable[[RemoteRequest, EngineError], bool] | None = None
         self.answer: Answerer | None = None
@@ -229,6 +230,25 @@ class ZmqEngineClient(RequestClient):
     async def _change_adapters(self, message: Any) -> None:
         self._adapters = tuple(m.decode(await self._call(message), list[str]))
 
+    @property
+    def seems_asleep(self) -> bool:
+        """Whether the engine slept at its last heartbeat."""
+        return self._seems_asleep
+
+    async def sleep(self, level: int = 1) -> None:
+        """Free the engine's device memory until `wake_up`; see `LLMEngine.sleep`."""
+        await self._call(lambda number: m.Call(number, "sleep", level=level))
+
+    async def wake_up(self) -> None:
+        """Bring the engine's device memory back; see `LLMEngine.wake_up`."""
+        await self._call(lambda number: m.Call(number, "wake_up"))
+
+    async def is_sleeping(self) -> bool:
+        """Return whether the engine sleeps."""
+        content = await self._call(lambda number: m.Call(number, "is_sleeping"))
+        found: bool = m.decode(content, bool)
+        return found
+
     async def close(self, reason: str = CLIENT_CLOSED) -> None:
         """Fail all requests of this client with an `EngineError`; the engine keeps running."""
         if self._is_closed:
@@ -362,6 +382,7 @@ class ZmqEngineClient(RequestClient):
         elif isinstance(message, m.Heartbeat):
             self.load = message.num_waiting_tokens, message.num_requests
             self._adapters = tuple(message.adapters)
+            self._seems_asleep = message.is_sleeping
         elif isinstance(message, m.Ready) and not self._ready.done():
             self._ready.set_result(message)
 

@@ -307,6 +307,12 @@ class EngineLoop:
                     request["id"] = request["id"].partition("/")[2]
             elif message.name == "reset_prefix_cache":
                 value = self._engine.reset_prefix_cache()
+            elif message.name == "sleep":
+                self._engine.sleep(message.level)
+            elif message.name == "wake_up":
+                self._engine.wake_up()
+            elif message.name == "is_sleeping":
+                value = self._engine.is_sleeping
         except EngineError as error:
             self._fail_call(client, message.number, error)
             return
@@ -477,7 +483,8 @@ class EngineLoop:
         for request in self._engine.scheduler.unfinished_requests():
             num_requests += 1
             num_tokens += max(0, request.num_known_tokens - 1 - request.num_computed_tokens)
-        return m.Heartbeat(num_tokens, num_requests, list(self._engine.list_loras()))
+        adapters = list(self._engine.list_loras())
+        return m.Heartbeat(num_tokens, num_requests, adapters, self._engine.is_sleeping)
 
     def _abort_all(self, client: _Client) -> None:
         ids = list(client.ids.values())

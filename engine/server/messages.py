@@ -107,11 +107,15 @@ class End(_Message):
 
 
 class Call(_Message):
-    """Call "stats", "snapshot" or "reset_prefix_cache"; the engine replies with `Answer`."""
+    """Call of a method without a message of its own; the engine replies with `Answer`.
+
+    `name` is "stats", "snapshot", "reset_prefix_cache", "sleep", "wake_up" or "is_sleeping".
+    """
 
     number: int
     name: str
     salt_prefix: str | None = None  # argument of "snapshot"
+    level: int = 1  # argument of "sleep"
 
 
 class Embed(_Message):
@@ -229,13 +233,14 @@ class Answer(_Message):
 class Heartbeat(_Message):
     """The engine has finished a step or is idle; sent at least every `BEAT_SECONDS`.
 
-    The fields are its load (tokens yet to be computed, and number of unfinished requests), and the
-    names of its LoRA adapters.
+    The fields are its load (tokens yet to be computed, and number of unfinished requests), the
+    names of its LoRA adapters, and whether it sleeps.
     """
 
     num_waiting_tokens: int = 0
     num_requests: int = 0
     adapters: list[str] = []
+    is_sleeping: bool = False
 
 
 class Ended(_Message):

@@ -31,6 +31,8 @@ class Endpoint:
     streams : bool
         Whether `stream` turns the response into server-sent events.
     needs_key : bool
+    query : tuple of str
+        Names of the parameters in the query.
     is_admin : bool
         Whether only an admin key may call it.
     """
@@ -43,6 +45,7 @@ class Endpoint:
     media_type: str = "application/json"
     streams: bool = False
     needs_key: bool = True
+    query: tuple[str, ...] = ()
     is_admin: bool = False
 
 
@@ -96,10 +99,11 @@ def _operation(endpoint: Endpoint, refs: Mapping[Any, Any], has_keys: bool) -> d
     if endpoint.is_admin or (has_keys and endpoint.needs_key):
         found["security"] = [{"key": []}]
     names = [part[1:-1] for part in endpoint.path.split("/") if part.startswith("{")]
-    if names:
+    places = [(name, "path") for name in names] + [(name, "query") for name in endpoint.query]
+    if places:
         found["parameters"] = [
-            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
-            for name in names
+            {"name": name, "in": place, "required": place == "path", "schema": {"type": "string"}}
+            for name, place in places
         ]
     return found
 

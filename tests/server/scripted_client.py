@@ -40,6 +40,7 @@ class ScriptedClient:
         self.model_info = ModelInfo("scripted", max_model_len, self.tokenizer.vocab_size)
         self.error = None
         self.is_responsive = True
+        self.seems_asleep = False
         self.script = script
         self.prompts, self.params = [], []
         self.num_aborted = 0

@@ -118,6 +118,7 @@ class CannedClient:
         self.tokenizer = WordTokenizer()
         self.error = None
         self.is_responsive = True
+        self.seems_asleep = False
         self.pieces = pieces
         self.delay = delay
         self.finish_reason = finish_reason

@@ -1,6 +1,8 @@
-"""/reset_prefix_cache: only for admin keys, through every kind of client."""
+"""Endpoints for admin keys: the prefix cache, and sleep."""
 
 from __future__ import annotations
+
+import time
 
 import httpx
 import pytest
@@ -63,7 +65,8 @@ def test_an_admin_key_is_no_api_key():
 def test_parameters_are_refused():
     with serve(lambda: CannedClient("a"), ADMIN) as server:
         found = post(server, "root", PATH + "?reset_running_requests=true")
-        assert found.status_code == 400 and "reset_running_requests=true" in found.text
+        assert found.status_code == 400
+        assert "reset_running_requests is not a parameter" in found.text
 
 
 def test_it_is_described():
@@ -71,4 +74,78 @@ def test_it_is_described():
         document = httpx.get(server.url + "/openapi.json").json()
     validate(document, cls=OpenAPIV31SpecValidator)
     assert document["paths"][PATH]["post"]["security"] == [{"key": []}]
+    [level] = document["paths"]["/sleep"]["post"]["parameters"]
+    assert (level["name"], level["in"], level["required"]) == ("level", "query", False)
     assert "security" not in document["paths"]["/v1/completions"]["post"]
+
+
+# ---- sleep
+
+
+def get(server, path, key="root"):
+    return httpx.get(server.url + path, headers={"X-API-Key": key}, timeout=30)
+
+
+@pytest.mark.parametrize("level", ["", "?level=1", "?level=2"])
+def test_a_server_sleeps_and_wakes_up(level):
+    with serve(lambda: AsyncEngine(make_engine(tiny_model())), ADMIN) as server:
+        body = {"prompt": [5, 9, 2, 7] * 8, "max_tokens": 4, "temperature": 0}
+        want = post(server, None, "/v1/completions", **body, return_token_ids=True)
+        assert get(server, "/is_sleeping").json() == {"is_sleeping": False}
+        assert post(server, "root", "/sleep" + level).json() == {"is_sleeping": True}
+        assert post(server, "root", "/sleep" + level).json() == {"is_sleeping": True}
+        assert get(server, "/is_sleeping").json() == {"is_sleeping": True}
+        assert get(server, "/ready").status_code == 503
+        assert get(server, "/health").status_code == 200
+        assert get(server, "/metrics").status_code == 200
+        for path, field in (("/v1/completions", "prompt"), ("/v1/embeddings", "input")):
+            found = post(server, None, path, **{field: [5, 9]})
+            assert found.status_code == 503 and "asleep" in found.text
+            assert "retry-after" in found.headers
+        assert post(server, "root", "/wake_up").json() == {"is_sleeping": False}
+        assert post(server, "root", "/wake_up").json() == {"is_sleeping": False}
+        assert get(server, "/ready").status_code == 200
+        found = post(server, None, "/v1/completions", **body, return_token_ids=True)
+        assert found.json()["choices"] == want.json()["choices"]
+
+
+def test_only_an_admin_puts_a_server_to_sleep():
+    with serve(lambda: CannedClient("a"), BOTH) as server:
+        for key in (None, "user", "x"):
+            for path in ("/sleep", "/wake_up"):
+                assert post(server, key, path).status_code == 401
+            assert get(server, "/is_sleeping", key or "").status_code == 401
+        for query, words in (
+            ("?level=3", "level must be 1 or 2; got '3'"),
+            ("?mode=abort", "mode is not a parameter"),
+        ):
+            found = post(server, "root", "/sleep" + query)
+            assert found.status_code == 400 and words in found.text
+        assert "tags is not a parameter" in post(server, "root", "/wake_up?tags=weights").text
+
+
+def test_a_busy_server_does_not_sleep(monkeypatch):
+    engine = make_engine(tiny_model())
+    step = engine.step
+    monkeypatch.setattr(engine, "step", lambda: (time.sleep(0.02), step())[1])
+    with serve(lambda: AsyncEngine(engine), ADMIN) as server:
+        body = {"prompt": [5, 9], "max_tokens": 100, "ignore_eos": True, "stream": True}
+        body["return_token_ids"] = True  # the model has no tokenizer, and frames no text
+        with httpx.stream("POST", server.url + "/v1/completions", json=body) as response:
+            frames = response.iter_bytes()
+            next(frames)
+            found = post(server, "root", "/sleep")
+            assert found.status_code == 400
+            assert "sleep needs an engine without unfinished requests; got 1" in found.text
+            assert b"[DONE]" in b"".join(frames)
+        assert post(server, "root", "/sleep").json() == {"is_sleeping": True}
+
+
+def test_an_engine_that_cannot_sleep_says_why(monkeypatch):
+    model = tiny_model()
+    engine = make_engine(model)
+    monkeypatch.setattr(model, "num_ranks", 2)
+    with serve(lambda: AsyncEngine(engine), ADMIN) as server:
+        found = post(server, "root", "/sleep")
+        assert found.status_code == 400 and "a model in one process" in found.text
+        monkeypatch.setattr(model, "num_ranks", 1)

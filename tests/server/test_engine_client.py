@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from engine import LLM
-from engine.errors import EngineError, RequestError
+from engine.errors import ConfigError, EngineError, RequestError
 from engine.llm_engine import QueueFullError
 from engine.sampling_params import RequestOutputKind, SamplingParams
 from engine.server import messages, sockets
@@ -281,6 +281,17 @@ def test_calls():
             stats = await client.stats()
             assert not stats.scheduler.num_cached_blocks and stats.generation_tokens == 20
             assert stats.time_to_first_token_seconds.count == 1
+            await client.sleep(2)
+            assert await client.is_sleeping()
+            with pytest.raises(EngineError, match="the engine is asleep") as caught:
+                await collected(client, [1], _greedy())
+            assert not isinstance(caught.value, RequestError)
+            await eventually(lambda: client.seems_asleep)
+            await client.wake_up()
+            assert not await client.is_sleeping()
+            with pytest.raises(ConfigError, match="level must be 1 or 2"):
+                await client.sleep(3)
+            await eventually(lambda: not client.seems_asleep)
             stream = client.generate([1], _greedy(), request_id="a/b")
             await anext(stream)
             seen = await client.snapshot()

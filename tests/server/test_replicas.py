@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.errors import ConfigError, EngineError
+from engine.errors import ConfigError, EngineError, RequestError
 from engine.llm_engine import QueueFullError
 from engine.sampling_params import RequestOutputKind, SamplingParams
 from engine.server import messages as m
@@ -545,6 +545,18 @@ def test_calls(replicas):
             assert await client.reset_prefix_cache() == 2  # blocks of 16 of 42 tokens
             assert await client.reset_prefix_cache() == 0
             assert client._router.num_chunks == 0
+            await client.sleep()
+            assert await client.is_sleeping()
+            with pytest.raises(EngineError, match="asleep"):
+                await collected(client, [5] * 40, _greedy(3))
+            await client.wake_up()
+            assert not await client.is_sleeping()
+            busy = client.generate([5] * 40, _greedy(200))
+            await anext(busy)
+            with pytest.raises(RequestError, match="unfinished"):
+                await client.sleep()
+            assert not await client.is_sleeping()  # the other one is awake again
+            await busy.aclose()
             vectors = await client.embed([[5, 6, 7], [8]])
             assert len(vectors) == 2 and vectors[0].shape == (48,)
             found[0].die()

@@ -463,6 +463,28 @@ class ReplicaClient(RequestClient):
                 f"lora_name must be one of the adapters ({held}); got {lora_name[:80]!r}"
             )
 
+    @property
+    def seems_asleep(self) -> bool:
+        """Whether any replica slept at its last heartbeat."""
+        return any(client.seems_asleep for client in self._clients.values())
+
+    async def sleep(self, level: int = 1) -> None:
+        """Put all replicas to sleep; if one refuses, wake the others up again."""
+        clients = list(self._clients.values())
+        found = await asyncio.gather(*(c.sleep(level) for c in clients), return_exceptions=True)
+        errors = [each for each in found if each is not None]
+        if errors:
+            await asyncio.gather(*(c.wake_up() for c in clients), return_exceptions=True)
+            raise errors[0]
+
+    async def wake_up(self) -> None:
+        """Wake all replicas up."""
+        await asyncio.gather(*(client.wake_up() for client in self._clients.values()))
+
+    async def is_sleeping(self) -> bool:
+        """Return whether any replica sleeps."""
+        return any(await asyncio.gather(*(c.is_sleeping() for c in self._clients.values())))
+
     async def close(self, reason: str = CLIENT_CLOSED) -> None:
         """Fail all requests of this client with an `EngineError`; the engines keep running."""
         self._ticking.cancel()

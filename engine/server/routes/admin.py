@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from engine.errors import ConfigError
 from engine.server.openapi import Endpoint
 from engine.server.protocol.errors import APIError
 
 __all__ = ["ADMIN_PATHS", "ENDPOINTS", "routes"]
 
 _RESET = "/reset_prefix_cache"
+_SLEEP = "/sleep"
+_WAKE = "/wake_up"
+_STATE = "/is_sleeping"
 
-ADMIN_PATHS = frozenset({_RESET})
+ADMIN_PATHS = frozenset({_RESET, _SLEEP, _WAKE, _STATE})
 
 
 class PrefixCacheReset(msgspec.Struct):
@@ -23,21 +29,75 @@ class PrefixCacheReset(msgspec.Struct):
     num_freed_blocks: int
 
 
+class SleepState(msgspec.Struct):
+    """Response body of /sleep, /wake_up and /is_sleeping."""
+
+    is_sleeping: bool
+
+
 ENDPOINTS = (
     Endpoint("post", _RESET, "Drop cached prefixes", response=PrefixCacheReset, is_admin=True),
+    Endpoint(
+        "post",
+        _SLEEP,
+        "Free the memory of weights and KV cache",
+        response=SleepState,
+        query=("level",),
+        is_admin=True,
+    ),
+    Endpoint("post", _WAKE, "Allocate it again", response=SleepState, is_admin=True),
+    Endpoint("get", _STATE, "Whether the engine sleeps", response=SleepState, is_admin=True),
 )
 
 
 def routes() -> list[Route]:
     """Return the routes of this module."""
-    return [Route(_RESET, reset_prefix_cache, methods=["POST"])]
+    return [
+        Route(_RESET, reset_prefix_cache, methods=["POST"]),
+        Route(_SLEEP, sleep, methods=["POST"]),
+        Route(_WAKE, wake_up, methods=["POST"]),
+        Route(_STATE, is_sleeping, methods=["GET"]),
+    ]
 
 
 async def reset_prefix_cache(request: Request) -> Response:
     """Handle POST /reset_prefix_cache, which takes neither a body nor parameters."""
-    if request.url.query:
-        message = f"the query must be empty; got {request.url.query[:100]!r}"
-        raise APIError(400, message)
-    count = await request.app.state.client.reset_prefix_cache()
-    body = msgspec.json.encode(PrefixCacheReset(count))
-    return Response(body, media_type="application/json")
+    _check_query(request)
+    return _json(PrefixCacheReset(await request.app.state.client.reset_prefix_cache()))
+
+
+async def sleep(request: Request) -> Response:
+    """Handle POST /sleep?level=1; the engine must have no unfinished requests."""
+    _check_query(request, "level")
+    given = request.query_params.get("level", "1")
+    if given not in ("1", "2"):
+        raise APIError(400, f"level must be 1 or 2; got {given[:50]!r}", param="level")
+    try:
+        await request.app.state.client.sleep(int(given))
+    except ConfigError as error:  # an engine of this kind cannot sleep
+        raise APIError(400, str(error)) from None
+    return _json(SleepState(True))
+
+
+async def wake_up(request: Request) -> Response:
+    """Handle POST /wake_up."""
+    _check_query(request)
+    await request.app.state.client.wake_up()
+    return _json(SleepState(False))
+
+
+async def is_sleeping(request: Request) -> Response:
+    """Handle GET /is_sleeping."""
+    _check_query(request)
+    return _json(SleepState(await request.app.state.client.is_sleeping()))
+
+
+def _check_query(request: Request, *known: str) -> None:
+    for name, value in request.query_params.multi_items():
+        if name not in known:
+            message = f"{name[:50]} is not a parameter of this path; got {value[:50]!r}"
+            raise APIError(400, message, param=name[:50])
+
+
+def _json(answer: Any) -> Response:
+    return Response(msgspec.json.encode(answer), media_type="application/json")

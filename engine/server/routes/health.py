@@ -54,6 +54,8 @@ async def ready(request: Request) -> Response:
         raise APIError(503, f"the engine has ended: {state.client.error}")
     if not state.client.is_responsive:
         raise APIError(503, _STUCK)
+    if state.client.seems_asleep:
+        raise APIError(503, "the engine is asleep")
     if isinstance(state.client, ReplicaClient) and not state.client.has_replica:
         raise APIError(503, "no replica is ready; new requests wait until one is")
     return JSONResponse({"status": "ready"})
