@@ -9,6 +9,7 @@ import itertools
 import numbers
 import sys
 from collections.abc import Generator, Iterable, Mapping, Sequence
+from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from engine.checks import length_of, shown_with_type
@@ -273,6 +274,11 @@ class LLM:
     def is_sleeping(self) -> bool:
         """Whether the engine sleeps: it then refuses requests."""
         return self.llm_engine.is_sleeping
+
+    def update_weights(self, source: str | PathLike[str] | Mapping[str, Any]) -> tuple[str, ...]:
+        """Write new weights over the model's. See `LLMEngine.update_weights`."""
+        with self._shared.lock:
+            return self.llm_engine.update_weights(source)
 
     def get_metrics(self) -> EngineStats:
         """Return the engine's counters and histograms."""

@@ -7,8 +7,9 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
+from os import PathLike
+from typing import TYPE_CHECKING, Any
 
 from engine.cache.kv_cache import KVCache
 from engine.cache.memory_pool import MemoryPool
@@ -25,7 +26,7 @@ from engine.core.resolve import ResolvedConfig, resolve
 from engine.core.stats import EngineStats, StatsCollector
 from engine.core.watchdog import Watchdog
 from engine.engine_config import CONFIG_OPTIONS, EngineConfig
-from engine.errors import ConfigError, EngineError, RankError, RequestError
+from engine.errors import ConfigError, EngineError, RankError, RequestError, WeightsError
 from engine.kernels._override.scope import current_overrides, forbid_override
 from engine.loading.lora import LoraAdapter
 from engine.lora_request import LoRARequest
@@ -378,6 +379,40 @@ class LLMEngine:
             If the engine holds none of this name.
         """
         self._adapters.remove(lora_name)
+
+    @not_reentrant
+    def update_weights(self, source: str | PathLike[str] | Mapping[str, Any]) -> tuple[str, ...]:
+        """Write new weights over the model's; steps in flight end with the old ones.
+
+        Cached prefixes are dropped. Unfinished requests go on with the keys and values that the old
+        weights have computed; what they compute is shared with no later request.
+
+        Parameters
+        ----------
+        source : str or path, or mapping of str to array
+            See `Model.update_weights`.
+
+        Returns
+        -------
+        tuple of str
+            Names of the weights that have changed.
+
+        Raises
+        ------
+        RequestError
+            If they do not fit the model, or it has pipeline stages; then nothing changes.
+        """
+        if self.model.num_stages > 1:
+            raise RequestError(
+                "update_weights needs one pipeline stage: others hold weights too; got "
+                f"pipeline_parallel_size={self.model.num_stages}"
+            )
+        try:
+            names = self.model.update_weights(source)
+        except (ConfigError, WeightsError) as error:
+            raise RequestError(str(error)) from error
+        self.scheduler.reset_prefix_cache()
+        return names
 
     def list_loras(self) -> tuple[str, ...]:
         """Return the names of the adapters that the engine holds."""

@@ -45,11 +45,14 @@ from engine.loading.load_config import LoadConfig, resolve_load_config
 from engine.loading.lora import LoraAdapter, read_adapter
 from engine.loading.model_config import load_config
 from engine.loading.parked_decoder import ParkedDecoder
+from engine.loading.text_model import wrapper_of
+from engine.loading.weight_update import WeightUpdate, open_update
 from engine.model_files import is_present
 from engine.models.decoder import Decoder, Pages
 from engine.models.draft_heads import DraftTarget
 from engine.models.kernel_set import prepare_quantized_kv
 from engine.models.trace import Trace, trace_decoder
+from engine.models.wrappers import text_name
 from engine.runner.cuda_graph import DecodeGraphs
 from engine.signatures import takes_keywords
 from engine.text.tokenizer import Tokenizer, load_tokenizer
@@ -337,6 +340,47 @@ class Model:
         adapters = self.decoder.adapters
         assert adapters is not None
         adapters.write(slot, adapter.matrices)
+
+    def update_weights(self, source: str | PathLike[str] | Mapping[str, Any]) -> tuple[str, ...]:
+        """Write new weights over the model's, in place, in the order of the current stream.
+
+        Parameters
+        ----------
+        source : str or path, or mapping of str to array
+            A folder with safetensors, or arrays by their names in a Hugging Face checkpoint: NumPy,
+            CuPy, or with `__dlpack__`. Tensors may be left out; a matrix that the option
+            `quantization` quantized needs all its parts, and is quantized anew.
+
+        Returns
+        -------
+        tuple of str
+            Names of the weights that have changed.
+
+        Raises
+        ------
+        WeightsError
+            If a tensor is not the model's or has another shape; then nothing is written.
+        """
+        update = self._opened_update(source)
+        update.write()
+        self.decoder.refresh(update.names)
+        return update.names
+
+    def _opened_update(self, source: str | PathLike[str] | Mapping[str, Any]) -> WeightUpdate:
+        """Check new weights; see `update_weights`."""
+        decoder = self.decoder
+        config, shard = decoder.parts.whole(self.config)
+        is_folder = self.source is not None and self.source.path.is_dir()
+        wrapper = wrapper_of(self.source.path) if self.source is not None and is_folder else None
+        return open_update(
+            source,
+            config,
+            decoder.weights,
+            self.device,
+            self.load_config.quantization,
+            shard,
+            text_name if wrapper is None else wrapper.text_name,
+        )
 
     @cached_property
     def weight_bytes(self) -> int:

@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 
 from engine.config import ModelConfig
+from engine.device import array_module
 from engine.dtypes import BFLOAT16, np_dtype
 from engine.errors import WeightsError
+from engine.loading.array_tensors import ArrayTensors
 from engine.loading.gguf import GgufFile
 from engine.loading.quantized.fused_experts import name_fused_experts
 from engine.loading.quantized.mxfp4 import dequantize_mxfp4, read_mxfp4_experts
@@ -67,11 +69,26 @@ class TensorReader:
         if mtp is not None:
             self._skipped = _as_last_layer(self.checkpoint.checkpoint, mtp, config.num_layers - 1)
         self._names = kind.gguf_names if is_gguf else kind.names
-        self._is_interleaved = kind.gguf_interleaved_rope if is_gguf else config.interleaved_rope
+        self.is_interleaved = kind.gguf_interleaved_rope if is_gguf else config.interleaved_rope
         self._norm_offset = config.norm_weight_offset if is_gguf else 0.0
 
-    def placements(self, shard: Shard) -> list[Placement]:
+    @classmethod
+    def of_arrays(cls, arrays: ArrayTensors, config: ModelConfig) -> TensorReader:
+        """Return a reader of arrays in memory, with the names of a Hugging Face checkpoint."""
+        reader = cls.__new__(cls)
+        tensors: Any = arrays  # has what is read of unquantized files
+        reader.checkpoint = QuantizedCheckpoint(tensors)
+        reader._config = config
+        reader._skipped = ()
+        reader._names = family(config.model_type).names
+        reader.is_interleaved = config.interleaved_rope
+        reader._norm_offset = 0.0
+        return reader
+
+    def placements(self, shard: Shard, *, is_partial: bool = False) -> list[Placement]:
         """Return the parts of tensors that a shard needs, in checkpoint order.
+
+        `is_partial`: tensors may be missing.
 
         Raises
         ------
@@ -85,7 +102,9 @@ class TensorReader:
             # Old GPTQ writers add a bias of zeros to every matrix.
             return name.startswith(self._skipped) or self.checkpoint.is_spare_bias(name)
 
-        places = place_tensors(where, self._config, self._names, found, shard, is_spare=is_spare)
+        places = place_tensors(
+            where, self._config, self._names, found, shard, is_spare=is_spare, is_partial=is_partial
+        )
         is_tied = self._config.tie_word_embeddings
         return [p for p in places if shard.stage.has(str(p.target), is_tied=is_tied)]
 
@@ -105,7 +124,7 @@ class TensorReader:
         for first in range(place.first, place.last, step):
             last = min(place.last, first + step)
             rows = self._read(place, first, last)
-            if self._is_interleaved and place.rotated is not None:
+            if self.is_interleaved and place.rotated is not None:
                 rows = half_split(rows, place.rotated)
             if self._norm_offset and place.target.kind.endswith("norm"):
                 rows = rows.astype(np.float32) - np.float32(self._norm_offset)
@@ -148,7 +167,7 @@ class TensorReader:
     def stored_rows(self, place: Placement) -> QuantizedRows | None:
         """Return the rows of `place` in their stored format; None if not quantized."""
         rows = self._stored_rows(place)
-        if rows is None or not self._is_interleaved or place.rotated is None:
+        if rows is None or not self.is_interleaved or place.rotated is None:
             return rows
         return rows.take(half_split(np.arange(place.num_rows), place.rotated))
 
@@ -209,7 +228,7 @@ def rows_of(weights: int, width: int, multiple: int) -> int:
 
 def half_split(rows: Array, rotated: RotatedRows) -> Array:
     """Reorder the rotated rows of each head from interleaved pairs to two halves."""
-    order = np.arange(rotated.period)
+    order = array_module(rows).arange(rotated.period)
     turned = order[rotated.first : rotated.first + rotated.count]
     turned[:] = turned.reshape(-1, 2).T.reshape(-1)
     heads = rows.reshape(-1, rotated.period, *rows.shape[1:])

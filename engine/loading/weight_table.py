@@ -761,6 +761,7 @@ def place_tensors(
     shard: Shard = WHOLE,
     *,
     is_spare: Callable[[str], bool] = lambda name: False,
+    is_partial: bool = False,
 ) -> list[Placement]:
     """Return the placements of a checkpoint's tensors, in checkpoint order.
 
@@ -776,6 +777,8 @@ def place_tensors(
         The shard to load.
     is_spare : callable
         Predicate on tensor names: may this tensor be present, and ignored, if the model lacks it?
+    is_partial : bool
+        Whether tensors may be missing.
 
     Raises
     ------
@@ -796,10 +799,11 @@ def place_tensors(
         and not is_spare(name)
         and not is_kv_scale(name)
     ]
-    _refuse(where, "missing", [name for name in wanted if name not in found])
+    if not is_partial:
+        _refuse(where, "missing", [name for name in wanted if name not in found])
     _refuse(where, f"not part of a {config.model_type} model with this config", unexpected)
     for name, (shape, _) in wanted.items():
-        if found[name] not in _stored_shapes(shape):
+        if name in found and found[name] not in _stored_shapes(shape):
             raise WeightsError(
                 f"{where}: tensor {name!r} must have shape {shape}, as the config says; "
                 f"got {found[name]}"

@@ -40,7 +40,7 @@ from engine.models.mtp_family import MtpFamily
 from engine.weights import WHOLE, Format, Shard, Weight, unpack_weight
 from engine.weights.quantize import quantize
 
-__all__ = ["dummy_weights", "load_weights", "weight_bytes", "weight_shapes"]
+__all__ = ["dummy_weights", "load_weights", "rounded", "weight_bytes", "weight_shapes"]
 
 _SLAB_BYTES = 16 << 20
 """Bytes per slab: large enough to saturate the bus, small enough for the pinned buffers."""
@@ -131,11 +131,11 @@ def load_weights(
             if quantization is None:
                 weights[name] = stored.build(plan.parts[target], plan.shapes[target])
             elif target in arrays:
-                weights[name] = _rounded(arrays[target], form, device, dtype)
+                weights[name] = rounded(arrays[target], form, device, dtype)
             else:
                 one = plan.allocate(device, [name])
                 fill(one)
-                weights[name] = _rounded(one.pop(name), form, device, dtype)
+                weights[name] = rounded(one.pop(name), form, device, dtype)
     return plan.finished(weights)
 
 
@@ -241,7 +241,7 @@ def _has_all_kernels(device: Device, dtype: str) -> bool:
     return device.is_cuda and dtype != "float32"
 
 
-def _rounded(array: Any, form: Format, device: Device, dtype: str) -> Weight:
+def rounded(array: Any, form: Format, device: Device, dtype: str) -> Weight:
     """Quantize a matrix; if no kernel supports the format, return the rounded values dense."""
     weight = quantize(array, form)
     if (form.is_packed or array.ndim > 2) and not _has_all_kernels(device, dtype):

@@ -6,7 +6,7 @@ the other modules of this package.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
 from typing import Any
@@ -36,7 +36,7 @@ from engine.models.family import SECOND
 from engine.models.kv_scales import KVScales
 from engine.models.layer_plans import LayerPlans
 from engine.models.mixers import MIXERS, build_lightning
-from engine.models.moe_layer import build_dense_and_experts, build_moe
+from engine.models.moe_layer import build_dense_and_experts, build_moe, scaled_router_norm
 from engine.models.rope_tables import RopeTable, rope_index, ropes
 from engine.models.sandwich_layer import SandwichLayer
 from engine.models.sharding import WholeParts
@@ -378,6 +378,18 @@ class Decoder:
     def _adapting(self, batch: ForwardBatch) -> AbstractContextManager[None]:
         """Return a context in which products apply the adapters of the tokens of `batch`."""
         return nullcontext() if self.adapters is None else self.adapters.serving(batch)
+
+    def refresh(self, names: Iterable[str]) -> None:
+        """Compute anew what layers have derived from these weights, which have been overwritten."""
+        for name in names:
+            layer, _, kind = name.rpartition(".")
+            if kind != "router_norm" and not kind.startswith("xielu_"):
+                continue
+            mlp: Any = self.layers[int(layer.rpartition(".")[2])].mlp
+            if kind == "router_norm":
+                mlp.router_norm.weight[...] = scaled_router_norm(self.weights[name].data)
+            else:
+                mlp.coefficients[...] = self._xielu(f"{layer}.")
 
     def extend_ropes(self, num_positions: int) -> None:
         """Compute the rope tables for sequences of up to `num_positions` tokens."""

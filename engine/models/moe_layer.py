@@ -18,7 +18,7 @@ from engine.models.sharding import WholeParts
 from engine.weights import Weight
 from engine.weights.stack import appended
 
-__all__ = ["build_dense_and_experts", "build_moe"]
+__all__ = ["build_dense_and_experts", "build_moe", "scaled_router_norm"]
 
 
 def build_moe(
@@ -115,6 +115,13 @@ def build_moe(
     )
 
 
+def scaled_router_norm(weight: Any) -> Any:
+    """Return a router norm's weight times N^-0.5, by which the router's input is scaled."""
+    stored = to_numpy(weight)
+    scaled = stored.astype(np.float32) * np.float32(stored.size**-0.5)
+    return array_module(weight).asarray(scaled.astype(stored.dtype))
+
+
 def _correction(config: MoeConfig, stored: Weight | None, router: Weight) -> Any:
     """Return what is added to the scores for the choice; zeros make groups rank by two scores."""
     if stored is not None:
@@ -147,14 +154,10 @@ def build_dense_and_experts(
 ) -> DenseAndExperts:
     """Return an MLP beside experts; `norm` returns the norm with the weight of a name."""
     router_norm = norm(f"{layer}.router_norm")
-    # The router's input is scaled by N^-0.5 after its norm.
-    weight = to_numpy(router_norm.weight)
-    scaled = weight.astype(np.float32) * np.float32(weight.size**-0.5)
-    xp = array_module(router_norm.weight)
     return DenseAndExperts(
         dense,
         moe,
-        router_norm=Norm(xp.asarray(scaled.astype(weight.dtype)), router_norm.eps),
+        router_norm=Norm(scaled_router_norm(router_norm.weight), router_norm.eps),
         moe_norm=norm(f"{layer}.moe_norm"),
         post_dense_norm=norm(f"{layer}.post_dense_norm"),
         post_moe_norm=norm(f"{layer}.post_moe_norm"),

@@ -39,7 +39,7 @@ TARGET = "engine.parallel.rank:run"
 
 # Message kinds.
 PREPARE, SHARE, FORWARD, LOGITS, MOVE_BLOCKS, MOVE_SLOTS, CAPTURE, GRAPH = range(8)
-FREE, TRACE, SCALES, SET_SCALES, CALIBRATE, EMBED, ADAPTER = range(8, 15)
+FREE, TRACE, SCALES, SET_SCALES, CALIBRATE, EMBED, ADAPTER, UPDATE = range(8, 16)
 
 # Results of a step.
 WANTS_HIDDEN, WANTS_LOGITS, WANTS_STAGE = range(3)
@@ -152,6 +152,7 @@ class RankWorker:
             CALIBRATE: self._calibrate,
             EMBED: self._embed,
             ADAPTER: self._adapter,
+            UPDATE: self._update,
         }
 
     def run(self) -> None:
@@ -242,6 +243,10 @@ class RankWorker:
         name, path = map(from_text, arrays)
         self._group.set_doing(f"reading the adapter {name[:80]!r}")
         self._model.write_adapter(self._model.read_adapter(name, path), numbers[0])
+
+    def _update(self, numbers: list[int], arrays: list[Any]) -> None:
+        self._group.set_doing("reading new weights")
+        self._model.update_weights(from_text(arrays[0]))
 
     def _move_blocks(self, numbers: list[int], arrays: list[Any]) -> None:
         move_blocks(self._the_pages(), self._swap, moves_from_arrays(arrays))

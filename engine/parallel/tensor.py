@@ -25,7 +25,7 @@ from engine.distributed.messages import Messages, pack, to_text
 from engine.distributed.processes import RankProcesses
 from engine.dtypes import np_dtype
 from engine.engine_config import EngineConfig
-from engine.errors import ConfigError, RankError, RequestError
+from engine.errors import ConfigError, RankError, RequestError, WeightsError
 from engine.kernels._override.places import place_of
 from engine.kernels._override.scope import forbid_override
 from engine.kernels._override.table import Overrides
@@ -58,6 +58,7 @@ from engine.parallel.rank import (
     SET_SCALES,
     TARGET,
     TRACE,
+    UPDATE,
     WANTS_HIDDEN,
     WANTS_LOGITS,
     WANTS_STAGE,
@@ -266,6 +267,25 @@ class TensorParallelModel(Model):
         self.driver.send("calibrating scales", CALIBRATE, arrays=sequences)
         with self.driver.together():
             self.local_model.calibrate_kv_scales(sequences)
+
+    def update_weights(self, source: Any) -> tuple[str, ...]:
+        """Write new weights on all ranks; each reads its part of the files. See `Model`.
+
+        Raises
+        ------
+        WeightsError
+            If `source` is a mapping: arrays are not sent to other ranks.
+        """
+        if isinstance(source, Mapping):
+            raise WeightsError(
+                f"source must be a folder with tensor_parallel_size={self.num_ranks}: arrays are "
+                "not sent to other ranks; got a mapping"
+            )
+        update = self._opened_update(source)
+        self.driver.send("new weights", UPDATE, arrays=[to_text(str(source))])
+        update.write()
+        self.decoder.refresh(update.names)
+        return update.names
 
     def write_adapter(self, adapter: LoraAdapter, slot: int) -> None:
         """Write an adapter to a slot on all ranks; each reads its part of the files."""

@@ -1,0 +1,59 @@
+"""New weights while an engine serves: prefixes are dropped, requests go on."""
+
+from __future__ import annotations
+
+import pytest
+from safetensors.numpy import load_file
+
+from engine import LLM
+from engine.errors import RequestError
+from tests.lora_files import GREEDY, Served, tokens_of
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    return Served(tmp_path_factory.mktemp("served"))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_answers_are_those_of_the_new_weights(served, ranks):
+    base = str(served.base)
+    with LLM(base, device="cpu", dtype="float32", tensor_parallel_size=ranks) as llm:
+        old = [served.want[row, -1] for row in range(4)]
+        assert tokens_of(llm, served.prompts[:4], None) == old
+        names = llm.update_weights(served.base.parent / "merged2")
+        assert "layers.0.qkv" in names
+        assert tokens_of(llm, served.prompts[:4], None) == [served.want[row, 2] for row in range(4)]
+        llm.update_weights(served.base)
+        assert tokens_of(llm, served.prompts[:4], None) == old
+
+
+def test_a_running_request_goes_on_and_shares_nothing(served):
+    new = load_file(served.base.parent / "merged1" / "model.safetensors")
+    with LLM(str(served.base), device="cpu", dtype="float32", debug=True) as llm:
+        core = llm.llm_engine
+        longest = max(range(16), key=lambda row: len(served.prompts[row]))
+        prompt = {"prompt_token_ids": served.prompts[longest]}
+        core.add_request("old", prompt, GREEDY)
+        core.step()
+        core.step()
+        core.update_weights(new)
+        core.add_request("new", prompt, GREEDY)
+        tokens = {}
+        cached = {}
+        while core.has_unfinished_requests():
+            for output in core.step():
+                tokens[output.request_id] = list(output.outputs[0].token_ids)
+                cached[output.request_id] = output.num_cached_tokens
+        assert tokens["new"] == served.want[longest, 1] and cached["new"] == 0
+        assert len(tokens["old"]) == 12
+        assert tokens["old"][0] == served.want[longest, -1][0]
+
+
+def test_what_is_refused(served):
+    with LLM(str(served.base), device="cpu", dtype="float32", tensor_parallel_size=2) as llm:
+        with pytest.raises(RequestError, match="source must be a folder with tensor_parallel_size"):
+            llm.update_weights({})
+        with pytest.raises(RequestError, match="no weights|must hold|cannot be read|safetensors"):
+            llm.update_weights(served.base.parent / "nothing")
+        assert tokens_of(llm, served.prompts[:2], None) == [served.want[row, -1] for row in (0, 1)]

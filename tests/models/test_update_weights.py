@@ -1,0 +1,114 @@
+"""New weights in a loaded model: afterwards it is the model of the new checkpoint."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import engine
+from engine.device import to_numpy
+from engine.errors import WeightsError
+from tests.models.test_golden import CASES, LIMIT
+
+Q = "model.layers.0.self_attn.q_proj.weight"
+
+
+def _other(base, folder):
+    """Write a checkpoint of the same shapes with random numbers."""
+    rng = np.random.default_rng(0)
+    tensors = {}
+    for name, tensor in load_file(base / "model.safetensors").items():
+        values = rng.standard_normal(tensor.shape) * 0.2 + (tensor.ndim < 2) * 0.5
+        tensors[name] = np.asarray(values, tensor.dtype).reshape(tensor.shape)
+    folder.mkdir()
+    (folder / "config.json").write_bytes((base / "config.json").read_bytes())
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def _logits(model, prompt):
+    cache = model.new_cache(1, len(prompt))
+    return to_numpy(model.step([prompt], cache, logits="all"))[0]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_arrays_of_every_family(golden, case, where, tmp_path):
+    """From NumPy arrays; the arrays that layers hold stay where they are."""
+    want = golden(case)
+    other = _other(want.directory, tmp_path / "other")
+    model = engine.load(other, device=where, dtype="float32", progress=False)
+    places = [array for layer in model.decoder.layers for _, array in layer.arrays()]
+    names = model.update_weights(load_file(want.directory / "model.safetensors"))
+    assert set(names) >= {"embed", "final_norm"} or case.startswith(("olmo", "cohere"))
+    error = np.abs(_logits(model, want.prompt) - want.logits).max() / want.logits.std()
+    assert error < LIMIT
+    now = [array for layer in model.decoder.layers for _, array in layer.arrays()]
+    assert all(a is b for a, b in zip(places, now, strict=True))
+
+
+@pytest.mark.parametrize("case", ["qwen3", "phi3_longrope_long", "gemma3_wrapped", "gpt_oss"])
+def test_a_folder(golden, case, where, tmp_path):
+    want = golden(case)
+    other = _other(want.directory, tmp_path / "other")
+    model = engine.load(other, device=where, dtype="float32", progress=False)
+    model.update_weights(want.directory)
+    error = np.abs(_logits(model, want.prompt) - want.logits).max() / want.logits.std()
+    assert error < LIMIT
+
+
+def test_a_part_of_the_weights(golden, tmp_path):
+    """Rows of q alone: k and v of the fused weight stay."""
+    want = golden("qwen3")
+    new = np.random.default_rng(1).standard_normal((64, 64)).astype(np.float32)
+    stored = load_file(want.directory / "model.safetensors")
+    new = np.random.default_rng(1).standard_normal(stored[Q].shape).astype(np.float32)
+    folder = tmp_path / "changed"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(want.config))
+    save_file({**stored, Q: new}, folder / "model.safetensors")
+    model = want.load()
+    assert model.update_weights({Q: new.astype(np.float64)}) == ("layers.0.qkv",)
+    changed = engine.load(folder, device="cpu", dtype="float32", progress=False)
+    assert np.array_equal(_logits(model, want.prompt), _logits(changed, want.prompt))
+
+
+@pytest.mark.parametrize("form", ["fp8", "int8", "int4"])
+def test_quantized_weights_are_quantized_anew(golden, form, tmp_path):
+    want = golden("qwen3")
+    other = _other(want.directory, tmp_path / "other")
+    options = {"device": "cpu", "dtype": "float32", "progress": False, "quantization": form}
+    model = engine.load(other, **options)
+    model.update_weights(want.directory)
+    fresh = engine.load(want.directory, **options)
+    assert np.array_equal(_logits(model, want.prompt), _logits(fresh, want.prompt))
+    stored = load_file(want.directory / "model.safetensors")
+    with pytest.raises(
+        WeightsError, match=r"'layers\.0\.qkv', which is quantized, must be updated"
+    ):
+        model.update_weights({Q: stored[Q]})
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ({}, "must hold weights of the model; got none"),
+        ({"model.layers.9.self_attn.q_proj.weight": np.ones((2, 2))}, "not part of a qwen3 model"),
+        ({Q: np.ones((3, 5), np.float32)}, r"must have shape .* got \(3, 5\)"),
+        ({Q: np.ones((3, 5), np.int32)}, "must be one of float32, .* got int32"),
+        ({Q: "x"}, "must be an array; got str"),
+        ({5: np.ones(3)}, "names of weights must be str; got 5"),
+    ],
+)
+def test_what_is_refused_changes_nothing(golden, source, message):
+    want = golden("qwen3")
+    model = want.load()
+    stored = load_file(want.directory / "model.safetensors")
+    if source:
+        source = {"model.norm.weight": stored["model.norm.weight"] * 2, **source}
+    with pytest.raises(WeightsError, match=message):
+        model.update_weights(source)
+    error = np.abs(_logits(model, want.prompt) - want.logits).max() / want.logits.std()
+    assert error < LIMIT
