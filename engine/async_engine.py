@@ -7,9 +7,10 @@ import itertools
 import threading
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from os import PathLike
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
@@ -266,6 +267,10 @@ class EngineClient(ABC):
         """Return whether the engine sleeps."""
 
     @abstractmethod
+    async def update_weights(self, path: str) -> tuple[str, ...]:
+        """Write the weights of a folder over the model's. See `LLMEngine.update_weights`."""
+
+    @abstractmethod
     async def close(self) -> None:
         """Fail all requests of this client with an `EngineError`."""
 
@@ -450,6 +455,12 @@ class AsyncEngine(EngineClient):
     async def is_sleeping(self) -> bool:
         """Return whether the engine sleeps."""
         return await self._result(lambda: self._engine.is_sleeping)
+
+    async def update_weights(
+        self, source: str | PathLike[str] | Mapping[str, Any]
+    ) -> tuple[str, ...]:
+        """Write new weights over the model's, between two steps; also from arrays."""
+        return await self._result(partial(self._engine.update_weights, source))
 
     async def close(self) -> None:
         """Fail all requests with an `EngineError`, and free the engine's memory."""

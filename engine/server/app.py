@@ -31,6 +31,7 @@ __all__ = ["begin_drain", "build_app", "num_active_requests"]
 
 _OPTIONAL = {
     "adapters": "admin_key_hashes",
+    "weights": "admin_key_hashes",
     "admin": "admin_key_hashes",
     "page": "enable_page",
     "watch": "enable_page",

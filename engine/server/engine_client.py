@@ -227,6 +227,11 @@ class ZmqEngineClient(RequestClient):
         """Have the engine forget an adapter; see `EngineClient.remove_lora`."""
         await self._change_adapters(lambda number: m.RemoveAdapter(number, lora_name))
 
+    async def update_weights(self, path: str) -> tuple[str, ...]:
+        """Have the engine read new weights; see `EngineClient.update_weights`."""
+        content = await self._call(lambda number: m.UpdateWeights(number, path))
+        return tuple(m.decode(content, list[str]))
+
     async def _change_adapters(self, message: Any) -> None:
         self._adapters = tuple(m.decode(await self._call(message), list[str]))
 

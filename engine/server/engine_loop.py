@@ -131,6 +131,7 @@ class EngineLoop:
             m.Cancel: self._cancel,
             m.AddAdapter: self._add_adapter,
             m.RemoveAdapter: self._remove_adapter,
+            m.UpdateWeights: self._update_weights,
         }
 
     def stop(self) -> None:
@@ -359,6 +360,15 @@ class EngineLoop:
             self._fail_call(client, message.number, error)
             return
         self._answer_with_adapters(client, message.number)
+
+    def _update_weights(self, client: _Client, message: m.UpdateWeights) -> None:
+        """Update the weights; no step runs meanwhile."""
+        try:
+            names = list(self._engine.update_weights(message.path))
+        except EngineError as error:
+            self._fail_call(client, message.number, error)
+            return
+        self._send(client, m.Answer(message.number, "", self._encode(names)))
 
     def _answer_with_adapters(self, client: _Client, number: int) -> None:
         names = list(self._engine.list_loras())

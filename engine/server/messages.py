@@ -143,6 +143,13 @@ class RemoveAdapter(_Message):
     name: str
 
 
+class UpdateWeights(_Message):
+    """Write new weights over the model's; the engine replies with `Answer`: their names."""
+
+    number: int
+    path: str
+
+
 class Cancel(_Message):
     """Cancel a call: nobody is waiting for its answer any more."""
 
@@ -249,7 +256,8 @@ class Ended(_Message):
     reason: str
 
 
-FromClient = Hello | Add | Abort | Drop | End | Call | Embed | Cancel | AddAdapter | RemoveAdapter
+_Changes = AddAdapter | RemoveAdapter | UpdateWeights
+FromClient = Hello | Add | Abort | Drop | End | Call | Embed | Cancel | _Changes
 FromEngine = StepResult | Ready | Refused | Lost | Answer | Heartbeat | Ended
 
 

@@ -63,7 +63,7 @@ _TUPLES = (
 _TEXTS = (
     *("host", "api_key_file", "root_path", "chat_template", "tool_call_parser"),
     *("reasoning_parser", "reranker", "log_level", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs"),
-    "lora_root",
+    *("lora_root", "weights_root"),
 )
 
 
@@ -138,6 +138,9 @@ class ServerConfig:
     )
     lora_root: str | None = _option(
         None, "folder of the LoRA adapters that an admin may load while serving (default: none)"
+    )
+    weights_root: str | None = _option(
+        None, "folder of the weights that an admin may load while serving (default: none)"
     )
     allowed_origins: tuple[str, ...] = _option((), "CORS: allowed origins; repeatable")
     allowed_methods: tuple[str, ...] = _option(("GET", "POST"), "CORS: allowed methods; repeatable")

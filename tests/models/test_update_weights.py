@@ -42,7 +42,7 @@ def test_arrays_of_every_family(golden, case, where, tmp_path):
     model = engine.load(other, device=where, dtype="float32", progress=False)
     places = [array for layer in model.decoder.layers for _, array in layer.arrays()]
     names = model.update_weights(load_file(want.directory / "model.safetensors"))
-    assert set(names) >= {"embed", "final_norm"} or case.startswith(("olmo", "cohere"))
+    assert "embed" in names
     error = np.abs(_logits(model, want.prompt) - want.logits).max() / want.logits.std()
     assert error < LIMIT
     now = [array for layer in model.decoder.layers for _, array in layer.arrays()]
@@ -62,7 +62,6 @@ def test_a_folder(golden, case, where, tmp_path):
 def test_a_part_of_the_weights(golden, tmp_path):
     """Rows of q alone: k and v of the fused weight stay."""
     want = golden("qwen3")
-    new = np.random.default_rng(1).standard_normal((64, 64)).astype(np.float32)
     stored = load_file(want.directory / "model.safetensors")
     new = np.random.default_rng(1).standard_normal(stored[Q].shape).astype(np.float32)
     folder = tmp_path / "changed"
@@ -85,9 +84,7 @@ def test_quantized_weights_are_quantized_anew(golden, form, tmp_path):
     fresh = engine.load(want.directory, **options)
     assert np.array_equal(_logits(model, want.prompt), _logits(fresh, want.prompt))
     stored = load_file(want.directory / "model.safetensors")
-    with pytest.raises(
-        WeightsError, match=r"'layers\.0\.qkv', which is quantized, must be updated"
-    ):
+    with pytest.raises(WeightsError, match=r"'layers\.0\.qkv', which is quantized, must be"):
         model.update_weights({Q: stored[Q]})
 
 

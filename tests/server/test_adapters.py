@@ -116,6 +116,27 @@ def test_loading_and_unloading(server, files):
     assert "lora_name must be one of the adapters ('a0', 'a1')" in missing.text
 
 
+def test_new_weights(files):
+    config = ServerConfig(
+        admin_key_hashes=(key_hash("root"),),
+        weights_root=str(files.base.parent),
+        access_log=False,
+        served_model_name=("base",),
+    )
+    path = "/update_weights_from_disk"
+    with serve(lambda: AsyncEngine(make_engine(files)), config) as server:
+        assert completion(server, files, 3, "base") == files.want[3, -1]
+        assert post(server, path, model_path="merged2").status_code == 401
+        response = post(server, path, "root", model_path="merged2")
+        assert response.status_code == 200, response.text
+        assert response.json()["success"] and response.json()["num_weights"] > 5
+        assert completion(server, files, 3, "base") == files.want[3, 2]
+        for wrong, message in (("/etc", "must lie in the server's --weights-root"), ("a0", "a0")):
+            response = post(server, path, "root", model_path=wrong)
+            assert response.status_code == 400 and message in response.text
+        assert completion(server, files, 3, "base") == files.want[3, 2]
+
+
 def test_paths_and_names_that_are_refused(server, files, tmp_path):
     shutil.copytree(files.folders[0], tmp_path / "outside")
     inside = files.base.parent / "link"
@@ -214,10 +235,15 @@ def test_replicas_hold_the_same_adapters(files):
         client = await ReplicaClient.connect({0: first}, TOKEN, has_peers=False)
         try:
             await client.add_lora(LoRARequest("new", 1, files.folders[3]))
+            await client.update_weights(str(files.base))
+            assert await client.update_weights(str(files.base.parent / "merged0"))
+            assert await tokens(client, files, 2, None) == files.want[2, 0]
             await client.set_replicas({0: first, 1: second})
             await eventually(lambda: len(client._clients) == 2)
             late = client._clients[1]
-            await eventually(lambda: "new" in late.adapters)
+            assert "new" in late.adapters
+            assert await tokens(late, files, 2, None) == files.want[2, 0]
+            await client.update_weights(str(files.base))
             assert await tokens(late, files, 2, LoRARequest("new")) == files.want[2, 3]
             assert await tokens(client, files, 2, LoRARequest("new")) == files.want[2, 3]
             await client.remove_lora("new")

@@ -94,8 +94,9 @@ class ReplicaClient(RequestClient):
         self._last_error = EngineError("no replica is ready")
         self._ending: asyncio.TimerHandle | None = None
         self._answer: Answerer | None = None
-        self._added: dict[str, LoRARequest] = {}  # adapters that replicas read on joining
-        self._joining: set[asyncio.Task[None]] = set()
+        # What a replica reads before it joins
+        self._added: dict[str, LoRARequest] = {}
+        self._updates: list[str] = []  # paths of new weights, in order
         self._ticking = asyncio.ensure_future(self._tick())
 
     @classmethod
@@ -170,6 +171,7 @@ class ReplicaClient(RequestClient):
                 continue
             ended = asyncio.Event()
             try:
+                await self._catch_up(number, client)
                 self._join(number, client, ended)
                 await ended.wait()
             finally:
@@ -188,23 +190,21 @@ class ReplicaClient(RequestClient):
             self._router = PrefixRouter(chunk_size=max(_CHUNK_SIZE, client.block_size))
             self._has_begun.set()
         self._clients[number] = client
-        if self._added:
-            task = asyncio.ensure_future(self._add_adapters(client))
-            self._joining.add(task)
-            task.add_done_callback(self._joining.discard)
         self._router.add_replica(number, client.num_cache_tokens)
         if self._ending is not None:
             self._ending.cancel()
             self._ending = None
         self._place_waiting()
 
-    async def _add_adapters(self, client: ZmqEngineClient) -> None:
-        """Have a replica that has joined read the adapters that were added meanwhile."""
-        for lora_request in list(self._added.values()):
-            try:
+    async def _catch_up(self, number: int, client: ZmqEngineClient) -> None:
+        """Have a new replica read the weights and adapters that the others were given meanwhile."""
+        try:
+            for path in self._updates:
+                await client.update_weights(path)
+            for lora_request in list(self._added.values()):
                 await client.add_lora(lora_request)
-            except EngineError as error:
-                _log.warning("adapter %r is missing: %s", lora_request.lora_name, error)
+        except EngineError as error:
+            _log.warning("replica %d lacks what was loaded while serving: %s", number, error)
 
     def _leave(self, number: int, requests: list[RemoteRequest], error: EngineError) -> None:
         """Remove a replica that has exited, and move its requests to others."""
@@ -444,6 +444,19 @@ class ReplicaClient(RequestClient):
         """Names of the LoRA adapters that any replica holds."""
         names = (name for client in self._clients.values() for name in client.adapters)
         return tuple(dict.fromkeys(names))
+
+    async def update_weights(self, path: str) -> tuple[str, ...]:
+        """Have every replica read new weights, and those that join later."""
+        self._router.forget_prefixes()
+        clients = list(self._clients.values())
+        found: list[tuple[str, ...]] = []
+
+        async def update(client: ZmqEngineClient) -> None:
+            found.append(await client.update_weights(path))
+
+        await _all_or_first_error(map(update, clients), clients)
+        self._updates.append(path)
+        return found[0] if found else ()
 
     async def add_lora(self, lora_request: LoRARequest, *, load_inplace: bool = False) -> None:
         """Have every replica read an adapter, and those that join later."""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-from pathlib import Path
 
 import msgspec
 from starlette.requests import Request
@@ -12,6 +10,7 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from engine.lora_request import LoRARequest
+from engine.server.admin_paths import path_inside
 from engine.server.limits import read_struct
 from engine.server.openapi import Endpoint
 from engine.server.protocol.errors import APIError
@@ -78,7 +77,8 @@ async def load_adapter(request: Request) -> PlainTextResponse:
     if body.lora_name in state.model_names:
         message = f"lora_name must not be a name of the model; got {body.lora_name[:100]!r}"
         raise APIError(400, message, param="lora_name")
-    path = await asyncio.to_thread(_inside, state.config.lora_root, body.lora_path)
+    root = state.config.lora_root
+    path = await asyncio.to_thread(path_inside, root, "--lora-root", body.lora_path, "lora_path")
     adapter = LoRARequest(body.lora_name, lora_path=path)
     await state.client.add_lora(adapter, load_inplace=body.load_inplace)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
@@ -89,25 +89,3 @@ async def unload_adapter(request: Request) -> PlainTextResponse:
     body = await read_struct(request, UnloadAdapterRequest)
     await request.app.state.client.remove_lora(body.lora_name)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
-
-
-def _inside(root: str | None, path: str) -> str:
-    """Return the absolute path of an adapter in the folder `root`.
-
-    Raises
-    ------
-    APIError
-        403, if there is no such folder; 400, if the path leads out of it.
-    """
-    if root is None:
-        raise APIError(403, "adapters can be loaded only by a server with --lora-root; it has none")
-    try:
-        home = Path(os.path.realpath(root))
-        target = Path(os.path.realpath(home / path))
-        is_inside = target.is_relative_to(home)
-    except (OSError, ValueError):  # a NUL, or too many links
-        is_inside = False
-    if not is_inside:
-        message = f"lora_path must lie in the server's --lora-root; got {path[:200]!r}"
-        raise APIError(400, message, param="lora_path")
-    return str(target)
