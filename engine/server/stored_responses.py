@@ -9,6 +9,7 @@ dropped or deleted stays readable to those that continue from it.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -16,7 +17,7 @@ import msgspec
 from engine.server.protocol.errors import APIError
 from engine.server.server_config import ServerConfig
 
-__all__ = ["ResponseStore", "StoredResponse", "Turn"]
+__all__ = ["ResponseStore", "StoredResponse", "Turn", "encoded", "joined"]
 
 _OVERHEAD = 1024  # bytes counted for a response or a turn beside its content
 _UNFINISHED = ("queued", "in_progress")
@@ -24,28 +25,43 @@ _UNFINISHED = ("queued", "in_progress")
 _encode = msgspec.json.Encoder().encode
 
 
+def encoded(items: list[Any]) -> bytes:
+    """Return items as JSON, without the brackets of their list."""
+    return _encode(items)[1:-1]
+
+
+def joined(parts: Iterable[bytes]) -> bytes:
+    """Return encoded items one after the other.
+
+    Examples
+    --------
+    >>> joined([encoded([1, 2]), encoded([]), encoded([3])])
+    b'1,2,3'
+    """
+    return b",".join(part for part in parts if part)
+
+
 class Turn:
     """Items of one response's input and output.
 
     Parameters
     ----------
-    items : list
-        Input items, then output items.
+    data : bytes
+        Input items, then output items, as `encoded` returns them.
     previous : Turn or None
         The turn before, of `previous_response_id`.
 
     Attributes
     ----------
-    data : bytes
-        The items as JSON, without the brackets of their list.
+    data, previous
     num_owners : int
         Responses and later turns that refer to it.
     """
 
     __slots__ = ("data", "num_owners", "previous")
 
-    def __init__(self, items: list[Any], previous: Turn | None) -> None:
-        self.data = _encode(items)[1:-1]
+    def __init__(self, data: bytes, previous: Turn | None) -> None:
+        self.data = data
         self.previous = previous
         self.num_owners = 0
 
@@ -55,13 +71,12 @@ class Turn:
         size = 2
         turn: Turn | None = self
         while turn is not None:
-            if turn.data:
-                parts.append(turn.data)
-                size += len(turn.data) + 1
+            parts.append(turn.data)
+            size += len(turn.data) + 1
             if size > limit:
                 return None
             turn = turn.previous
-        return b"[" + b",".join(reversed(parts)) + b"]"
+        return b"[" + joined(reversed(parts)) + b"]"
 
 
 class StoredResponse:
@@ -158,7 +173,7 @@ class ResponseStore:
     --------
     >>> store = ResponseStore(ServerConfig(max_stored_responses=1))
     >>> for name in "ab":
-    ...     store.put("key", StoredResponse({"id": name, "status": "completed"}), Turn([], None))
+    ...     store.put("key", StoredResponse({"id": name, "status": "completed"}), Turn(b"", None))
     >>> [store.find("key", name) is not None for name in "ab"], store.find("other", "b")
     ([False, True], None)
     """

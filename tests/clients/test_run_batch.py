@@ -92,6 +92,18 @@ def test_chats_and_completions_are_answered_as_the_server_does():
     assert [choice["text"] for choice in both["choices"]] == ["xanswer", "yanswer"]
 
 
+def test_token_ids_are_answered():
+    options = {"return_token_ids": True}
+    lines = [
+        _line("a", CHAT, messages=[{"role": "user", "content": "x"}], **options),
+        _line("b", prompt=[1, 2, 3], **options),
+    ]
+    chat, text = _bodies(_results(CannedClient("yes"), lines))
+    assert chat["choices"][0]["token_ids"] == text["choices"][0]["token_ids"] == [*map(ord, "yes")]
+    assert chat["prompt_token_ids"] == [*map(ord, "x\nassistant: ")]
+    assert text["choices"][0]["prompt_token_ids"] == [1, 2, 3]
+
+
 def test_embeddings_are_answered():
     class Embedder(CannedClient):
         async def embed(self, prompts, pooling="last", *, normalize=True):

@@ -13,7 +13,7 @@ from engine.errors import ConfigError, EngineError
 from engine.server.protocol.errors import APIError
 from engine.server.replicas.ray_serve import RayServeConfig
 from engine.server.server_config import ServerConfig, key_hash
-from engine.server.stored_responses import ResponseStore, StoredResponse, Turn
+from engine.server.stored_responses import ResponseStore, StoredResponse, Turn, encoded
 from tests.lazily import lazily
 from tests.server.serving import CannedClient, serve
 
@@ -27,7 +27,7 @@ def stored(name, size=0, status="completed"):
 
 
 def turn(size, previous=None):
-    return Turn(["x" * size], previous)
+    return Turn(encoded(["x" * size]), previous)
 
 
 # ---- the store

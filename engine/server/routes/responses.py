@@ -20,7 +20,13 @@ from engine.server.protocol.errors import APIError, api_error, renamed_params
 from engine.server.protocol.responses import ResponsesRequest, own_items, to_chat
 from engine.server.protocol.responses_events import ResponseBuilder, ResponseObject
 from engine.server.sse import EventStream, unless_disconnected
-from engine.server.stored_responses import ResponseStore, StoredResponse, Turn
+from engine.server.stored_responses import (
+    ResponseStore,
+    StoredResponse,
+    Turn,
+    encoded,
+    joined,
+)
 
 __all__ = ["ENDPOINTS", "routes"]
 
@@ -198,7 +204,7 @@ class _Keeper:
         self._store: ResponseStore = request.app.state.responses
         self._slots = request.app.state.slots
         self._key = request.state.key
-        self._items = own_items(body)
+        self._input = encoded(own_items(body))  # smaller than the items themselves
         self._builder = builder
         self._previous = previous
         self._stored: StoredResponse | None = None
@@ -206,7 +212,7 @@ class _Keeper:
     def keep(self) -> None:
         """Store the response as it is now."""
         response = self._builder.response
-        turn = Turn([*self._items, *response["output"]], self._previous)
+        turn = Turn(joined([self._input, encoded(response["output"])]), self._previous)
         if self._stored is None:
             self._stored = StoredResponse(response)
         else:
