@@ -6,8 +6,8 @@
 // Arguments: LoraExpandParams, below.
 //
 // Numerics: the partial sums of h are added in order; for 16-bit dtypes the total is rounded to
-// scalar_t, for the tensor cores. Products in float, plus the bias and the former value of out;
-// rounded once.
+// scalar_t, for the tensor cores. Sums of the bias and the products in float, plus the former value
+// of out; rounded once.
 // Parallelisation: a block computes kColumns columns of one part for a tile of one adapter's tokens
 // (lora_tile.cuh). h is summed into shared memory; b goes from memory to registers, up to a rank of
 // 32 before pdl_wait. Values of k and columns are permuted among the lanes, so that a lane reads 4
@@ -21,7 +21,7 @@
 constexpr int kColumns = 256;
 constexpr int kMaxParts = 8;
 constexpr int kQuad = 4;          // values of rank per access
-constexpr int kSplitsAtOnce = 4;  // partial sums of h in flight per thread
+constexpr int kSplitsAtOnce = 8;  // partial sums of h in flight per thread
 
 struct LoraExpandParams {
   const float* h;                // (P, T, h_columns), contiguous
@@ -60,7 +60,7 @@ __device__ __forceinline__ ColumnBlock find_columns(const LoraExpandParams& p, i
   return found;
 }
 
-// h of a tile in shared memory, in operand_t: 16-bit rows are padded so that four rows of 32 bytes
+// h of a tile in shared memory, in scalar_t: 16-bit rows are padded so that four rows of 32 bytes
 // meet all banks.
 #if ENGINE_DTYPE == 0
 constexpr int kStep = kQuad;  // ranks are rounded up to this, with zeros
@@ -79,16 +79,16 @@ __device__ __forceinline__ void store_quad(scalar_t* to, const float (&x)[kQuad]
 }
 #endif
 
-// Sums a tile's h over the splits into `smem_h`, zeros beyond the rank and in rows without a token,
-// up to a multiple of 16 rows.
+// Sums h of `count` rows, of the tokens `smem_tokens`, over the splits into `smem_h`. Rows up to a
+// multiple of 16, rows without a token and values beyond the rank are zeros.
 template <bool kIsVector>
-__device__ __forceinline__ void sum_h(const LoraExpandParams& p, const LoraTile& tile, int part,
-                                      scalar_t* smem_h) {
+__device__ __forceinline__ void sum_h(const LoraExpandParams& p, int count, int part,
+                                      const int* smem_tokens, scalar_t* smem_h) {
   const int quads = (p.rank + kStep - 1) / kStep * (kStep / kQuad);
   const int64_t split_stride = static_cast<int64_t>(p.num_tokens) * p.h_columns;
-  for (int item = threadIdx.x; item < (tile.count + 15) / 16 * 16 * quads; item += kThreads) {
+  for (int item = threadIdx.x; item < (count + 15) / 16 * 16 * quads; item += kThreads) {
     const int row = item / quads, k = item % quads * kQuad;
-    const int token = tile_token(tile, p.order, p.num_tokens, row);
+    const int token = smem_tokens[row];
     float sums[kQuad] = {};
     if (token >= 0 && k < p.rank) {
       const float* const from = p.h + static_cast<int64_t>(token) * p.h_columns + part * p.rank + k;
@@ -130,63 +130,44 @@ __device__ __forceinline__ T load_quad(const scalar_t* row, int k, int rank) {
   }
 }
 
-// Writes `values` to consecutive columns of a row from `column` on, those before `end`; adds them
-// if p.accumulate. `is_aligned`: `column` is a multiple of kCount.
-template <int kCount>
-__device__ __forceinline__ void write(const LoraExpandParams& p, int token, int column, int end,
-                                      bool is_aligned, const float (&values)[kCount]) {
-  scalar_t* const to = p.out + token * p.out_stride + column;
-  if (is_aligned && column + kCount <= end) {
-    Vec<scalar_t, kCount> x;
-    if (p.accumulate) x = load_vec<scalar_t, kCount>(to);
-#pragma unroll
-    for (int i = 0; i < kCount; ++i)
-      x.v[i] = from_float<scalar_t>(p.accumulate ? to_float(x.v[i]) + values[i] : values[i]);
-    store_vec(to, x);
-  } else {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i)
-      if (column + i < end)
-        to[i] = from_float<scalar_t>(p.accumulate ? to_float(to[i]) + values[i] : values[i]);
-  }
-}
-
-// Adds a row of the bias, from `column` on, to values of columns before `end`.
-template <int kCount>
-__device__ __forceinline__ void add_bias(const LoraExpandParams& p, int adapter, int column,
-                                         int end, float (&values)[kCount]) {
-  if (p.bias == nullptr) return;
-  const scalar_t* const from = p.bias + static_cast<int64_t>(adapter) * p.columns + column;
-#pragma unroll
-  for (int i = 0; i < kCount; ++i)
-    if (column + i < end) values[i] += to_float(from[i]);
-}
-
 // Zeros, for tokens without an adapter.
 __device__ __forceinline__ void write_zeros(const LoraExpandParams& p, const LoraTile& tile,
                                             const ColumnBlock& block, bool is_aligned) {
   constexpr int kWords = kColumns / kVec;
-  const float zeros[kVec] = {};
+  Vec<scalar_t, kVec> zeros;
+#pragma unroll
+  for (int i = 0; i < kVec; ++i) zeros.v[i] = from_float<scalar_t>(0.0f);
   for (int item = threadIdx.x; item < tile.count * kWords; item += kThreads) {
     const int token = tile_token(tile, p.order, p.num_tokens, item / kWords);
-    if (token >= 0)
-      write<kVec>(p, token, block.first + item % kWords * kVec, block.end, is_aligned, zeros);
+    if (token < 0) continue;
+    const int column = block.first + item % kWords * kVec;
+    scalar_t* const to = p.out + token * p.out_stride + column;
+    if (is_aligned && column + kVec <= block.end) {
+      store_vec(to, zeros);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kVec; ++i)
+        if (column + i < block.end) to[i] = zeros.v[i];
+    }
   }
 }
 
 #if ENGINE_DTYPE == 0
 // A thread computes columns threadIdx.x and threadIdx.x + kThreads of the block for 16 tokens at a
-// time. `b` is the row of the block's first column.
+// time. `b` and `bias` (null: none) are those of the block's first column.
 template <bool kIsVector>
 struct Product {
-  __device__ __forceinline__ void load(const scalar_t*, int, int) {}
+  __device__ __forceinline__ void load_b(const scalar_t*, int, int) {}
+  __device__ __forceinline__ void load_out(const LoraExpandParams&, int, const ColumnBlock&, bool,
+                                           const int*, scalar_t*) {}
 
-  __device__ __forceinline__ void compute(const LoraExpandParams& p, const LoraTile& tile,
-                                          const scalar_t* b, const ColumnBlock& block, bool,
-                                          const scalar_t* smem_h) {
+  __device__ __forceinline__ void compute(const LoraExpandParams& p, int count, const scalar_t* b,
+                                          const scalar_t* bias, const ColumnBlock& block, bool,
+                                          const int* smem_tokens, const scalar_t* smem_h,
+                                          const scalar_t*) {
     const int stride = row_stride(p.rank), columns = min(kColumns, block.end - block.first);
 #pragma unroll 1
-    for (int row = 0; row < tile.count; row += 16) {
+    for (int row = 0; row < count; row += 16) {
 #pragma unroll 1
       for (int column = threadIdx.x; column < columns; column += kThreads) {
         float sums[16] = {};
@@ -202,10 +183,11 @@ struct Product {
         }
 #pragma unroll
         for (int i = 0; i < 16; ++i) {
-          const int token = tile_token(tile, p.order, p.num_tokens, row + i);
-          float value[1] = {sums[i]};
-          add_bias<1>(p, tile.group, block.first + column, block.end, value);
-          if (token >= 0) write<1>(p, token, block.first + column, block.end, true, value);
+          const int token = smem_tokens[row + i];
+          if (token < 0) continue;
+          const float sum = sums[i] + (bias == nullptr ? 0.0f : bias[column]);
+          float* const to = p.out + token * p.out_stride + block.first + column;
+          *to = p.accumulate ? *to + sum : sum;
         }
       }
     }
@@ -215,7 +197,7 @@ struct Product {
 // A warp computes 64 columns for 16 tokens at a time: two groups of 32, each four n8 tiles. The
 // order of k and of columns within mma's tiles is ours, as long as both operands agree: k 2t, 2t+1,
 // 2t+8 and 2t+9 of a step are values 4t to 4t+3 of h and b; column 2t+e of tile n is column 8t+2n+e
-// of the group. `b` is the row of the block's first column.
+// of the group. `b` and `bias` (null: none) are those of the block's first column.
 template <bool kIsVector>
 struct Product {
   static constexpr int kSteps = kIsVector ? 2 : 1;  // steps of k16 in registers
@@ -227,8 +209,8 @@ struct Product {
     return threadIdx.x / kWarpSize * 64 + group * 32;
   }
   // Loads kSteps steps of a group's b, of which `columns` columns exist, from `first_step` on.
-  __device__ __forceinline__ void load(const scalar_t* b, int columns, int rank, int group,
-                                       int first_step) {
+  __device__ __forceinline__ void load_steps(const scalar_t* b, int columns, int rank, int group,
+                                             int first_step) {
     const int g = threadIdx.x % kWarpSize / 4, t = threadIdx.x % 4;
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
@@ -243,9 +225,51 @@ struct Product {
     }
   }
   // Loads b's first steps of all groups: all of b, up to a rank of kSteps * 16.
-  __device__ __forceinline__ void load(const scalar_t* b, int columns, int rank) {
+  __device__ __forceinline__ void load_b(const scalar_t* b, int columns, int rank) {
 #pragma unroll
-    for (int group = 0; group < kGroups; ++group) load(b, columns, rank, group, 0);
+    for (int group = 0; group < kGroups; ++group) load_steps(b, columns, rank, group, 0);
+  }
+  // Starts copying out, which the product is added to, into `smem_out`: each thread those whole
+  // words that it will write.
+  __device__ __forceinline__ void load_out(const LoraExpandParams& p, int count,
+                                           const ColumnBlock& block, bool is_aligned,
+                                           const int* smem_tokens, scalar_t* smem_out) {
+    if (!p.accumulate || !is_aligned) return;
+    const int g = threadIdx.x % kWarpSize / 4, t = threadIdx.x % 4;
+#pragma unroll 1
+    for (int row = 0; row < count; row += 16)
+#pragma unroll
+      for (int word = 0; word < 2 * kGroups; ++word) {
+        const int token = smem_tokens[row + g + word / kGroups * 8];
+        const int column = block.first + group_column(word % kGroups) + 8 * t;
+        if (token >= 0 && column + 8 <= block.end)
+          cp_async_16(smem_out + word_offset(row, word), p.out + token * p.out_stride + column);
+      }
+    cp_async_commit();
+  }
+  // Place in `smem_out` of a thread's word of 16 rows: words half * kGroups + group.
+  __device__ __forceinline__ static int word_offset(int row, int word) {
+    return ((row / 16 * 2 * kGroups + word) * kThreads + threadIdx.x) * 8;
+  }
+  // Writes sums of 8 columns from `column` on, those before `end`; adds them if p.accumulate, to
+  // the values in `smem_word` if they are a whole word.
+  __device__ __forceinline__ void write_sums(const LoraExpandParams& p, int token, int column,
+                                             int end, bool is_aligned, const float (&sums)[8],
+                                             const scalar_t* smem_word) {
+    scalar_t* const to = p.out + token * p.out_stride + column;
+    if (is_aligned && column + 8 <= end) {
+      Vec<scalar_t, 8> x;
+      if (p.accumulate) x = load_vec<scalar_t, 8>(smem_word);
+#pragma unroll
+      for (int i = 0; i < 8; ++i)
+        x.v[i] = from_float<scalar_t>(p.accumulate ? to_float(x.v[i]) + sums[i] : sums[i]);
+      store_vec(to, x);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 8; ++i)
+        if (column + i < end)
+          to[i] = from_float<scalar_t>(p.accumulate ? to_float(to[i]) + sums[i] : sums[i]);
+    }
   }
   // Multiplies 16 rows of h, of which `smem_row` is the first, by a group's b.
   __device__ __forceinline__ void multiply(const scalar_t* smem_row, const scalar_t* b, int columns,
@@ -253,7 +277,7 @@ struct Product {
     const int g = threadIdx.x % kWarpSize / 4, t = threadIdx.x % 4, stride = row_stride(rank);
 #pragma unroll 1
     for (int first_step = 0; first_step * 16 < rank; first_step += kSteps) {
-      if (rank > kSteps * 16) load(b, columns, rank, group, first_step);
+      if (rank > kSteps * 16) load_steps(b, columns, rank, group, first_step);
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
         const int k = (first_step + step) * 16;
@@ -271,29 +295,37 @@ struct Product {
       }
     }
   }
-  __device__ __forceinline__ void compute(const LoraExpandParams& p, const LoraTile& tile,
-                                          const scalar_t* b, const ColumnBlock& block,
-                                          bool is_aligned, const scalar_t* smem_h) {
+  __device__ __forceinline__ void compute(const LoraExpandParams& p, int count, const scalar_t* b,
+                                          const scalar_t* bias, const ColumnBlock& block,
+                                          bool is_aligned, const int* smem_tokens,
+                                          const scalar_t* smem_h, const scalar_t* smem_out) {
     const int g = threadIdx.x % kWarpSize / 4, t = threadIdx.x % 4;
     const int columns = block.end - block.first;
+    cp_async_wait<0>();  // no barrier: a thread reads only what it copied
 #pragma unroll 1
-    for (int row = 0; row < tile.count; row += 16) {
-      const int tokens[2] = {tile_token(tile, p.order, p.num_tokens, row + g),
-                             tile_token(tile, p.order, p.num_tokens, row + g + 8)};
+    for (int row = 0; row < count; row += 16) {
 #pragma unroll
       for (int group = 0; group < kGroups; ++group) {
         if (group_column(group) >= columns) break;
         float sums[4][4] = {};
+        if (bias != nullptr) {
+#pragma unroll
+          for (int i = 0; i < 8; ++i) {
+            const int column = group_column(group) + 8 * t + i;
+            sums[i / 2][i % 2] = column < columns ? to_float(bias[column]) : 0.0f;
+            sums[i / 2][2 + i % 2] = sums[i / 2][i % 2];
+          }
+        }
         multiply(smem_h + row * row_stride(p.rank), b, columns, p.rank, group, sums);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
+          const int token = smem_tokens[row + g + 8 * half];
+          if (token < 0) continue;
           float values[8];
 #pragma unroll
           for (int i = 0; i < 8; ++i) values[i] = sums[i / 2][2 * half + i % 2];
-          add_bias<8>(p, tile.group, block.first + group_column(group) + 8 * t, block.end, values);
-          if (tokens[half] >= 0)
-            write<8>(p, tokens[half], block.first + group_column(group) + 8 * t, block.end,
-                     is_aligned, values);
+          write_sums(p, token, block.first + group_column(group) + 8 * t, block.end, is_aligned,
+                     values, smem_out + word_offset(row, half * kGroups + group));
         }
       }
     }
@@ -303,7 +335,9 @@ struct Product {
 
 template <int kTokens, bool kIsVector>
 __device__ __forceinline__ void lora_expand(const LoraExpandParams& p, unsigned char* smem_bytes) {
-  auto* const smem_h = reinterpret_cast<scalar_t*>(smem_bytes);
+  auto* const smem_tokens = reinterpret_cast<int*>(smem_bytes);
+  auto* const smem_h = reinterpret_cast<scalar_t*>(smem_tokens + kTokens);
+  scalar_t* const smem_out = smem_h + kTokens * row_stride(p.rank);
   const int num_groups = p.num_adapters + (p.accumulate ? 0 : 1);
   const LoraTile tile =
       find_tile<kTokens>(p.offsets, num_groups, p.num_adapters, p.num_tokens, blockIdx.y);
@@ -316,13 +350,20 @@ __device__ __forceinline__ void lora_expand(const LoraExpandParams& p, unsigned 
   }
   const scalar_t* const b =
       p.b + (static_cast<int64_t>(tile.group) * p.columns + block.first) * p.rank;
+  const scalar_t* const bias =
+      p.bias == nullptr ? nullptr
+                        : p.bias + static_cast<int64_t>(tile.group) * p.columns + block.first;
   // No kernel writes the matrices: they are read while the preceding kernel ends.
   Product<kIsVector> product;
-  product.load(b, block.end - block.first, p.rank);
-  pdl_wait();
-  sum_h<kIsVector>(p, tile, block.part, smem_h);
+  product.load_b(b, block.end - block.first, p.rank);
+  if (threadIdx.x < kTokens)
+    smem_tokens[threadIdx.x] = tile_token(tile, p.order, p.num_tokens, threadIdx.x);
   __syncthreads();
-  product.compute(p, tile, b, block, is_aligned, smem_h);
+  pdl_wait();
+  product.load_out(p, tile.count, block, is_aligned, smem_tokens, smem_out);
+  sum_h<kIsVector>(p, tile.count, block.part, smem_tokens, smem_h);
+  __syncthreads();
+  product.compute(p, tile.count, b, bias, block, is_aligned, smem_tokens, smem_h, smem_out);
 }
 
 #define ENGINE_LORA_EXPAND(tokens)                                       \

@@ -49,8 +49,8 @@ struct Tile {
   template <bool kIsVector>
   __device__ __forceinline__ void load(int row, const scalar_t* source, int valid) {
     scalar_t* const to = values + offset(row, threadIdx.x % kWords);
-    if constexpr (kIsVector) {
-      cp_async_16(to, source, valid > 0);
+    if (kIsVector && valid > 0) {
+      cp_async_16(to, source);
     } else {
       Vec<scalar_t, kVec> x;
 #pragma unroll

@@ -167,13 +167,12 @@ def _launch(
     blocks = sum(ceil_div(end - begin, _COLUMNS) for begin, end in itertools.pairwise((0, *bounds)))
     ends = dict.fromkeys((f"bound{part}" for part in range(MAX_PARTS)), bounds[-1])
     ends |= {f"bound{part}": end for part, end in enumerate(bounds)}
-    # h rows of whole vectors follow from those of b; rows of out need not be for b and h to be.
     is_vector = rank % _VECTOR == 0 and is_aligned(out) and _starts_aligned(h, b)
     _KERNELS[tile].launch(
         specs(dtype_name(b.dtype))[0],
         (blocks, max_tiles(num_tokens, num_groups, tile)),
         (THREADS,),
-        tile * _row_bytes(rank, b.itemsize),
+        tile * _row_bytes(rank, b.itemsize, accumulate),
         pdl=pdl,
         h=h,
         b=b,
@@ -198,8 +197,8 @@ def _starts_aligned(*arrays: Any) -> bool:
     return all(array.data.ptr % 16 == 0 for array in arrays)
 
 
-def _row_bytes(rank: int, itemsize: int) -> int:
-    """Return the bytes of shared memory of a token's h: RowLayout in CUDA."""
+def _row_bytes(rank: int, itemsize: int, accumulate: bool) -> int:
+    """Return the bytes of shared memory per token: index, h, and former values of 16-bit dtypes."""
     if itemsize == 4:
-        return 4 * _VECTOR * ceil_div(rank, _VECTOR)
-    return 2 * 16 * (ceil_div(rank, 16) | 1)
+        return 4 + 4 * _VECTOR * ceil_div(rank, _VECTOR)
+    return 4 + 2 * 16 * (ceil_div(rank, 16) | 1) + 2 * _COLUMNS * accumulate
