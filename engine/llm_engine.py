@@ -450,6 +450,7 @@ class LLMEngine:
         self.model.sleep(level)
         self.scheduler.reset_prefix_cache()
         self._release()
+        self.model.free_cached_memory()  # that of the graphs
         self.is_sleeping = True
         self._level = level
 

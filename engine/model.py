@@ -776,7 +776,7 @@ class Model:
         del decoder
         self._decoder = None
         gc.collect()  # parts of a decoder refer to each other
-        self._free()
+        self.free_cached_memory()
 
     def wake_up(self) -> None:
         """Bring back the weights that `sleep` has freed; if the model is awake, do nothing.
@@ -793,10 +793,11 @@ class Model:
     def close(self) -> None:
         """Free the weights; the model cannot be used afterwards."""
         self._parked = None
-        self._free()
-
-    def _free(self) -> None:
         self._decoder = None
+        self.free_cached_memory()
+
+    def free_cached_memory(self) -> None:
+        """Return the memory that CuPy keeps for later to the device; on the CPU, do nothing."""
         if self.device.is_cuda:
             self.device.activate()
             cupy().get_default_memory_pool().free_all_blocks()
