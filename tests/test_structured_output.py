@@ -51,7 +51,7 @@ def test_what_is_kept(fields, kept):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({}, "exactly one of json, regex, choice, grammar, json_object; got none"),
+        ({}, "exactly one of json, regex, choice, grammar, structural_tag, json_object; got none"),
         ({"json_object": False}, "got none"),
         ({"regex": "a", "json": {}}, "got json and regex"),
         ({"regex": "a", "json_object": True}, "got json_object and regex"),

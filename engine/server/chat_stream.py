@@ -19,6 +19,14 @@ from engine.lora_request import LoRARequest
 from engine.outputs import CompletionOutput, RequestOutput
 from engine.sampling_params import SamplingParams
 from engine.server import reasoning, response_template, tool_parsers
+from engine.server.answer_grammar import (
+    HARMONY,
+    Opening,
+    ToolUse,
+    answer_structure,
+    opening_of,
+    tool_use,
+)
 from engine.server.field_limits import (
     check_answer,
     check_fields,
@@ -29,10 +37,8 @@ from engine.server.prompt_log import log_prompt
 from engine.server.protocol.chat import (
     ChatCompletionRequest,
     chat_params,
-    required_tool,
     template_messages,
     template_tools,
-    tools_schema,
 )
 from engine.server.protocol.common import sampling_defaults
 from engine.server.protocol.errors import APIError, failed_request
@@ -43,12 +49,9 @@ from engine.server.server_config import ServerConfig
 from engine.server.tool_parsers import (
     Event,
     TextDelta,
-    ToolCallDelta,
     ToolCallEnd,
-    ToolCallStart,
     ToolParser,
 )
-from engine.server.tool_parsers.json_scanner import is_json_object
 
 __all__ = ["ChatPiece", "ChatRequest", "ChatService", "ChatStream"]
 
@@ -200,7 +203,17 @@ class ChatService:
         check_num_tokens(len(prompt["prompt_token_ids"]), "messages", self.client)
         continued = body.messages[-1].text if body.continue_final_message else ""
         readers = self._declared_readers(body, prompt["prompt"])
-        tools, overrides, options = self._tools(body, continued, readers)
+        name = self.reasoning_parser if readers is None else None
+        is_thought = False
+        text = continued
+        if name is not None:
+            is_thought, text = reasoning.last_text(name, continued)
+        follows_text = not is_thought and bool(text.strip())
+        use = tool_use(body, self.tool_parser, name, follows_text=follows_text, declared=readers)
+        opening = opening_of(name, prompt["prompt"], continued)
+        structured = answer_structure(body, use, name, opening)
+        tools = use.make_parser
+        overrides: dict[str, Any] = {"structured": structured}
         markers = tools().markers if tools is not None else ()
         if self.reasoning_parser is not None and readers is None:
             markers += reasoning.markers_of(self.reasoning_parser)
@@ -212,18 +225,9 @@ class ChatService:
             params = check_answer(params, num_tokens, self.client, self._config)
         if self._config is not None and self._config.log_prompts:
             log_prompt(request_id, prompt["prompt"])
-        if getattr(params, "structured", None) is None and self.reasoning_parser is not None:
-            options["reasoning_parser"] = functools.partial(
-                reasoning.get,
-                self.reasoning_parser,
-                prompt["prompt"],
-                tools,
-                continued=continued,
-            )
-            if readers is not None:
-                options["reasoning_parser"] = functools.partial(
-                    readers.reasoning, keeps_calls=tools is not None
-                )
+        reader = self._reader(prompt["prompt"], continued, opening, use, structured)
+        if readers is not None and structured is None:
+            reader = functools.partial(readers.reasoning, keeps_calls=tools is not None)
         return ChatRequest(
             request_id,
             prompt,
@@ -232,10 +236,12 @@ class ChatService:
             cache_salt=body.cache_salt,
             timeout=body.timeout,
             tool_parser=tools,
+            reasoning_parser=reader,
             shows_reasoning=body.include_reasoning is not False,
             is_declared=readers is not None,
             adapter=self.client.adapter_of(body.model),
-            **options,
+            is_forced=use.mode == "named",
+            one_call=use.one_call,
         )
 
     def _declared_readers(self, body: ChatCompletionRequest, prompt: str) -> DeclaredReaders | None:
@@ -245,6 +251,23 @@ class ChatService:
         tools = [] if body.tool_choice == "none" else body.tools or []
         names = {tool.function.name: tool.function.parameters or {} for tool in tools}
         return DeclaredReaders(self._declared, prompt, names)
+
+    def _reader(
+        self,
+        prompt: str,
+        continued: str,
+        opening: Opening,
+        use: ToolUse,
+        structured: Mapping[str, Any] | None,
+    ) -> Callable[[], ReasoningReader] | None:
+        """Return a function that makes readers of the answers' reasoning."""
+        name = self.reasoning_parser
+        has_none = opening == "closed" and structured is not None and use.make_parser is None
+        if name is None or self._declared is not None or has_none:
+            return None
+        # In a constrained answer nothing but the closing marker ends a block.
+        tools = use.make_parser if structured is None or name == HARMONY else None
+        return functools.partial(reasoning.get, name, prompt, tools, continued=continued)
 
     def render(self, body: ChatCompletionRequest) -> dict[str, Any]:
         """Return the text and token ids of a conversation; this takes milliseconds.
@@ -288,51 +311,6 @@ class ChatService:
                     param = name if name in fields else "chat_template_kwargs"
                     raise APIError(400, message, param=param)
         return given
-
-    def _tools(
-        self,
-        body: ChatCompletionRequest,
-        continued: str,
-        readers: DeclaredReaders | None,
-    ) -> tuple[Callable[[], ToolParser] | None, dict[str, Any], dict[str, Any]]:
-        """Return the tool parser and the tool fields of `SamplingParams` and `ChatRequest`.
-
-        `continued` is the text of the message that the answer continues, if any; `readers`
-        read answers in the checkpoint's own format, if that is used.
-        """
-        named = required_tool(body)
-        if not body.tools or body.tool_choice == "none":
-            return None, {}, {}
-        one_call = body.parallel_tool_calls is False
-        options = {"one_call": one_call}
-        names = {tool.function.name: tool.function.parameters or {} for tool in body.tools}
-        make_id = tool_parsers.id_maker(self.tool_parser)
-        if named is not None:
-            schema = named.parameters or {"type": "object"}
-            parser = functools.partial(_NamedCall, named.name, make_id)
-            return parser, {"structured": {"json": schema}}, options | {"is_forced": True}
-        if body.tool_choice == "required":
-            schema = tools_schema(body.tools, one_call=one_call)
-            calls = functools.partial(tool_parsers.CallListParser, names, make_id)
-            return calls, {"structured": {"json": schema}}, options
-        if self.tool_parser is None:
-            message = (
-                "tools need a tool parser, and none is known for the model's chat template; "
-                'start the server with --tool-call-parser, or give tool_choice "required"'
-            )
-            raise APIError(400, message, param="tools")
-        if readers is not None:
-            return functools.partial(readers.tools, make_id), {}, options
-        is_thought = False
-        if self.reasoning_parser is not None:
-            is_thought, continued = reasoning.last_text(self.reasoning_parser, continued)
-        make = functools.partial(
-            tool_parsers.get,
-            self.tool_parser,
-            names,
-            follows_text=not is_thought and bool(continued.strip()),
-        )
-        return make, {}, options
 
 
 class ChatStream:
@@ -471,25 +449,3 @@ class _Answer:
         is_whole = any(isinstance(e, ToolCallEnd) and e.is_complete for e in events)
         self.has_calls = self.has_calls or is_whole
         return "".join(e.text for e in events if isinstance(e, TextDelta)), events
-
-
-class _NamedCall:
-    """Parser for an answer that consists entirely of one call's arguments."""
-
-    markers: tuple[str, ...] = ()
-
-    def __init__(self, name: str, make_id: Callable[[], str]) -> None:
-        self._start = ToolCallStart(0, make_id(), name)
-        self._arguments: list[str] = []
-
-    def feed(self, delta: str) -> list[Event]:
-        """Return the delta as arguments; the first time, preceded by the call's start event."""
-        events: list[Event] = [] if self._arguments else [self._start]
-        self._arguments.append(delta)
-        return [*events, ToolCallDelta(0, delta)]
-
-    def finish(self) -> list[Event]:
-        """Return the call's end event, if the call has started."""
-        if not self._arguments:
-            return []
-        return [ToolCallEnd(0, is_json_object("".join(self._arguments)))]

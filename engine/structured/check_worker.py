@@ -36,6 +36,7 @@ from engine.structured.sources import (
     library,
     reason,
 )
+from engine.structured.structural_tag import normalized_tag
 from engine.text.child_process import (
     Worker,
     WorkerEndedError,
@@ -150,11 +151,12 @@ def _answer(
     module: ModuleType, tokenizer: Any, kind: str, text: str
 ) -> tuple[str, str | None, list[str]]:
     """Return the fields of `Checked`; the text is None if it is unchanged."""
-    if kind != "json_schema":
+    rewrite = {"json_schema": normalized, "structural_tag": normalized_tag}.get(kind)
+    if rewrite is None:
         return _reason(module, tokenizer, kind, text), None, []
     accepts = functools.partial(_accepts, module, tokenizer)
     try:
-        ours, warnings = normalized(text, accepts, functools.partial(_knows, module, tokenizer))
+        ours, warnings = rewrite(text, accepts, functools.partial(_knows, module, tokenizer))
     except (SchemaError, MemoryError) as error:
         return str(error)[:MAX_REASON_CHARS] or "it takes too much memory", None, []
     return _reason(module, tokenizer, kind, ours), ours, warnings[:_MAX_WARNINGS]

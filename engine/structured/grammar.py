@@ -104,6 +104,7 @@ class GrammarCompiler:
         self._tokenizer = self._module.LLTokenizer(
             vocabulary, n_vocab=vocab_size, eos_token=list(eos_token_ids), slices=_SLICES
         )
+        self._special_ids = vocabulary.special_ids()
         self._masks = MaskStore()
         self._lock = threading.Lock()
         self._cache: OrderedDict[tuple[str, str], Grammar] = OrderedDict()
@@ -130,7 +131,9 @@ class GrammarCompiler:
 
     def _compile(self, structured: StructuredOutput, kind: str, text: str) -> Grammar:
         ours = _checked(structured, kind, text)
-        make = functools.partial(compile_matcher, self._module, self._tokenizer, kind, ours)
+        make = functools.partial(
+            compile_matcher, self._module, self._tokenizer, kind, ours, self._special_ids
+        )
         grammar = Grammar(make, self._masks, len(ours))
         _refuse_if(grammar.error, structured)
         return grammar
@@ -279,6 +282,11 @@ class _Vocabulary:
         special = {*tokenizer.special_ids, *eos_token_ids}
         self.special_token_ids = sorted(i for i in special if i < vocab_size)
         self._encode = tokenizer.encode
+
+    def special_ids(self) -> dict[str, int]:
+        """Return the special tokens by their text."""
+        texts = ((i, self.tokens[i].decode("utf-8", "replace")) for i in self.special_token_ids)
+        return {text: i for i, text in texts if text}
 
     def __call__(self, text: str) -> list[int]:
         ids: list[int] = self._encode(text, add_special_tokens=False)

@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterator
 
 from engine.checks import shown
-from engine.structured.references import Subschema
+from engine.structured.references import SchemaError, Subschema
 
-__all__ = ["all_but", "translated", "without_look_ahead"]
+__all__ = ["all_but", "translated", "whole", "without_look_ahead"]
 
 _SPACES = (
     r"\t\n\x0B\x0C\r\x20\u{A0}\u{1680}\u{2000}-\u{200A}"
@@ -155,3 +155,36 @@ def _all_but(texts: set[str]) -> str:
 
 def _literal(char: str) -> str:
     return char if char.isascii() and char.isalnum() else rf"\u{{{ord(char):X}}}"
+
+
+def whole(pattern: str) -> str:
+    """Return an expression that matches a whole text if `pattern` is found in it.
+
+    Raises
+    ------
+    SchemaError
+        If an anchor stands within the pattern.
+
+    Examples
+    --------
+    >>> whole("^a|b$"), whole("c")
+    ('(?:a(?s:.*)|(?s:.*)b)', '(?:(?s:.*)c(?s:.*))')
+    """
+    found = list(_scanned(pattern))
+    cuts = [i for i, char, depth in found if char == "|" and depth == 0]
+    anchors = {i for i, char, _ in found if char in "^$"}
+    options = []
+    begin = 0
+    for end in (*cuts, len(pattern)):
+        is_begun = begin in anchors and pattern[begin] == "^"
+        is_ended = end - 1 in anchors and end > begin and pattern[end - 1] == "$"
+        inner = pattern[begin + is_begun : end - is_ended]
+        used = {begin} if is_begun else set()
+        used |= {end - 1} if is_ended else set()
+        if any(begin <= i < end and i not in used for i in anchors):
+            raise SchemaError(f"pattern {shown(pattern)}: an anchor within it cannot be enforced")
+        before = "" if is_begun else "(?s:.*)"
+        after = "" if is_ended else "(?s:.*)"
+        options.append(f"{before}{inner}{after}")
+        begin = end + 1
+    return f"(?:{'|'.join(options)})"

@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 from typing import Any, TypeVar
 
 from engine.errors import RequestError
+from engine.structured.lark import tag_grammar
 from engine.structured.spec import StructuredOutput
 
 __all__ = [
@@ -62,7 +63,7 @@ def library() -> ModuleType:
 
 
 def source_of(structured: StructuredOutput) -> tuple[str, str]:
-    """Return a grammar's kind ("json_schema", "regex", "lark") and text.
+    """Return a grammar's kind ("json_schema", "regex", "lark", "structural_tag") and text.
 
     Examples
     --------
@@ -75,15 +76,26 @@ def source_of(structured: StructuredOutput) -> tuple[str, str]:
         return "regex", structured.regex
     if structured.grammar is not None:
         return "lark", structured.grammar
+    if structured.structural_tag is not None:
+        assert isinstance(structured.structural_tag, str)
+        return "structural_tag", structured.structural_tag
     text = '{"type": "object"}' if structured.json_object else structured.json
     assert isinstance(text, str)
     return "json_schema", text
 
 
-def compile_matcher(module: ModuleType, tokenizer: Any, kind: str, text: str) -> Any:
+def compile_matcher(
+    module: ModuleType,
+    tokenizer: Any,
+    kind: str,
+    text: str,
+    special_ids: Mapping[str, int] | None = None,
+) -> Any:
     """Return llguidance's matcher for a grammar; it holds any grammar error (see `reason`).
 
     A JSON schema must be one that `json_schema.normalized` wrote: others are enforced in part only.
+    A structural tag must come from `structural_tag.normalized_tag`; `special_ids` are the special
+    tokens that its literal text may have.
 
     Raises
     ------
@@ -92,6 +104,8 @@ def compile_matcher(module: ModuleType, tokenizer: Any, kind: str, text: str) ->
     """
     if kind == "json_schema":
         grammar = module.LLMatcher.grammar_from_json_schema(text, overrides=_JSON_OPTIONS)
+    elif kind == "structural_tag":
+        grammar = tag_grammar(json.loads(text), special_ids or {})
     else:
         grammar = getattr(module.LLMatcher, f"grammar_from_{kind}")(text)
     limits = module.LLParserLimits(**_LIMITS)

@@ -22,17 +22,20 @@ __all__ = [
     "MAX_REGEX_CHARS",
     "MAX_SCHEMA_CHARS",
     "MAX_SCHEMA_DEPTH",
+    "MAX_TAG_CHARS",
     "StructuredOutput",
     "structured_output_of",
 ]
 
 MAX_SCHEMA_CHARS = 1 << 18
 MAX_SCHEMA_DEPTH = 100  # nested objects and arrays; llguidance's own limit is 127
+MAX_TAG_CHARS = 1 << 20
 MAX_REGEX_CHARS = 1 << 14
 MAX_GRAMMAR_CHARS = 1 << 16
 MAX_CHOICES = 4096
 MAX_CHOICE_CHARS = 1024
 
+_TAG_DEPTH = 32  # levels of a structural tag around its schemas
 _MAX_CHOICES_CHARS = 1 << 18  # maximum total characters of all choices
 
 
@@ -56,6 +59,9 @@ class StructuredOutput:
         Texts to choose from; at most `MAX_CHOICES`.
     grammar : str, optional
         Context-free grammar in llguidance's variant of Lark; its first rule is ``start``.
+    structural_tag : str or dict, optional
+        Structural tag in XGrammar's format: literal text, free text and JSON in a sequence, between
+        tags, or behind triggers. At most `MAX_TAG_CHARS` characters.
     json_object : bool
         Allow any JSON object.
 
@@ -76,13 +82,14 @@ class StructuredOutput:
     Traceback (most recent call last):
     ...
     engine.errors.RequestError: structured must have exactly one of json, regex, choice, grammar, \
-json_object; got choice and regex
+structural_tag, json_object; got choice and regex
     """
 
     json: str | Mapping[str, Any] | None = None
     regex: str | None = None
     choice: Sequence[str] | None = None
     grammar: str | None = None
+    structural_tag: str | Mapping[str, Any] | None = None
     json_object: bool = False
 
     def __post_init__(self) -> None:
@@ -152,25 +159,39 @@ def _choices(value: object) -> tuple[str, ...]:
 
 def _schema(value: object) -> str:
     """Return a schema as JSON, after checking its size and depth."""
-    text = value if isinstance(value, str) else _dumped(value)
-    text = _text("json", text, MAX_SCHEMA_CHARS)
-    if (depth := _depth(text)) > MAX_SCHEMA_DEPTH:
-        raise RequestError(
-            f"json must nest at most {MAX_SCHEMA_DEPTH} objects and arrays; got {depth}"
-        )
-    try:
-        schema = json.loads(text, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"json must be a JSON schema; got {shown(text)} ({error})") from None
+    limits = MAX_SCHEMA_CHARS, MAX_SCHEMA_DEPTH
+    text, schema = _checked_json("json", "a JSON schema", value, *limits)
     if not isinstance(schema, dict | bool):
         raise RequestError(f"json must be a JSON schema, an object; got {shown(text)}")
     return text
 
 
-def _dumped(value: object) -> str:
-    """Return a dict as JSON; serialisation stops at `MAX_SCHEMA_CHARS`."""
+def _tag(value: object) -> str:
+    """Return a structural tag as JSON, after checking its size and depth."""
+    limits = MAX_TAG_CHARS, MAX_SCHEMA_DEPTH + _TAG_DEPTH
+    text, tag = _checked_json("structural_tag", "a structural tag", value, *limits)
+    if not isinstance(tag, dict):
+        raise RequestError(f"structural_tag must be an object; got {shown(text)}")
+    return text
+
+
+def _checked_json(
+    name: str, what: str, value: object, max_chars: int, most: int
+) -> tuple[str, Any]:
+    text = value if isinstance(value, str) else _dumped(name, value, max_chars)
+    text = _text(name, text, max_chars)
+    if (depth := _depth(text)) > most:
+        raise RequestError(f"{name} must nest at most {most} objects and arrays; got {depth}")
+    try:
+        return text, json.loads(text, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"{name} must be {what}; got {shown(text)} ({error})") from None
+
+
+def _dumped(name: str, value: object, max_chars: int) -> str:
+    """Return a dict as JSON; serialisation stops at `max_chars`."""
     if not isinstance(value, Mapping):
-        raise RequestError(f"json must be a str or a dict; got {shown_with_type(value)}")
+        raise RequestError(f"{name} must be a str or a dict; got {shown_with_type(value)}")
     encoder = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     parts = []
     size = 0
@@ -178,12 +199,12 @@ def _dumped(value: object) -> str:
         for part in encoder.iterencode(dict(value)):
             parts.append(part)
             size += len(part)
-            if size > MAX_SCHEMA_CHARS:
-                raise RequestError(f"json must have at most {MAX_SCHEMA_CHARS} characters")
+            if size > max_chars:
+                raise RequestError(f"{name} must have at most {max_chars} characters")
     except (TypeError, ValueError, RecursionError) as error:
         if isinstance(error, RequestError):
             raise
-        raise RequestError(f"json must be a JSON schema; it cannot be written ({error})") from None
+        raise RequestError(f"{name} must be JSON; it cannot be written ({error})") from None
     return "".join(parts)
 
 
@@ -214,4 +235,5 @@ _CHECKS: dict[str, Callable[[object], Any]] = {
     "regex": lambda value: _text("regex", value, MAX_REGEX_CHARS),
     "choice": _choices,
     "grammar": lambda value: _text("grammar", value, MAX_GRAMMAR_CHARS),
+    "structural_tag": _tag,
 }

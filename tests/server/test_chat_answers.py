@@ -99,26 +99,47 @@ def test_without_tools_calls_are_content():
             assert choice.message.content == CALL
 
 
+NAMED = {"type": "function", "function": {"name": "add"}}
+WITHOUT_PARSER = ServerConfig(enable_auto_tool_choice=False)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("choice", "reason"), [(NAMED, "stop"), ("required", "tool_calls")])
+def test_a_forced_call_is_in_the_format_of_the_model(stream, choice, reason):
+    with _client(*_pieces(CALL)) as (client, engine):
+        found = _call_of(client, stream, tools=[ADD], tool_choice=choice)
+        assert found == (("add", '{"a": 1, "b": 2}'), reason)
+        tag = json.loads(engine.requests[-1][1].structured.structural_tag)
+        assert "<tool_call>" in json.dumps(tag["format"])
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_named_tool_is_forced_by_its_schema(stream):
+    """Where the model's format is not known."""
     arguments = '{"a": 1, "b": 2}'
-    named = {"type": "function", "function": {"name": "add"}}
-    with _client(*_pieces(arguments)) as (client, engine):
-        call, reason = _call_of(client, stream, tools=[ADD], tool_choice=named)
+    with _client(*_pieces(arguments), config=WITHOUT_PARSER) as (client, engine):
+        call, reason = _call_of(client, stream, tools=[ADD], tool_choice=NAMED)
         assert call == ("add", arguments)
         assert reason == "stop"
-        assert json.loads(engine.requests[-1][1].structured.json) == ADD["function"]["parameters"]
+        schema = _json_format(engine)["json_schema"]
+        assert schema == ADD["function"]["parameters"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_required_tool_is_forced_by_a_schema_of_calls(stream):
     text = '[{"name": "add", "arguments": {"a": 1, "b": 2}}]'
-    with _client(*_pieces(text)) as (client, engine):
+    with _client(*_pieces(text), config=WITHOUT_PARSER) as (client, engine):
         call, reason = _call_of(client, stream, tools=[ADD], tool_choice="required")
         assert call == ("add", '{"a": 1, "b": 2}')
         assert reason == "tool_calls"
-        schema = json.loads(engine.requests[-1][1].structured.json)
+        schema = _json_format(engine)["json_schema"]
         assert schema["items"]["anyOf"][0]["properties"]["name"] == {"const": "add"}
+
+
+def _json_format(engine):
+    """Return the format of JSON that ends a request's structural tag."""
+    tag = json.loads(engine.requests[-1][1].structured.structural_tag)
+    return tag["format"]["elements"][-1]
 
 
 def _call_of(client, stream, **options):
@@ -136,9 +157,9 @@ def test_a_response_format_reaches_the_engine():
     with _client('{"a": 1}') as (client, engine):
         given = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
         client.chat.completions.create(**ASK, response_format=given)
-        assert json.loads(engine.requests[-1][1].structured.json) == schema
+        assert _json_format(engine)["json_schema"] == schema
         client.chat.completions.create(**ASK, response_format={"type": "json_object"})
-        assert engine.requests[-1][1].structured.json_object
+        assert _json_format(engine)["json_schema"] == {"type": "object"}
         client.completions.create(
             model="scripted", prompt="a", extra_body={"guided_choice": ["x", "y"]}
         )
@@ -146,9 +167,8 @@ def test_a_response_format_reaches_the_engine():
 
 
 def test_tools_without_a_known_format_are_refused():
-    config = ServerConfig(enable_auto_tool_choice=False)
     with (
-        _client("a", config=config) as (client, _),
+        _client("a", config=WITHOUT_PARSER) as (client, _),
         pytest.raises(openai.BadRequestError, match="--tool-call-parser"),
     ):
         client.chat.completions.create(**ASK, tools=[ADD])

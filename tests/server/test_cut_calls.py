@@ -15,14 +15,16 @@ anthropic = lazily("anthropic")
 openai = lazily("openai")
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}
-LIST = '[{"name": "add", "arguments": {"a": "[TOOL_CALLS]"}}, {"name": "sub", "arguments": {}}]'
 FIRST = '{"a": "[TOOL_CALLS]"}'
+CALL = '<tool_call>\n{{"name": "{}", "arguments": {}}}\n</tool_call>'
+LIST = CALL.format("add", FIRST) + "\n" + CALL.format("sub", "{}")
 BEGIN = LIST.index(FIRST)
-SECOND = LIST.index("{}}]")
+SECOND = LIST.index("{}}")
 CUTS = {
     0: [],
-    1: [],  # before the first brace
-    12: [],  # within the name
+    3: [],  # within the marker
+    12: [],  # before the first brace
+    22: [],  # within the name
     BEGIN: [],
     BEGIN + 1: [("add", "{")],
     BEGIN + 12: [("add", FIRST[:12])],
@@ -115,7 +117,7 @@ def test_a_required_call_that_was_cut(server, http, stream, reason):
 def test_a_named_call_that_was_cut(server, http, stream):
     choice = {"type": "function", "function": {"name": "add"}}
     for cut in range(len(FIRST) + 1):
-        say(server, FIRST[:cut])
+        say(server, LIST[: BEGIN + cut])
         calls = [("add", FIRST[:cut])] if cut else []
         assert chat(http, stream, tool_choice=choice) == [("", calls, "length")]
 
@@ -215,11 +217,7 @@ def test_a_call_may_be_sent_back(choice):
     client = ScriptedClient(MISTRAL, lambda prompt, params: texts[-1])
     with serve(lambda: client) as server, httpx.Client(base_url=server.url, timeout=20) as http:
         for arguments, read in (('{"a": "x"}', '{"a": "x"}'), ('{"a": "x", "b": "y', '{"a": "x"}')):
-            texts.append(arguments)
-            if choice != "named":
-                texts.append(f'[{{"name": "add", "arguments": {arguments}')
-            if choice == "auto":
-                texts.append(f"[TOOL_CALLS]{texts[-1]}")
+            texts.append(f'[TOOL_CALLS][{{"name": "add", "arguments": {arguments}')
             messages = [{"role": "user", "content": "?"}]
             answer = http.post("/v1/chat/completions", json={"messages": messages, **fields})
             message = answer.json()["choices"][0]["message"]

@@ -15,10 +15,8 @@ from engine.server.protocol.chat import (
     ChatChunks,
     ChatCompletionRequest,
     chat_params,
-    required_tool,
     template_messages,
     template_tools,
-    tools_schema,
 )
 from engine.server.protocol.common import (
     SamplingFields,
@@ -35,6 +33,8 @@ from engine.server.protocol.completion import (
 )
 from engine.server.protocol.errors import APIError, api_error, error_body
 from engine.server.protocol.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
+from engine.server.protocol.tools import selected_tools, tools_schema
+from engine.server.tool_parsers import Function
 
 
 def _completion(**fields):
@@ -255,10 +255,34 @@ def test_a_message_that_cannot_be_read_is_named(message, words):
 def test_tools_and_tool_choice():
     body = _chat(tools=[_tool(), _tool("sub")], tool_choice=_tool("sub"))
     assert [t["function"]["name"] for t in template_tools(body.tools)] == ["add", "sub"]
-    assert required_tool(body).name == "sub"
-    assert required_tool(_chat(tools=[_tool()], tool_choice="required")) is None
-    assert tools_schema(body.tools, one_call=False)["maxItems"] == 128
-    assert tools_schema(body.tools, one_call=True)["maxItems"] == 1
+    assert _selected(body) == ("named", ["sub"], True)
+    assert _selected(_chat(tools=[_tool()])) == ("auto", ["add"], False)
+    assert _selected(_chat(tools=[_tool()], tool_choice="none")) == ("none", [], False)
+    assert _selected(_chat(tools=[_tool()], tool_choice="required")) == ("required", ["add"], False)
+    assert tools_schema([Function("add")], one_call=False)["maxItems"] == 128
+    assert tools_schema([Function("add")], one_call=True)["maxItems"] == 1
+
+
+def _selected(body):
+    found = selected_tools(body.tools, body.tool_choice)
+    return found.mode, [tool.function.name for _, tool in found.tools], found.is_subset
+
+
+def _allowed(*names, mode="auto"):
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": list(names)}}
+
+
+def test_allowed_tools():
+    tools = [_tool(), _tool("sub"), _tool("mul")]
+    for mode in ("auto", "required"):
+        choice = _allowed(_tool("mul"), _tool("add"), mode=mode)
+        assert _selected(_chat(tools=tools, tool_choice=choice)) == (mode, ["mul", "add"], True)
+    every = _allowed(*tools)
+    assert _selected(_chat(tools=tools, tool_choice=every)) == (
+        "auto",
+        ["add", "sub", "mul"],
+        False,
+    )
 
 
 @pytest.mark.parametrize(
@@ -275,11 +299,19 @@ def test_tools_without_a_usable_name_are_refused(fields, words):
 
 
 @pytest.mark.parametrize(
-    "fields", [{"tool_choice": "required"}, {"tools": [_tool()], "tool_choice": _tool("sub")}]
+    "fields",
+    [
+        {"tool_choice": "required"},
+        {"tools": [_tool()], "tool_choice": _tool("sub")},
+        {"tools": [_tool()], "tool_choice": _allowed()},
+        {"tools": [_tool()], "tool_choice": _allowed(_tool("sub"))},
+        {"tools": [_tool()], "tool_choice": _allowed(_tool()) | {"type": "function"}},
+        {"tools": [_tool()], "tool_choice": {"type": "function"}},
+    ],
 )
 def test_a_choice_without_its_tool_is_refused(fields):
     with pytest.raises(APIError) as caught:
-        required_tool(_chat(**fields))
+        _selected(_chat(**fields))
     assert caught.value.param == "tool_choice"
 
 

@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from engine.server.protocol.chat import FunctionDefinition, Tool, tools_schema
+from engine.server.protocol.tools import tools_schema
+from engine.server.tool_parsers import Function
 from engine.structured import check_worker, sources
 from engine.structured.grammar import check_structured
 from engine.structured.spec import StructuredOutput
@@ -329,11 +330,6 @@ def test_what_cannot_be_enforced_is_refused_with_its_place(schema, why):
     assert matcher is None and why in found
 
 
-def _tool(name, parameters):
-    function = FunctionDefinition(name=name, parameters=parameters)
-    return Tool(type="function", function=function)
-
-
 def test_references_of_a_tool_mean_its_own_schema():
     """Two tools may have equal names of definitions, anchors and ids."""
 
@@ -351,7 +347,7 @@ def test_references_of_a_tool_mean_its_own_schema():
             "$defs": {"Item": {"$anchor": "item", "type": kind}},
         }
 
-    tools = [_tool("one", nested("integer")), _tool("two", nested("string"))]
+    tools = [Function("one", nested("integer")), Function("two", nested("string"))]
     matcher, why = compiled(tools_schema(tools, one_call=False))
     assert why == ""
     for key in ("item", "by_anchor", "by_id"):
@@ -365,8 +361,9 @@ def test_references_of_a_tool_mean_its_own_schema():
 
 def test_a_refusal_names_the_tool():
     parameters = {"type": "object", "properties": {"a": {"$ref": "#/$defs/A"}}}
-    schema = tools_schema([_tool("a", {"type": "object"}), _tool("b", parameters)], one_call=True)
-    assert "(at tools[1].function.parameters#/properties/a)" in compiled(schema)[1]
+    tools = [Function("a", {"type": "object"}), Function("b", parameters, "tools[1]")]
+    schema = tools_schema(tools, one_call=True)
+    assert "(at tools[1]#/properties/a)" in compiled(schema)[1]
 
 
 def test_what_is_no_constraint_is_named(caplog):

@@ -22,9 +22,8 @@ from engine.server.protocol.common import (
 from engine.server.protocol.errors import APIError
 from engine.server.protocol.items import media_hint
 from engine.server.protocol.logprobs import ChatLogprobs, PromptLogprob
-from engine.server.tool_parsers import MAX_CALLS
+from engine.server.protocol.tools import Choice, FunctionDefinition, Tool
 from engine.server.tool_parsers.json_scanner import begins_json_object, complete_values
-from engine.structured.references import OWN_DOCUMENT
 
 __all__ = [
     "AnswerMessage",
@@ -36,13 +35,10 @@ __all__ = [
     "ChatCompletionResponse",
     "ChatMessage",
     "ContentPart",
-    "Tool",
     "ToolCallMessage",
     "chat_params",
-    "required_tool",
     "template_messages",
     "template_tools",
-    "tools_schema",
 ]
 
 MAX_TOOLS = 128
@@ -112,36 +108,6 @@ class ChatMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         return self.content or ""
 
 
-class FunctionDefinition(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Function that the model may call; `parameters` is the JSON schema of an object."""
-
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class Tool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Tool; only functions are supported."""
-
-    function: FunctionDefinition
-    type: Literal["function"] = "function"
-    cache_control: msgspec.Raw = UNREAD
-
-
-class ToolName(msgspec.Struct, forbid_unknown_fields=True):
-    """Name of a function."""
-
-    name: str
-
-
-class NamedTool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """`tool_choice` that names the tool to call."""
-
-    function: ToolName
-    type: Literal["function"] = "function"
-
-
 class ChatCompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     """Request body of /v1/chat/completions."""
 
@@ -151,7 +117,7 @@ class ChatCompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=
     logprobs: bool | None = None
     top_logprobs: int | None = None
     tools: list[Tool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Choice | None = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
     add_generation_prompt: bool | None = None
@@ -391,55 +357,6 @@ def _template_function(function: FunctionDefinition) -> dict[str, Any]:
 
 def _parameters(function: FunctionDefinition) -> dict[str, Any]:
     return function.parameters or {"type": "object", "properties": {}}
-
-
-def required_tool(body: ChatCompletionRequest) -> FunctionDefinition | None:
-    """Return the function that `tool_choice` names, or None.
-
-    Raises
-    ------
-    APIError
-        If `tool_choice` names or requires a tool that the request does not define.
-    """
-    choice = body.tool_choice
-    tools = body.tools or []
-    if choice is None or choice in ("none", "auto"):
-        return None
-    if not tools:
-        message = "tool_choice needs tools; the request has none"
-        raise APIError(400, message, param="tool_choice")
-    if not isinstance(choice, NamedTool):
-        return None
-    for tool in tools:
-        if tool.function.name == choice.function.name:
-            return tool.function
-    names = ", ".join(tool.function.name for tool in tools)[:200]
-    message = f"tool_choice must name one of the tools ({names}); got {shown(choice.function.name)}"
-    raise APIError(400, message, param="tool_choice")
-
-
-def tools_schema(tools: Sequence[Tool], *, one_call: bool) -> dict[str, Any]:
-    """Return the JSON schema of a non-empty array of calls to these tools.
-
-    The schema of each tool's arguments stays a document of its own: "#" is its root.
-    """
-    calls = [
-        {
-            "type": "object",
-            "properties": {
-                "name": {"const": tool.function.name},
-                "arguments": {
-                    "title": f"tools[{i}].function.parameters",
-                    OWN_DOCUMENT: _parameters(tool.function),
-                },
-            },
-            "required": ["name", "arguments"],
-            "additionalProperties": False,
-        }
-        for i, tool in enumerate(tools)
-    ]
-    schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
-    return schema | {"maxItems": 1 if one_call else MAX_CALLS}
 
 
 # ---- streaming

@@ -103,6 +103,7 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
+    structural_tag: str | dict[str, Any] | None = None
     json_object: bool | None = None
 
 

@@ -14,8 +14,9 @@ from engine.async_engine import EngineClient
 from engine.server.field_limits import check_length, check_num_tokens, check_text_of
 from engine.server.limits import check_model, read_struct
 from engine.server.openapi import Endpoint
-from engine.server.protocol.chat import ChatCompletionRequest, ChatMessage, Tool
+from engine.server.protocol.chat import ChatCompletionRequest, ChatMessage
 from engine.server.protocol.errors import APIError
+from engine.server.protocol.tools import Tool
 from engine.server.server_config import ServerConfig
 
 __all__ = [

@@ -10,10 +10,11 @@ after part of them has been streamed, the call ends with `is_damaged=True`.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 from engine.errors import ConfigError
 from engine.server.tool_parsers._parser import MAX_CALLS
+from engine.server.tool_parsers.call_grammar import CallFormat, Function
 from engine.server.tool_parsers.events import (
     Event,
     ParsedText,
@@ -33,8 +34,10 @@ from engine.server.tool_parsers.mistral import CallListParser
 __all__ = [
     "MAX_CALLS",
     "NAMES",
+    "CallFormat",
     "CallListParser",
     "Event",
+    "Function",
     "ParsedText",
     "TextDelta",
     "ToolCall",
@@ -42,6 +45,7 @@ __all__ = [
     "ToolCallEnd",
     "ToolCallStart",
     "ToolParser",
+    "calls_of",
     "collect",
     "detect",
     "get",
@@ -91,6 +95,12 @@ def get(
     if follows_text:
         parser.follow_text()
     return parser
+
+
+def calls_of(name: str | None, functions: Sequence[Function]) -> CallFormat | None:
+    """Return the grammar of calls of the functions; None if the parser's format has none."""
+    form = FORMATS.get(name) if name is not None else None
+    return None if form is None or form.calls is None else form.calls(functions)
 
 
 def id_maker(name: str | None) -> Callable[[], str]:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 from engine.server.tool_parsers._parser import StateParser
+from engine.server.tool_parsers.call_grammar import CallFormat, Function
 from engine.server.tool_parsers.events import random_id
-from engine.server.tool_parsers.harmony import HarmonyParser
-from engine.server.tool_parsers.llama3_json import Llama3JsonParser
-from engine.server.tool_parsers.marked_json import MarkedJsonParser, Marks
-from engine.server.tool_parsers.mistral import MistralParser, short_id
+from engine.server.tool_parsers.harmony import HarmonyCalls, HarmonyParser
+from engine.server.tool_parsers.llama3_json import Llama3JsonParser, llama3_json_calls
+from engine.server.tool_parsers.marked_json import MarkedJsonParser, Marks, marked_calls
+from engine.server.tool_parsers.mistral import MistralParser, mistral_calls, short_id
 from engine.server.tool_parsers.pythonic import CallSyntax, PythonicParser
-from engine.server.tool_parsers.tagged import TaggedParser, Tags
+from engine.server.tool_parsers.tagged import TaggedParser, Tags, tagged_calls
 
 __all__ = ["FORMATS", "Format"]
 
@@ -34,11 +35,15 @@ class Format:
         of the formats before this in `FORMATS`.
     make_id : callable
         Returns a new id of a call.
+    calls : callable or None
+        Returns the grammar of calls of the given functions; None: answers cannot be constrained to
+        calls of this format.
     """
 
     parser: Callable[[Collection[str] | None], StateParser]
     signs: tuple[tuple[str, ...], ...]
     make_id: Callable[[], str] = random_id
+    calls: Callable[[Sequence[Function]], CallFormat] | None = None
 
     def is_used_by(self, chat_template: str) -> bool:
         """Tell whether the template contains the signs of this format."""
@@ -55,6 +60,7 @@ _QWEN3_CODER = Tags(
     done="</function>",
     trims=True,
     is_bare=True,
+    is_single=True,
 )
 _SEED_OSS = replace(
     _QWEN3_CODER, section=("<seed:tool_call>", "</seed:tool_call>"), trims=False, is_bare=False
@@ -68,8 +74,15 @@ _GLM45 = Tags(
     close="</arg_value>",
     done="</tool_call>",
     key_name=re.compile(r"\s*(.+?)\s*</arg_key>\s*"),
+    written_name="$name",
+    written_key="{key}</arg_key>\n<arg_value>",
 )
-_HY_V3 = replace(_GLM45, section=("<tool_calls>", "</tool_calls>"), name_ends=("<tool_sep>",))
+_HY_V3 = replace(
+    _GLM45,
+    section=("<tool_calls>", "</tool_calls>"),
+    name_ends=("<tool_sep>",),
+    written_name="$name<tool_sep>",
+)
 _IN_QUOTES = re.compile(r'(.+?)"\s*')
 _MINIMAX_M2 = Tags(
     section=("<minimax:tool_call>", "</minimax:tool_call>"),
@@ -81,6 +94,8 @@ _MINIMAX_M2 = Tags(
     key_name=_IN_QUOTES,
     close="</parameter>",
     done="</invoke>",
+    written_name='$name">',
+    written_key='{key}">',
 )
 _DSML = "\uff5cDSML\uff5c"
 _DEEPSEEK_V32 = Tags(
@@ -93,24 +108,41 @@ _DEEPSEEK_V32 = Tags(
     key_name=re.compile(r'(.+?)"\s+string="(true|false)"\s*'),
     close=f"</{_DSML}parameter>",
     done=f"</{_DSML}invoke>",
+    written_name='$name">',
+    written_key='{key}" string="true">',
+    written_key_of_json='{key}" string="false">',
 )
 
 _DEEPSEEK_V4 = replace(_DEEPSEEK_V32, section=(f"<{_DSML}tool_calls>", f"</{_DSML}tool_calls>"))
 
-_HERMES = Marks("<tool_call>", "</tool_call>")
-_LONGCAT = Marks("<longcat_tool_call>", "</longcat_tool_call>")
-_NEMOTRON = Marks("<TOOLCALL>", "</TOOLCALL>", is_array=True)
-_PHI4 = Marks("<|tool_call|>", "<|/tool_call|>", is_array=True)
-_FUNCTOOLS = Marks("functools", "", is_array=True)
-_GRANITE = Marks("<|tool_call|>", "", is_array=True)
-_HUNYUAN = Marks("<tool_calls>", "</tool_calls>", is_array=True)
-_APERTUS = Marks("<|tools_prefix|>", "<|tools_suffix|>", is_array=True, is_keyed=True)
+_ON_A_LINE = '\n{"name": "$name", "arguments": $arguments}\n'
+_HERMES = Marks("<tool_call>", "</tool_call>", written=_ON_A_LINE)
+_LONGCAT = Marks("<longcat_tool_call>", "</longcat_tool_call>", written=_ON_A_LINE)
+_NEMOTRON = Marks("<TOOLCALL>", "</TOOLCALL>", is_array=True, between=" ")
+_PHI4 = replace(_NEMOTRON, opening="<|tool_call|>", closing="<|/tool_call|>")
+_FUNCTOOLS = replace(_NEMOTRON, opening="functools", closing="")
+_GRANITE = replace(_NEMOTRON, opening="<|tool_call|>", closing="")
+_HUNYUAN = replace(_NEMOTRON, opening="<tool_calls>", closing="</tool_calls>")
+_APERTUS = replace(
+    _NEMOTRON,
+    opening="<|tools_prefix|>",
+    closing="<|tools_suffix|>",
+    is_keyed=True,
+    written='{"$name": $arguments}',
+)
 _GIGACHAT3 = Marks("<|function_call|>", "")
-_COHERE = Marks("<|START_ACTION|>", "<|END_ACTION|>", is_array=True)
+_COHERE = replace(
+    _NEMOTRON,
+    opening="<|START_ACTION|>",
+    closing="<|END_ACTION|>",
+    written='{"tool_call_id": "$index", "tool_name": "$name", "parameters": $arguments}',
+)
 _KIMI_K2 = Marks(
     *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>"),
     re.compile(r"(?P<id>\s*(?:functions\.)?(?P<name>.+?):\d+\s*)<\|tool_call_argument_begin\|>\s*"),
     ("<|tool_call_end|>",),
+    written="functions.$name:$index<|tool_call_argument_begin|>$arguments",
+    between="",
 )
 
 
@@ -126,11 +158,15 @@ _DEEPSEEK_V31 = Marks(
     _deepseek("call\u2581begin"),
     re.compile(rf"\s*(?P<name>.+?)\s*{_DEEPSEEK_SEP}\s*"),
     (_deepseek("call\u2581end"),),
+    written=f"$name{_DEEPSEEK_SEP}$arguments",
+    between="",
 )
 _DEEPSEEK_V3 = replace(
     _DEEPSEEK_V31,
     head=re.compile(rf"\s*function{_DEEPSEEK_SEP}(?P<name>.+?)\s*```json\s*"),
     done=("```", *_DEEPSEEK_V31.done),
+    written=f"function{_DEEPSEEK_SEP}$name\n```json\n$arguments\n```",
+    between="\n",
 )
 
 
@@ -147,11 +183,11 @@ _FUNCTION_GEMMA = CallSyntax(
 
 
 def _marked(marks: Marks, *signs: str) -> Format:
-    return Format(partial(MarkedJsonParser, marks), (signs,))
+    return Format(partial(MarkedJsonParser, marks), (signs,), calls=partial(marked_calls, marks))
 
 
 def _tagged(tags: Tags, *signs: str) -> Format:
-    return Format(partial(TaggedParser, tags), (signs,))
+    return Format(partial(TaggedParser, tags), (signs,), calls=partial(tagged_calls, tags))
 
 
 def _pythonic(syntax: CallSyntax, *signs: str) -> Format:
@@ -159,8 +195,8 @@ def _pythonic(syntax: CallSyntax, *signs: str) -> Format:
 
 
 FORMATS: dict[str, Format] = {
-    "harmony": Format(HarmonyParser, (("<|channel|>",),)),
-    "mistral": Format(MistralParser, (("[TOOL_CALLS]",),), short_id),
+    "harmony": Format(HarmonyParser, (("<|channel|>",),), calls=HarmonyCalls),
+    "mistral": Format(MistralParser, (("[TOOL_CALLS]",),), short_id, mistral_calls),
     "llama4_pythonic": _pythonic(_LLAMA4, "[func_name1("),
     "llama3_json": Format(
         Llama3JsonParser,
@@ -169,6 +205,7 @@ FORMATS: dict[str, Format] = {
             ("<|start_header_id|>", '"parameters"'),
             ("<|header_start|>", '"parameters"'),
         ),
+        calls=llama3_json_calls,
     ),
     "minimax_m2": _tagged(_MINIMAX_M2, "minimax:tool_call"),
     "deepseek_v4": _tagged(_DEEPSEEK_V4, _DSML, "tool_calls>\\n"),

@@ -2,18 +2,75 @@
 
 from __future__ import annotations
 
-from engine.server.harmony import MARKERS, recipient_of
+from collections.abc import Sequence
+
+from engine.server.harmony import CHANNEL, MARKERS, recipient_of
 from engine.server.markers import Markers
 from engine.server.tool_parsers._parser import MAX_CALLS, StateParser
+from engine.server.tool_parsers.call_grammar import (
+    Form,
+    Function,
+    choice,
+    const,
+    filled,
+    sequence,
+)
 from engine.server.tool_parsers.call_reader import ArgumentsReader, is_tool_name
 from engine.server.tool_parsers.events import ToolCallStart
 
-__all__ = ["HarmonyParser"]
+__all__ = ["HarmonyCalls", "HarmonyParser", "message_before"]
 
 _START = "<|start|>"
 _MESSAGE = "<|message|>"
-_IN_TEXT = Markers(_START, "<|call|>", "<|end|>", "<|return|>")
+_END = "<|end|>"
+_IN_TEXT = Markers(_START, "<|call|>", _END, "<|return|>")
 _IN_HEADER = Markers(_MESSAGE)
+
+
+_HEADS = tuple(
+    f"{head}{constrained}"
+    for head in (
+        f"{CHANNEL}commentary to=functions.$name",
+        f" to=functions.$name{CHANNEL}commentary",
+    )
+    for constrained in (" <|constrain|>json", " json")
+)
+_TEXT: Form = {"type": "any_text"}
+
+
+def message_before(*channels: str) -> Form:
+    """Return the format of a message of one of the channels, and the beginning of the next."""
+    texts = [
+        {"type": "tag", "begin": f"{CHANNEL}{name}{_MESSAGE}", "content": _TEXT, "end": _END}
+        for name in channels
+    ]
+    return sequence(choice(texts), const(f"{_START}assistant"))
+
+
+class HarmonyCalls:
+    """Grammar of messages to some functions; an answer ends with the first. See `CallFormat`."""
+
+    def __init__(self, functions: Sequence[Function]) -> None:
+        self._call = choice(
+            [
+                sequence(
+                    choice([filled(head, function) for head in _HEADS]),
+                    filled(f"{_MESSAGE}$arguments", function),
+                )
+                for function in functions
+            ]
+        )
+
+    def required(self, *, one_call: bool) -> Form:
+        """Return the format of a call."""
+        return self._call
+
+    def within_text(self, *, one_call: bool, excludes: Sequence[str] = ()) -> Form:
+        """Return the format of messages, of which the last may be a call."""
+        spoken = ("commentary", "final")
+        last = [sequence(const(f"{CHANNEL}{name}{_MESSAGE}"), _TEXT) for name in spoken]
+        more = {"type": "star", "content": message_before("analysis", *spoken)}
+        return sequence(more, choice([*last, self._call]))
 
 
 class HarmonyParser(StateParser):

@@ -3,17 +3,41 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 from engine.server.markers import Markers
 from engine.server.tool_parsers._parser import MAX_CALLS, SPACE, StateParser
+from engine.server.tool_parsers.call_grammar import (
+    CallGrammar,
+    Function,
+    Section,
+    choice,
+    const,
+    filled,
+)
 from engine.server.tool_parsers.events import random_id
 
-__all__ = ["Llama3JsonParser"]
+__all__ = ["Llama3JsonParser", "llama3_json_calls"]
 
 _TAG = "<|python_tag|>"
 _MARKERS = Markers("\n", _TAG)
 _SEPARATORS = re.compile(r"[\s;]*")
+_BEGIN = '{"name": "'
+_LIKE_A_CALL = r'\{\s*"(?:name|type|id|parameters)"(?s:.*)'
+
+
+def llama3_json_calls(functions: Sequence[Function]) -> CallGrammar:
+    """Return the grammar of calls of the functions."""
+    call = choice([filled('$name", "parameters": $arguments}', one) for one in functions])
+    after_tag = choice(
+        [filled(_BEGIN + '$name", "parameters": $arguments}', one) for one in functions]
+    )
+    separator = const(f"; {_BEGIN}")
+    excludes = (rf"[\s;]*{_LIKE_A_CALL}", rf"(?s:.*)\n\s*{_LIKE_A_CALL}")
+    return CallGrammar(
+        Section(_BEGIN, call, separator=separator, starts_line=True, excludes=excludes),
+        Section(_TAG, after_tag, separator=const("; ")),
+    )
 
 
 class Llama3JsonParser(StateParser):

@@ -7,15 +7,24 @@ or a name before each call's arguments.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from engine.server.markers import Markers
 from engine.server.tool_parsers._parser import MAX_CALLS, StateParser
+from engine.server.tool_parsers.call_grammar import (
+    CallGrammar,
+    Function,
+    Section,
+    choice,
+    const,
+    filled,
+    sequence,
+)
 from engine.server.tool_parsers.call_reader import ArgumentsReader, KeyedCallReader, is_tool_name
 from engine.server.tool_parsers.events import ToolCallStart, random_id
 
-__all__ = ["MarkedJsonParser", "Marks"]
+__all__ = ["MarkedJsonParser", "Marks", "marked_calls"]
 
 _MAX_HEAD_CHARS = 400
 
@@ -39,6 +48,11 @@ class Marks:
         Whether the objects are items of an array.
     is_keyed : bool
         Whether an object's only key is the name, and its value the arguments.
+    written : str
+        How a call is written behind `opening` or `call`: with "$name", "$arguments" and "$index",
+        the digits of a number.
+    between : str
+        What is written between calls, or between their sections; in an array after the comma.
     """
 
     opening: str
@@ -48,6 +62,23 @@ class Marks:
     done: tuple[str, ...] = ()
     is_array: bool = False
     is_keyed: bool = False
+    written: str = '{"name": "$name", "arguments": $arguments}'
+    between: str = "\n"
+
+
+def marked_calls(marks: Marks, functions: Sequence[Function]) -> CallGrammar:
+    """Return the grammar of calls of the functions."""
+    call = choice([filled(marks.written, function) for function in functions])
+    if marks.is_array:
+        separator = const(f",{marks.between}")
+        is_word = marks.opening.isalpha()  # one that prose may have too
+        begin = f"{marks.opening}[" if is_word else marks.opening
+        bracket = "" if is_word else "["
+        return CallGrammar(Section(begin, call, f"]{marks.closing}", bracket, separator))
+    if not marks.call:
+        return CallGrammar(Section(marks.opening, call, marks.closing, between=marks.between))
+    call = sequence(const(marks.call), call, const(marks.done[-1]))
+    return CallGrammar(Section(marks.opening, call, marks.closing, separator=const(marks.between)))
 
 
 class MarkedJsonParser(StateParser):

@@ -5,10 +5,20 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 from engine.server.markers import Markers
 from engine.server.tool_parsers._parser import MAX_CALLS, StateParser
+from engine.server.tool_parsers.call_grammar import (
+    CallGrammar,
+    Function,
+    Section,
+    choice,
+    const,
+    filled,
+    listed,
+    sequence,
+)
 from engine.server.tool_parsers.call_reader import ArgumentsReader, is_tool_name
 from engine.server.tool_parsers.events import (
     Event,
@@ -18,16 +28,28 @@ from engine.server.tool_parsers.events import (
     random_id,
 )
 
-__all__ = ["CallListParser", "MistralParser", "short_id"]
+__all__ = ["CallListParser", "MistralParser", "mistral_calls", "short_id"]
 
 _MARKER = "[TOOL_CALLS]"
 _MARKERS = Markers(_MARKER)
+_OBJECT = '{"name": "$name", "arguments": $arguments}'
 _HEADER_CHARS = re.compile(r"[\w.:/\[\]\s-]*")
 _HEADER = re.compile(r"\s*([\w.:/-]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\]\s*)?")
 MAX_HEADER_CHARS = 400
 
 short_id = functools.partial(random_id, "", 9)
 """Return a new id as Mistral's templates require it: 9 letters and digits."""
+
+
+def mistral_calls(functions: Sequence[Function]) -> CallGrammar:
+    """Return the grammar of calls of the functions: in an array, or each behind the marker."""
+    items = choice([filled(_OBJECT, function) for function in functions])
+    array = sequence(const("["), items, const("]"))
+    arrays = sequence(const("["), listed(items, const(", "), one_call=False), const("]"))
+    one = choice([filled("$name[ARGS]$arguments", function) for function in functions])
+    return CallGrammar(
+        Section(_MARKER, choice([array, one]), between="", several=choice([arrays, one]))
+    )
 
 
 class MistralParser(StateParser):

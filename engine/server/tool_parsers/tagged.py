@@ -8,21 +8,32 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from engine.server.markers import Markers
 from engine.server.tool_parsers._parser import MAX_CALLS, StateParser
+from engine.server.tool_parsers.call_grammar import (
+    CallGrammar,
+    Form,
+    Function,
+    Section,
+    choice,
+    const,
+    filled,
+    sequence,
+)
 from engine.server.tool_parsers.call_reader import is_tool_name
 from engine.server.tool_parsers.events import ToolCallStart, random_id
 from engine.server.tool_parsers.state_reader import StateReader
 from engine.server.tool_parsers.typed_values import TEXT, allowed_types, typed_json
 
-__all__ = ["TaggedParser", "Tags"]
+__all__ = ["TaggedParser", "Tags", "tagged_calls"]
 
 _MAX_HEAD_CHARS = 400
 _SPACE = re.compile(r"\s*")
+_NEWLINE: Form = {"type": "optional", "content": const("\n")}
 
 
 @dataclass(frozen=True)
@@ -52,6 +63,13 @@ class Tags:
         Whether a value's first and last line break are not part of it.
     is_bare : bool
         Whether a call may stand without its section.
+    is_single : bool
+        Whether each call is written in a section of its own.
+    written_name, written_key : str
+        How the text from `call` to the end of the name is written, with "$name"; and the text from
+        `key` to the value, with "{key}".
+    written_key_of_json : str or None
+        The same before values other than text, if it differs.
     """
 
     section: tuple[str, str]
@@ -65,6 +83,45 @@ class Tags:
     key_name: re.Pattern[str] = re.compile(r"\s*(.+?)\s*", re.DOTALL)
     trims: bool = False
     is_bare: bool = False
+    is_single: bool = False
+    written_name: str = "$name>"
+    written_key: str = "{key}>"
+    written_key_of_json: str | None = None
+
+
+def tagged_calls(tags: Tags, functions: Sequence[Function]) -> CallGrammar:
+    """Return the grammar of calls of the functions."""
+    call = choice([_written_call(tags, function) for function in functions])
+    bare = Section(tags.call, call)
+    if not tags.section[0]:
+        return CallGrammar(bare)
+    begun = sequence(_NEWLINE, const(tags.call), call, _NEWLINE)
+    separator = None if tags.is_single else const("")
+    section = Section(tags.section[0], begun, tags.section[1], separator=separator)
+    return CallGrammar(section, bare) if tags.is_bare else CallGrammar(section)
+
+
+def _written_call(tags: Tags, function: Function) -> Form:
+    """Return the format of a call behind `Tags.call`."""
+    line_break = "\n" if tags.trims else ""
+    of_json = tags.written_key_of_json
+    properties = function.parameters.get("properties")
+    types = {
+        name: sorted(allowed_types(schema, function.parameters))
+        for name, schema in (properties if isinstance(properties, Mapping) else {}).items()
+    }
+    values = {
+        "type": "tagged_values",
+        "json_schema": function.schema,
+        "begin": f"{tags.key}{tags.written_key}{line_break}",
+        "begin_json": None if of_json is None else f"{tags.key}{of_json}{line_break}",
+        "end": f"{line_break}{tags.close}",
+        "close": tags.close,
+        "types": types,
+        "repeats_others": not function.is_strict,
+    }
+    head = filled(tags.written_name, function)
+    return sequence(head, _NEWLINE, values, const(tags.done))
 
 
 class TaggedParser(StateParser):

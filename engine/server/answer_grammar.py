@@ -1,0 +1,304 @@
+"""What an answer is constrained to: reasoning, then text, JSON or calls in the model's format."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from engine.server import reasoning, tool_parsers
+from engine.server.protocol.chat import ChatCompletionRequest
+from engine.server.protocol.common import structured_options
+from engine.server.protocol.errors import APIError
+from engine.server.protocol.tools import selected_tools, tools_schema
+from engine.server.reasoning.formats import FORMATS
+from engine.server.response_template import DeclaredReaders
+from engine.server.tool_parsers import CallFormat, Event, ToolParser
+from engine.server.tool_parsers.call_grammar import Form, Function, choice, const, sequence
+from engine.server.tool_parsers.events import ToolCallDelta, ToolCallEnd, ToolCallStart
+from engine.server.tool_parsers.harmony import message_before
+from engine.server.tool_parsers.json_scanner import is_json_object
+from engine.server.tool_parsers.required import RequiredCallsParser
+from engine.structured.lark import escaped
+from engine.structured.spec import StructuredOutput
+
+__all__ = ["HARMONY", "Opening", "ToolUse", "answer_structure", "opening_of", "tool_use"]
+
+Opening = Literal["open", "may open", "closed"]
+"""State of the block of reasoning where an answer begins."""
+
+HARMONY = "harmony"
+"""Name of the parsers of gpt-oss, whose calls and reasoning are messages of one format."""
+
+_FINAL = "<|channel|>final<|message|>"
+_NEXT = "<|end|><|start|>assistant"
+_TEXT: Form = {"type": "any_text"}
+_SPACE: Form = {"type": "regex", "pattern": r"\s{0,8}"}  # between a block and the answer
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """How an answer may call tools.
+
+    Attributes
+    ----------
+    make_parser : callable or None
+        Returns a parser of the answer's calls; None: text is never a call.
+    calls : CallFormat or None
+        Grammar of the calls, if the format has one.
+    mode : str
+        "none", "auto", "required" or "named".
+    is_constrained : bool
+        Whether the calls of "auto" follow the grammar.
+    one_call : bool
+    schema : mapping or None
+        JSON schema of the answer, if calls are required in a format without a grammar.
+    """
+
+    make_parser: Callable[[], ToolParser] | None = None
+    calls: CallFormat | None = None
+    mode: str = "none"
+    is_constrained: bool = False
+    one_call: bool = False
+    schema: Mapping[str, Any] | None = None
+
+
+def tool_use(
+    body: ChatCompletionRequest,
+    tool_parser: str | None,
+    reasoning_parser: str | None,
+    *,
+    follows_text: bool,
+    declared: DeclaredReaders | None = None,
+) -> ToolUse:
+    """Return how the answer to a request may call tools.
+
+    Parameters
+    ----------
+    body : ChatCompletionRequest
+    tool_parser, reasoning_parser : str or None
+        Names of the model's parsers.
+    follows_text : bool
+        Whether the answer continues a message with text.
+    declared : DeclaredReaders, optional
+        Read answers in the checkpoint's own format, if that is used.
+
+    Raises
+    ------
+    APIError
+        If `tool_choice` is invalid, or a tool parser is needed and there is none.
+    """
+    selected = selected_tools(body.tools, body.tool_choice)
+    mode = selected.mode
+    if mode == "none":
+        return ToolUse()
+    one_call = body.parallel_tool_calls is False or mode == "named"
+    is_required = mode != "auto"
+    functions = [
+        Function(
+            tool.function.name,
+            tool.function.parameters or {},
+            f"tools[{i}].function.parameters",
+            is_required or bool(tool.function.strict),
+        )
+        for i, tool in selected.tools
+    ]
+    names = {function.name: function.parameters for function in functions}
+    can_read = tool_parser != HARMONY or reasoning_parser == HARMONY
+    calls = tool_parsers.calls_of(tool_parser, functions) if can_read else None
+    if is_required and calls is None:
+        return _calls_as_json(functions, mode, tool_parser, one_call=one_call)
+    if tool_parser is None:
+        message = (
+            "tools need a tool parser, and none is known for the model's chat template; "
+            'start the server with --tool-call-parser, or give tool_choice "required"'
+        )
+        raise APIError(400, message, param="tools")
+    if declared is not None:
+        make_id = tool_parsers.id_maker(tool_parser)
+        return ToolUse(functools.partial(declared.tools, make_id), mode=mode, one_call=one_call)
+    make: Callable[[], ToolParser] = functools.partial(
+        tool_parsers.get, tool_parser, names, follows_text=follows_text and not is_required
+    )
+    if is_required:
+        make = functools.partial(RequiredCallsParser, make)
+    is_constrained = calls is not None and (
+        selected.is_subset or any(function.is_strict for function in functions)
+    )
+    return ToolUse(make, calls, mode, is_constrained, one_call)
+
+
+def _calls_as_json(
+    functions: Sequence[Function], mode: str, tool_parser: str | None, *, one_call: bool
+) -> ToolUse:
+    """Return the use of tools in an answer of JSON: a list of calls, or the arguments of one."""
+    make_id = tool_parsers.id_maker(tool_parser)
+    if mode == "named":
+        [function] = functions
+        schema: Mapping[str, Any] = function.parameters or {"type": "object"}
+        make = functools.partial(_NamedCall, function.name, make_id)
+        return ToolUse(make, mode=mode, one_call=True, schema=schema)
+    names = {function.name: function.parameters for function in functions}
+    make_list = functools.partial(tool_parsers.CallListParser, names, make_id)
+    schema = tools_schema(functions, one_call=one_call)
+    return ToolUse(make_list, mode=mode, one_call=one_call, schema=schema)
+
+
+def opening_of(name: str | None, prompt: str, continued: str = "") -> Opening:
+    """Return the state of the block where the answer to a prompt begins.
+
+    Parameters
+    ----------
+    name : str or None
+        The reasoning parser, if any.
+    prompt, continued : str
+        See `reasoning.get`.
+
+    Examples
+    --------
+    >>> [opening_of("qwen3", prompt) for prompt in ("<think>\\n", "", "</think>")]
+    ['open', 'may open', 'closed']
+    """
+    if name is None:
+        return "closed"
+    reader = reasoning.get(name, prompt, continued=continued)
+    if not reader.is_reasoning:
+        return "closed"
+    thought, _ = reader.feed("x")
+    return "open" if thought else "may open"
+
+
+def answer_structure(
+    body: ChatCompletionRequest, use: ToolUse, reasoning_parser: str | None, opening: Opening
+) -> dict[str, Any] | None:
+    """Return the fields of the `StructuredOutput` of an answer; None: it is free text.
+
+    Parameters
+    ----------
+    body : ChatCompletionRequest
+    use : ToolUse
+    reasoning_parser : str or None
+        Name of the model's parser.
+    opening : str
+        See `opening_of`.
+
+    Raises
+    ------
+    APIError, RequestError
+        If several fields of the request ask for a structure, or one is invalid.
+    """
+    options = structured_options(body)
+    if use.schema is not None:
+        options = {"json": use.schema}
+    is_required = use.mode in ("required", "named")
+    is_harmony = reasoning_parser == HARMONY
+    behind: list[Form] = []  # what may follow a block of reasoning
+    alone: list[Form] = []  # what may stand without one
+    if options is not None and not (is_required and use.calls is not None):
+        if use.calls is None and opening == "closed":
+            return options
+        content = _form_of(options, any_whitespace=use.calls is None)
+        alone.append(content)
+        behind.append(content if reasoning_parser is None else _marked(content, reasoning_parser))
+    if use.calls is not None and (is_required or options is not None):
+        call = use.calls.required(one_call=use.one_call)
+        alone.append(_next_message(call) if is_harmony else call)
+        behind.append(call)
+    elif use.calls is not None and use.is_constrained:
+        text = _text_with_calls(use, use.calls, reasoning_parser, opening)
+        alone.append(text)
+        behind.append(text)
+    if not alone:
+        return None
+    form = choice(alone)
+    if reasoning_parser is not None and opening != "closed":
+        form = _after_reasoning(choice(behind), form, reasoning_parser, opening)
+    return {"structural_tag": {"type": "structural_tag", "format": form}}
+
+
+def _form_of(options: Mapping[str, Any], *, any_whitespace: bool) -> Form:
+    """Return the format that the fields of a `StructuredOutput` stand for."""
+    structured = StructuredOutput(**options)
+    if structured.regex is not None:
+        return {"type": "regex", "pattern": structured.regex}
+    if structured.choice is not None:
+        return {"type": "regex", "pattern": "|".join(map(escaped, structured.choice))}
+    if structured.grammar is not None:
+        return {"type": "grammar", "grammar": structured.grammar}
+    if structured.structural_tag is not None:
+        return json.loads(str(structured.structural_tag)).get("format")  # type: ignore[no-any-return]
+    schema = {"type": "object"} if structured.json_object else json.loads(str(structured.json))
+    return {"type": "json_schema", "json_schema": schema, "any_whitespace": any_whitespace}
+
+
+def _marked(content: Form, reasoning_parser: str) -> Form:
+    """Return content with the markers that stand around it behind the reasoning."""
+    if reasoning_parser == HARMONY:
+        return sequence(const(_FINAL), content)
+    block = FORMATS[reasoning_parser]
+    options = [sequence(const(b), _SPACE, content, const(e)) for b, e in block.answers]
+    end: Form = {"type": "optional", "content": const(block.end)}
+    return choice([sequence(content, end) if block.end else content, *options])
+
+
+def _text_with_calls(
+    use: ToolUse, calls: CallFormat, reasoning_parser: str | None, opening: Opening
+) -> Form:
+    excludes = []
+    if opening == "may open" and reasoning_parser not in (None, HARMONY):
+        markers = "|".join(map(escaped, FORMATS[str(reasoning_parser)].opening))
+        excludes.append(rf"\s*(?:{markers})(?s:.*)")
+    text = calls.within_text(one_call=use.one_call, excludes=excludes)
+    if reasoning_parser == HARMONY and opening == "closed":
+        return choice([_TEXT, sequence(_before("<|end|>"), const("<|start|>assistant"), text)])
+    return text
+
+
+def _next_message(form: Form) -> Form:
+    """Return a message of gpt-oss, after the end of the one that the prompt has begun."""
+    return sequence(const(_NEXT), form)
+
+
+def _after_reasoning(form: Form, alone: Form, reasoning_parser: str, opening: Opening) -> Form:
+    """Return a format behind free reasoning; `alone` is what may stand without."""
+    if reasoning_parser == HARMONY:
+        more: Form = {"type": "star", "content": message_before("analysis")}
+        begun = [_before("<|end|>"), const("<|start|>assistant")] if opening == "open" else []
+        return sequence(*begun, more, form)
+    block = FORMATS[reasoning_parser]
+    rest = sequence(choice([_before(marker) for marker in block.closing]), _SPACE)
+    if opening == "open":
+        return sequence(rest, form)
+    thought = sequence(choice([const(marker) for marker in block.opening]), rest)
+    if form == alone:
+        return sequence({"type": "optional", "content": thought}, form)
+    return choice([sequence(thought, form), alone])
+
+
+def _before(end: str) -> Form:
+    """Return free text up to a marker, and the marker."""
+    return {"type": "tag", "begin": "", "content": _TEXT, "end": end}
+
+
+class _NamedCall:
+    """Parser for an answer that consists entirely of one call's arguments."""
+
+    markers: tuple[str, ...] = ()
+
+    def __init__(self, name: str, make_id: Callable[[], str]) -> None:
+        self._start = ToolCallStart(0, make_id(), name)
+        self._arguments: list[str] = []
+
+    def feed(self, delta: str) -> list[Event]:
+        """Return the delta as arguments; the first time, preceded by the call's start event."""
+        events: list[Event] = [] if self._arguments else [self._start]
+        self._arguments.append(delta)
+        return [*events, ToolCallDelta(0, delta)]
+
+    def finish(self) -> list[Event]:
+        """Return the call's end event, if the call has started."""
+        if not self._arguments:
+            return []
+        return [ToolCallEnd(0, is_json_object("".join(self._arguments)))]

@@ -1,0 +1,219 @@
+"""Grammars of tool calls in a model's own format, as structural tags.
+
+Each family of readers describes its calls as `Section`s; `required_calls` and `text_with_calls` put
+them together. See `engine.structured.structural_tag` for the formats.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from engine.server.tool_parsers._parser import MAX_CALLS
+from engine.structured.references import OWN_DOCUMENT
+
+__all__ = [
+    "CallFormat",
+    "CallGrammar",
+    "Form",
+    "Function",
+    "Section",
+    "choice",
+    "const",
+    "filled",
+    "json_arguments",
+    "listed",
+    "sequence",
+]
+
+Form = dict[str, Any]
+
+_FIELD = re.compile(r"\$(name|arguments|index)")
+_INDEX: Form = {"type": "regex", "pattern": "[0-9]{1,3}"}
+
+
+@dataclass(frozen=True)
+class Function:
+    """A function that an answer may call.
+
+    Attributes
+    ----------
+    name : str
+    parameters : mapping
+        JSON schema of the arguments.
+    where : str
+        Its place in the request, for messages.
+    is_strict : bool
+        Whether the arguments follow the schema; otherwise they are any object.
+    """
+
+    name: str
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    where: str = "parameters"
+    is_strict: bool = True
+
+    @property
+    def schema(self) -> Form:
+        """Schema of the arguments, as a document of its own."""
+        if not self.is_strict:
+            return {"type": "object"}
+        return {"title": self.where, OWN_DOCUMENT: self.parameters or {"type": "object"}}
+
+
+@dataclass(frozen=True)
+class Section:
+    """How a format writes calls: ``begin bracket {call separator call ...} end``.
+
+    Attributes
+    ----------
+    begin : str
+        What a section of calls begins with, and nothing else does.
+    call : Form
+        One call.
+    end : str
+        What ends the section.
+    bracket : str
+        Between `begin` and the first call.
+    separator : Form or None
+        Between the calls of a section; None if each call has a section of its own.
+    between : str
+        Between sections.
+    several : Form or None
+        What stands in place of `call` where several calls are allowed, if it differs.
+    starts_line : bool
+        Whether `begin` counts at the start of a line only.
+    excludes : tuple of str
+        Expressions of texts that are no text beside the calls, since a reader finds a call.
+    """
+
+    begin: str
+    call: Form
+    end: str = ""
+    bracket: str = ""
+    separator: Form | None = None
+    between: str = "\n"
+    several: Form | None = None
+    starts_line: bool = False
+    excludes: tuple[str, ...] = ()
+
+    def form(self, *, one_call: bool) -> Form:
+        """Return the section behind `begin`."""
+        call = self.call if one_call or self.several is None else self.several
+        calls = listed(call, self.separator, one_call=one_call)
+        return sequence(const(self.bracket), calls, const(self.end))
+
+
+def const(value: str) -> Form:
+    """Return the format of a literal text, in which special tokens are tokens."""
+    return {"type": "const_string", "value": value}
+
+
+def sequence(*elements: Form) -> Form:
+    """Return the format of elements in a row; empty literals are left out."""
+    return {"type": "sequence", "elements": [e for e in elements if e != const("")] or [const("")]}
+
+
+def choice(elements: Sequence[Form]) -> Form:
+    """Return the format of one of the elements."""
+    return elements[0] if len(elements) == 1 else {"type": "or", "elements": list(elements)}
+
+
+def listed(call: Form, separator: Form | None, *, one_call: bool) -> Form:
+    """Return the format of calls with a separator between them; None: of one call."""
+    if one_call or separator is None:
+        return call
+    return {"type": "list", "content": call, "separator": separator, "max": MAX_CALLS}
+
+
+def json_arguments(function: Function) -> Form:
+    """Return the format of a function's arguments as JSON."""
+    return {"type": "json_schema", "json_schema": function.schema, "any_whitespace": False}
+
+
+def filled(template: str, function: Function, arguments: Form | None = None) -> Form:
+    """Return the format of a template of a call, with "$name", "$arguments" and "$index".
+
+    Examples
+    --------
+    >>> form = filled("f:$name:$index", Function("add"))
+    >>> [one.get("value") for one in form["elements"]]
+    ['f:', 'add', ':', None]
+    """
+    parts = []
+    at = 0
+    for match in _FIELD.finditer(template):
+        parts.append(const(template[at : match.start()]))
+        if match[1] == "name":
+            parts.append(const(function.name))
+        elif match[1] == "index":
+            parts.append(_INDEX)
+        else:
+            parts.append(json_arguments(function) if arguments is None else arguments)
+        at = match.end()
+    return sequence(*parts, const(template[at:]))
+
+
+class CallFormat(Protocol):
+    """Grammar of the calls of some functions in one format."""
+
+    def required(self, *, one_call: bool) -> Form:
+        """Return the format of an answer of one or several calls and nothing else."""
+
+    def within_text(self, *, one_call: bool, excludes: Sequence[str] = ()) -> Form:
+        """Return the format of text in which each section of calls is complete.
+
+        Parameters
+        ----------
+        one_call : bool
+            Whether the answer ends with the first call.
+        excludes : sequence of str
+            Expressions of what no text before or between calls may be.
+        """
+
+
+class CallGrammar:
+    """`CallFormat` of calls in sections.
+
+    Parameters
+    ----------
+    sections : sequence of Section
+        Ways in which an answer may write calls; the first is that of required calls.
+    """
+
+    def __init__(self, *sections: Section) -> None:
+        self._sections = sections
+
+    def required(self, *, one_call: bool) -> Form:
+        """Return the format of an answer of one or several calls and nothing else."""
+        section = self._sections[0]
+        first = sequence(const(section.begin), section.form(one_call=one_call))
+        if one_call or section.separator is not None:
+            return first
+        return listed(first, const(section.between), one_call=False)
+
+    def within_text(self, *, one_call: bool, excludes: Sequence[str] = ()) -> Form:
+        """Return the format of text with calls; see `CallFormat`."""
+        sections = self._sections
+        begins = [f"\n{one.begin}" if one.starts_line else one.begin for one in sections]
+        forms = [one.form(one_call=one_call) for one in sections]
+        tags = [{"begin": b, "content": f, "end": ""} for b, f in zip(begins, forms, strict=True)]
+        text: Form = {
+            "type": "triggered_tags",
+            "triggers": list(dict.fromkeys(begins)),
+            "tags": tags,
+            "stop_after_first": one_call,
+            "excludes": [*excludes, *(text for one in sections for text in one.excludes)],
+        }
+        at_start = [
+            sequence(const(one.begin), form)
+            for one, form in zip(sections, forms, strict=True)
+            if one.starts_line
+        ]
+        if not at_start:
+            return text
+        first = choice(at_start)
+        if one_call:
+            return choice([first, text])
+        return sequence({"type": "optional", "content": first}, text)

@@ -1,0 +1,263 @@
+"""Structural tags: literal text, free text and JSON in one grammar, in XGrammar's format.
+
+`normalized_tag` checks a structural tag and reduces it to few kinds of formats, with every schema
+rewritten (`json_schema`). `tag_grammar` writes the result for llguidance.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from engine.checks import shown
+from engine.structured.json_schema import MAX_CHARS, Accepts, normalized
+from engine.structured.lark import containing
+from engine.structured.references import SchemaError
+from engine.structured.tagged_values import tagged_values
+
+__all__ = ["normalized_tag"]
+
+MAX_COUNT = 1024  # maximum repetitions that a format may require or allow
+
+Form = dict[str, Any]
+
+_FIELDS: dict[str, dict[str, tuple[type, Any]]] = {
+    "const_string": {"value": (str, ...)},
+    "json_schema": {"json_schema": (object, ...), "any_whitespace": (bool, True)},
+    "regex": {"pattern": (str, ...)},
+    "grammar": {"grammar": (str, ...)},
+    "any_text": {"excludes": (list, [])},
+    "sequence": {"elements": (list, ...)},
+    "or": {"elements": (list, ...)},
+    "optional": {"content": (dict, ...)},
+    "star": {"content": (dict, ...)},
+    "plus": {"content": (dict, ...)},
+    "repeat": {"content": (dict, ...), "min": (int, 0), "max": (int, ...)},
+    "list": {"content": (dict, ...), "separator": (dict, ...), "max": (int, ...)},
+    "tag": {"begin": (str, ...), "content": (dict, ...), "end": (str, ...)},
+    "triggered_tags": {
+        "triggers": (list, ...),
+        "tags": (list, ...),
+        "at_least_one": (bool, False),
+        "stop_after_first": (bool, False),
+        "excludes": (list, []),
+    },
+    "tags_with_separator": {
+        "tags": (list, ...),
+        "separator": (str, ...),
+        "at_least_one": (bool, False),
+        "stop_after_first": (bool, False),
+    },
+    "tagged_values": {
+        "json_schema": (object, ...),
+        "begin": (str, ...),
+        "begin_json": ((str, type(None)), None),  # type: ignore[dict-item]
+        "end": (str, ...),
+        "close": (str, ...),
+        "types": (dict, {}),
+        "repeats_others": (bool, False),
+    },
+}
+_REPEATS = {"optional": (0, 1), "star": (0, None), "plus": (1, None)}
+
+
+def normalized_tag(
+    text: str, accepts: Accepts, knows_format: Callable[[str], bool]
+) -> tuple[str, list[str]]:
+    """Return a structural tag with rewritten schemas and few kinds of formats, and warnings.
+
+    The kinds are "const_string", "regex", "grammar", "any_text" (with the texts that end it),
+    "json_schema", "sequence", "or", "repeat" and "list".
+
+    Parameters
+    ----------
+    text : str
+        A structural tag.
+    accepts, knows_format : callable
+        See `json_schema.normalized`.
+
+    Raises
+    ------
+    SchemaError
+        If it is no valid structural tag, or a schema cannot be enforced exactly.
+    """
+    try:
+        tag = json.loads(text)
+        if not isinstance(tag, dict) or tag.get("type") != "structural_tag":
+            raise SchemaError('type must be "structural_tag"')
+        writer = _Normalizer(accepts, knows_format)
+        found = writer.form(tag.get("format"), "format")
+    except RecursionError:
+        raise SchemaError("it nests too deeply") from None
+    written = json.dumps(found, ensure_ascii=False, separators=(",", ":"))
+    if len(written) > MAX_CHARS:
+        raise SchemaError(f"rewritten, it has {len(written)} characters; the limit is {MAX_CHARS}")
+    return written, writer.warnings
+
+
+class _Normalizer:
+    """Reduces formats; collects the warnings of their schemas."""
+
+    def __init__(self, accepts: Accepts, knows_format: Callable[[str], bool]) -> None:
+        self._accepts = accepts
+        self._knows_format = knows_format
+        self._schemas: dict[str, Any] = {}
+        self.warnings: list[str] = []
+
+    def form(self, given: object, where: str) -> Form:
+        """Return a format in reduced form."""
+        fields = _fields(given, where)
+        kind = fields["type"]
+        if kind in ("const_string", "regex", "grammar"):
+            return fields
+        if kind == "any_text":
+            return {"type": kind, "excludes": _texts(fields["excludes"], where), "ends": []}
+        if kind == "json_schema":
+            fields["json_schema"] = self._schema(fields["json_schema"])
+            return fields
+        return self._composite(kind, fields, where)
+
+    def _composite(self, kind: str, fields: Form, where: str) -> Form:
+        if kind in ("sequence", "or"):
+            elements = self._forms(fields["elements"], f"{where}.elements")
+            return {"type": kind, "elements": elements}
+        if kind in _REPEATS:
+            return _repeat(self.form(fields["content"], f"{where}.content"), *_REPEATS[kind])
+        if kind == "repeat":
+            low = fields["min"]
+            high = fields["max"]
+            if not 0 <= low <= high <= MAX_COUNT or high == 0:
+                wanted = f"0 <= min <= max <= {MAX_COUNT} and max > 0"
+                raise SchemaError(f"{where} must have {wanted}; got {low} and {high}")
+            return _repeat(self.form(fields["content"], f"{where}.content"), low, high)
+        if kind == "list":
+            if not 1 <= fields["max"] <= MAX_COUNT:
+                raise SchemaError(f"{where}.max must be in [1, {MAX_COUNT}]; got {fields['max']}")
+            content = self.form(fields["content"], f"{where}.content")
+            separator = self.form(fields["separator"], f"{where}.separator")
+            return {"type": kind, "content": content, "separator": separator, "max": fields["max"]}
+        if kind == "tag":
+            begin, content, end = self._tag(fields, where)
+            return _sequence(_const(begin), content, _const(end))
+        if kind == "triggered_tags":
+            return self._triggered(fields, where)
+        if kind == "tags_with_separator":
+            return self._separated(fields, where)
+        return self._tagged_values(fields, where)
+
+    def _forms(self, given: Sequence[object], where: str) -> list[Form]:
+        if not given:
+            raise SchemaError(f"{where} must not be empty")
+        return [self.form(one, f"{where}[{i}]") for i, one in enumerate(given)]
+
+    def _schema(self, schema: object) -> Any:
+        given = json.dumps(schema)
+        if given not in self._schemas:
+            text, warnings = normalized(given, self._accepts, self._knows_format)
+            self.warnings += warnings
+            self._schemas[given] = json.loads(text)
+        return self._schemas[given]
+
+    def _tag(self, fields: Form, where: str) -> tuple[str, Form, str]:
+        """Return begin, content and end of a tag; free text as its content ends with its end."""
+        content = self.form(fields["content"], f"{where}.content")
+        end = fields["end"]
+        if content["type"] == "any_text":
+            if not end:
+                raise SchemaError(f"{where}.end must not be empty after any_text")
+            return fields["begin"], content | {"ends": [end]}, ""
+        return fields["begin"], content, end
+
+    def _tags(self, given: Sequence[object], where: str) -> list[tuple[str, Form, str]]:
+        if not given:
+            raise SchemaError(f"{where} must not be empty")
+        found = []
+        for i, one in enumerate(given):
+            place = f"{where}[{i}]"
+            fields = _fields(one if not isinstance(one, dict) else {"type": "tag"} | one, place)
+            if fields["type"] != "tag":
+                raise SchemaError(f"{place} must be a tag; got {shown(fields['type'])}")
+            found.append(self._tag(fields, place))
+        return found
+
+    def _triggered(self, fields: Form, where: str) -> Form:
+        triggers = _texts(fields["triggers"], f"{where}.triggers")
+        excludes = _texts(fields["excludes"], f"{where}.excludes")
+        tags = self._tags(fields["tags"], f"{where}.tags")
+        by_trigger: dict[str, list[Form]] = {}
+        for i, (begin, content, end) in enumerate(tags):
+            fitting = [trigger for trigger in triggers if trigger and begin.startswith(trigger)]
+            if len(fitting) != 1:
+                place = f"{where}.tags[{i}].begin"
+                raise SchemaError(f"{place} must begin with one of triggers; got {shown(begin)}")
+            rest = _sequence(_const(begin[len(fitting[0]) :]), content, _const(end))
+            by_trigger.setdefault(fitting[0], []).append(rest)
+        text: Form = {"type": "any_text", "excludes": excludes, "ends": []}
+        calls = _or([_sequence(text | {"ends": [t]}, _or(of)) for t, of in by_trigger.items()])
+        plain = text | {"excludes": [*excludes, *map(containing, triggers)]}
+        if fields["stop_after_first"]:
+            return calls if fields["at_least_one"] else _or([plain, calls])
+        return _sequence(_repeat(calls, int(fields["at_least_one"]), None), plain)
+
+    def _separated(self, fields: Form, where: str) -> Form:
+        tags = self._tags(fields["tags"], f"{where}.tags")
+        one = _or([_sequence(_const(begin), form, _const(end)) for begin, form, end in tags])
+        found = one
+        if not fields["stop_after_first"]:
+            separator = _const(fields["separator"])
+            found = {"type": "list", "content": one, "separator": separator, "max": MAX_COUNT}
+        return found if fields["at_least_one"] else _repeat(found, 0, 1)
+
+    def _tagged_values(self, fields: Form, where: str) -> Form:
+        types = fields["types"]
+        if not all(isinstance(one, list) for one in types.values()):
+            raise SchemaError(f"{where}.types must hold lists")
+        schema = self._schema(fields["json_schema"])
+        return tagged_values(schema, fields, self._accepts, self.warnings)
+
+
+def _fields(given: object, where: str) -> Form:
+    """Return a format's fields, with defaults, after checking their types."""
+    if not isinstance(given, Mapping):
+        raise SchemaError(f"{where} must be an object; got {shown(given)}")
+    kind = given.get("type")
+    if not isinstance(kind, str) or kind not in _FIELDS:
+        raise SchemaError(f"{where}.type must be one of {', '.join(_FIELDS)}; got {shown(kind)}")
+    known = _FIELDS[kind]
+    found: Form = {"type": kind}
+    for name in given:
+        if name != "type" and name not in known:
+            raise SchemaError(f"{where} has an unknown field {shown(name)}")
+    for name, (wanted, default) in known.items():
+        value = given.get(name, default)
+        if value is ...:
+            raise SchemaError(f"{where}.{name} is missing")
+        is_flag = isinstance(value, bool) and wanted is int
+        if not isinstance(value, wanted) or is_flag:
+            raise SchemaError(f"{where}.{name} is of a wrong type; got {shown(value)}")
+        found[name] = value
+    return found
+
+
+def _texts(given: Sequence[object], where: str) -> list[str]:
+    if not all(isinstance(one, str) for one in given):
+        raise SchemaError(f"{where} must be a list of texts; got {shown(given)}")
+    return list(map(str, given))
+
+
+def _const(value: str) -> Form:
+    return {"type": "const_string", "value": value}
+
+
+def _sequence(*elements: Form) -> Form:
+    kept = [one for one in elements if one.get("value") != ""]
+    return kept[0] if len(kept) == 1 else {"type": "sequence", "elements": kept}
+
+
+def _or(elements: list[Form]) -> Form:
+    return elements[0] if len(elements) == 1 else {"type": "or", "elements": elements}
+
+
+def _repeat(content: Form, low: int, high: int | None) -> Form:
+    return {"type": "repeat", "content": content, "min": low, "max": high}
