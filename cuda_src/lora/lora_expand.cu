@@ -130,6 +130,18 @@ __device__ __forceinline__ T load_quad(const scalar_t* row, int k, int rank) {
   }
 }
 
+// Copies an adapter's bias of the block's columns to `smem_bias`; zeros if there is none.
+__device__ __forceinline__ void load_bias(const LoraExpandParams& p, int adapter,
+                                          const ColumnBlock& block, scalar_t* smem_bias) {
+  const int64_t row = static_cast<int64_t>(adapter) * p.columns;
+#pragma unroll
+  for (int i = threadIdx.x; i < kColumns; i += kThreads) {
+    const int column = block.first + i;
+    smem_bias[i] =
+        p.bias != nullptr && column < block.end ? p.bias[row + column] : from_float<scalar_t>(0.0f);
+  }
+}
+
 // Zeros, for tokens without an adapter.
 __device__ __forceinline__ void write_zeros(const LoraExpandParams& p, const LoraTile& tile,
                                             const ColumnBlock& block, bool is_aligned) {
@@ -154,7 +166,7 @@ __device__ __forceinline__ void write_zeros(const LoraExpandParams& p, const Lor
 
 #if ENGINE_DTYPE == 0
 // A thread computes columns threadIdx.x and threadIdx.x + kThreads of the block for 16 tokens at a
-// time. `b` and `bias` (null: none) are those of the block's first column.
+// time. `b` is the row of the block's first column.
 template <bool kIsVector>
 struct Product {
   __device__ __forceinline__ void load_b(const scalar_t*, int, int) {}
@@ -162,7 +174,7 @@ struct Product {
                                            const int*, scalar_t*) {}
 
   __device__ __forceinline__ void compute(const LoraExpandParams& p, int count, const scalar_t* b,
-                                          const scalar_t* bias, const ColumnBlock& block, bool,
+                                          const scalar_t* smem_bias, const ColumnBlock& block, bool,
                                           const int* smem_tokens, const scalar_t* smem_h,
                                           const scalar_t*) {
     const int stride = row_stride(p.rank), columns = min(kColumns, block.end - block.first);
@@ -185,7 +197,7 @@ struct Product {
         for (int i = 0; i < 16; ++i) {
           const int token = smem_tokens[row + i];
           if (token < 0) continue;
-          const float sum = sums[i] + (bias == nullptr ? 0.0f : bias[column]);
+          const float sum = sums[i] + smem_bias[column];
           float* const to = p.out + token * p.out_stride + block.first + column;
           *to = p.accumulate ? *to + sum : sum;
         }
@@ -197,7 +209,7 @@ struct Product {
 // A warp computes 64 columns for 16 tokens at a time: two groups of 32, each four n8 tiles. The
 // order of k and of columns within mma's tiles is ours, as long as both operands agree: k 2t, 2t+1,
 // 2t+8 and 2t+9 of a step are values 4t to 4t+3 of h and b; column 2t+e of tile n is column 8t+2n+e
-// of the group. `b` and `bias` (null: none) are those of the block's first column.
+// of the group. `b` is the row of the block's first column.
 template <bool kIsVector>
 struct Product {
   static constexpr int kSteps = kIsVector ? 2 : 1;  // steps of k16 in registers
@@ -296,7 +308,7 @@ struct Product {
     }
   }
   __device__ __forceinline__ void compute(const LoraExpandParams& p, int count, const scalar_t* b,
-                                          const scalar_t* bias, const ColumnBlock& block,
+                                          const scalar_t* smem_bias, const ColumnBlock& block,
                                           bool is_aligned, const int* smem_tokens,
                                           const scalar_t* smem_h, const scalar_t* smem_out) {
     const int g = threadIdx.x % kWarpSize / 4, t = threadIdx.x % 4;
@@ -307,15 +319,11 @@ struct Product {
 #pragma unroll
       for (int group = 0; group < kGroups; ++group) {
         if (group_column(group) >= columns) break;
-        float sums[4][4] = {};
-        if (bias != nullptr) {
+        float sums[4][4];
+        const auto bias = load_vec<scalar_t, 8>(smem_bias + group_column(group) + 8 * t);
 #pragma unroll
-          for (int i = 0; i < 8; ++i) {
-            const int column = group_column(group) + 8 * t + i;
-            sums[i / 2][i % 2] = column < columns ? to_float(bias[column]) : 0.0f;
-            sums[i / 2][2 + i % 2] = sums[i / 2][i % 2];
-          }
-        }
+        for (int i = 0; i < 8; ++i)
+          sums[i / 2][i % 2] = sums[i / 2][2 + i % 2] = to_float(bias.v[i]);
         multiply(smem_h + row * row_stride(p.rank), b, columns, p.rank, group, sums);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -336,7 +344,8 @@ struct Product {
 template <int kTokens, bool kIsVector>
 __device__ __forceinline__ void lora_expand(const LoraExpandParams& p, unsigned char* smem_bytes) {
   auto* const smem_tokens = reinterpret_cast<int*>(smem_bytes);
-  auto* const smem_h = reinterpret_cast<scalar_t*>(smem_tokens + kTokens);
+  auto* const smem_bias = reinterpret_cast<scalar_t*>(smem_tokens + kTokens);
+  scalar_t* const smem_h = smem_bias + kColumns;
   scalar_t* const smem_out = smem_h + kTokens * row_stride(p.rank);
   const int num_groups = p.num_adapters + (p.accumulate ? 0 : 1);
   const LoraTile tile =
@@ -350,12 +359,10 @@ __device__ __forceinline__ void lora_expand(const LoraExpandParams& p, unsigned 
   }
   const scalar_t* const b =
       p.b + (static_cast<int64_t>(tile.group) * p.columns + block.first) * p.rank;
-  const scalar_t* const bias =
-      p.bias == nullptr ? nullptr
-                        : p.bias + static_cast<int64_t>(tile.group) * p.columns + block.first;
   // No kernel writes the matrices: they are read while the preceding kernel ends.
   Product<kIsVector> product;
   product.load_b(b, block.end - block.first, p.rank);
+  load_bias(p, tile.group, block, smem_bias);
   if (threadIdx.x < kTokens)
     smem_tokens[threadIdx.x] = tile_token(tile, p.order, p.num_tokens, threadIdx.x);
   __syncthreads();
@@ -363,7 +370,7 @@ __device__ __forceinline__ void lora_expand(const LoraExpandParams& p, unsigned 
   product.load_out(p, tile.count, block, is_aligned, smem_tokens, smem_out);
   sum_h<kIsVector>(p, tile.count, block.part, smem_tokens, smem_h);
   __syncthreads();
-  product.compute(p, tile.count, b, bias, block, is_aligned, smem_tokens, smem_h, smem_out);
+  product.compute(p, tile.count, b, smem_bias, block, is_aligned, smem_tokens, smem_h, smem_out);
 }
 
 #define ENGINE_LORA_EXPAND(tokens)                                       \

@@ -172,7 +172,7 @@ def _launch(
         specs(dtype_name(b.dtype))[0],
         (blocks, max_tiles(num_tokens, num_groups, tile)),
         (THREADS,),
-        tile * _row_bytes(rank, b.itemsize, accumulate),
+        tile * _row_bytes(rank, b.itemsize, accumulate) + _COLUMNS * b.itemsize,
         pdl=pdl,
         h=h,
         b=b,

@@ -167,6 +167,43 @@ def test_uneven_batches(xp, adapters, accumulate):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("num_tokens", [24, 200])
+def test_a_captured_graph_follows_the_lists(cp, num_tokens):
+    """Both ops read the lists on the device: a replay with other adapters gives their results."""
+    x = cases.normal((num_tokens, 512), "bfloat16", seed=1)
+    a = cases.normal((5, 32, 512), "bfloat16", seed=2, scale=512**-0.5)
+    b = cases.normal((5, 600, 16), "bfloat16", seed=3)
+    inputs = cases.to_module(cp, x, a)
+    weight = cp.asarray(b)
+    order, offsets = cases.to_module(cp, *sorted_by_adapter([-1] * num_tokens, 5))
+    h = cp.zeros((4, num_tokens, 32), np.float32)
+    out = cp.zeros((num_tokens, 600), weight.dtype)
+
+    def launch():
+        kernels.lora_shrink(*inputs, order, offsets, num_splits=4, pdl=True, out=h)
+        options = {"bounds": (280, 600), "pdl": True, "out": out}
+        kernels.lora_expand(h, weight, order, offsets, **options)
+
+    stream = cp.cuda.Stream(non_blocking=True)
+    cp.cuda.runtime.deviceSynchronize()  # wait for the copies above, on another stream
+    with stream:
+        launch()  # warm-up: compile
+        stream.synchronize()
+        stream.begin_capture()
+        launch()
+        graph = stream.end_capture()
+        for seed in range(4):
+            lists = sorted_by_adapter(adapters_of(num_tokens, 5, seed), 5)
+            order.set(lists[0])
+            offsets.set(lists[1])
+            graph.launch(stream)
+            stream.synchronize()
+            low = reference.lora_shrink(x, a, *lists, num_splits=4)
+            want = reference.lora_expand(low, b, *lists, bounds=(280, 600))
+            assert_close(out, want, reduction=512)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_damaged_lists_write_nothing_else(cp, accumulate):
     """Tokens out of range are skipped, and offsets out of range clamped."""
