@@ -36,6 +36,7 @@ MAX_IDS = 1024  # maximum entries of logit_bias, stop_token_ids
 MAX_ALLOWED_IDS = 2**20  # maximum entries of allowed_token_ids; more than any vocabulary has
 MAX_BAD_WORDS = 128
 MAX_LOGITS_PROCESSORS = 16
+_MOST_BREAKERS = (32, 64)  # maximum dry_sequence_breakers, and characters of each
 
 
 class RequestOutputKind(enum.Enum):
@@ -109,6 +110,14 @@ RANGES: dict[str, NumberRange] = {
     "top_p": NumberRange(0.0, 1.0, low_open=True),
     "top_k": NumberRange(-1, 2**31 - 1, integer=True),
     "min_p": NumberRange(0.0, 1.0),
+    "typical_p": NumberRange(0.0, 1.0, low_open=True),
+    "top_n_sigma": NumberRange(0.0, 100.0),
+    "xtc_probability": NumberRange(0.0, 1.0),
+    "xtc_threshold": NumberRange(0.0, 1.0),
+    "dry_multiplier": NumberRange(0.0, 100.0),
+    "dry_base": NumberRange(1.0, 100.0),
+    "dry_allowed_length": NumberRange(1, 1024, integer=True),
+    "dry_penalty_last_n": NumberRange(-1, 2**31 - 1, integer=True),
     "seed": NumberRange(-1, 2**63 - 1, integer=True, optional=True),
     "max_tokens": NumberRange(1, MAX_TOKENS, integer=True, optional=True),
     "min_tokens": NumberRange(0, MAX_TOKENS, integer=True),
@@ -149,6 +158,24 @@ class SamplingParams:
         Keep the `top_k` most probable tokens; 0 or -1 keeps all.
     min_p : float
         Drop tokens less probable than `min_p` times the most probable one.
+    typical_p : float
+        Keep the tokens whose information is closest to the distribution's entropy, whose
+        probabilities sum to `typical_p`. This and the next three apply before `temperature`, and
+        not to a temperature of 0.
+    top_n_sigma : float
+        Keep the tokens whose logit is within this many standard deviations of the largest; 0: all.
+    xtc_probability, xtc_threshold : float
+        With this probability drop, of the tokens at least `xtc_threshold` probable, all but the
+        least probable.
+    dry_multiplier, dry_base : float
+        Subtract multiplier * base ** (n - allowed_length) from the logit of a token that would
+        extend a repetition of n tokens of prompt and output; a multiplier of 0: off.
+    dry_allowed_length : int
+        Length of repetitions below which their next token is free.
+    dry_penalty_last_n : int
+        Number of last tokens in which to look for repetitions; -1: all.
+    dry_sequence_breakers : sequence of str
+        Texts that end repetitions; a token that contains one is never penalised.
     seed : int or None
         Seed for this request; None (or -1) derives one from the engine's seed.
     stop : sequence of str
@@ -214,6 +241,15 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    typical_p: float = 1.0
+    top_n_sigma: float = 0.0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_penalty_last_n: int = -1
+    dry_sequence_breakers: Sequence[str] = ("\n", ":", '"', "*")
     seed: int | None = None
     stop: Sequence[str] | None = None
     stop_token_ids: Sequence[int] | None = None
@@ -259,6 +295,8 @@ class SamplingParams:
     def _check_sequences(self) -> None:
         self._set("stop", _texts("stop", self.stop, MAX_STOP_STRINGS, MAX_STOP_CHARS))
         self._set("bad_words", _texts("bad_words", self.bad_words, MAX_BAD_WORDS, MAX_STOP_CHARS))
+        breakers = _texts("dry_sequence_breakers", self.dry_sequence_breakers, *_MOST_BREAKERS)
+        self._set("dry_sequence_breakers", breakers)
         stop_ids = () if self.stop_token_ids is None else self.stop_token_ids
         self._set("stop_token_ids", _ids("stop_token_ids", stop_ids, MAX_IDS))
         if self.allowed_token_ids is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import threading
@@ -16,6 +17,7 @@ from engine.errors import ContextLengthError, RequestError
 from engine.loading.lora import LoraAdapter
 from engine.model import Model
 from engine.request import Request
+from engine.runner.dry import DryRule
 from engine.runner.sampling import SamplingSpec
 from engine.sampling_params import NumberRange, SamplingParams
 from engine.structured.grammar import Grammar, GrammarCompiler, GrammarState
@@ -154,6 +156,7 @@ class InputProcessor:
         is_ranked = params.num_continuations > params.n
         num_logprobs = 0 if params.logprobs is None and is_ranked else params.logprobs
         bad_words = self._bad_words(params)
+        dry = self._dry(params)
         return [
             SamplingSpec(
                 params,
@@ -161,6 +164,7 @@ class InputProcessor:
                 bad_words,
                 num_logprobs,
                 state,
+                dry,
             )
             for index, state in enumerate(states)
         ]
@@ -269,6 +273,27 @@ class InputProcessor:
         grammar = self.grammar(params)
         count = params.num_continuations
         return [None if grammar is None else grammar.new_state() for _ in range(count)]
+
+    def _dry(self, params: SamplingParams) -> DryRule | None:
+        """Return the rule of `params` on repetitions; None if it is off."""
+        if not params.dry_multiplier:
+            return None
+        breakers = tuple(params.dry_sequence_breakers)
+
+        @functools.lru_cache(maxsize=1 << 16)
+        def is_breaker(token: int) -> bool:
+            if self.tokenizer is None:
+                return False
+            text = self.tokenizer.decode([token], skip_special_tokens=False)
+            return any(breaker in text for breaker in breakers)
+
+        return DryRule(
+            params.dry_multiplier,
+            params.dry_base,
+            params.dry_allowed_length,
+            params.dry_penalty_last_n,
+            is_breaker,
+        )
 
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """Return token ids for each bad word: at the start of a text, and after a space."""

@@ -14,8 +14,11 @@ import numpy as np
 
 from engine import device, kernels
 from engine.kernels.sample import MAX_LOGPROBS, SampleResult
+from engine.layers.candidate_filters import kept_tokens, pack_rows
 
 __all__ = ["Sampler", "SamplingBatch", "pack_allowed"]
+
+_FILTERS = ("filter_rows", "typical_p", "top_n_sigma", "xtc_threshold")
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,10 @@ class SamplingBatch:
 
     Attributes
     ----------
+    filter_rows : (n,) array of int64, or None
+        Rows whose candidates the next three filter, in addition to `top_k` and others.
+    typical_p, top_n_sigma, xtc_threshold : (n,) array of float32
+        See `candidate_filters.kept_tokens`.
     num_logprobs : int or None
         Maximum number of log-probabilities requested by any row; -1: the whole vocabulary.
     """
@@ -47,6 +54,10 @@ class SamplingBatch:
     cu_logit_bias: Any = None
     allowed: Any = None
     allowed_rows: Any = None
+    filter_rows: Any = None
+    typical_p: Any = None
+    top_n_sigma: Any = None
+    xtc_threshold: Any = None
     num_logprobs: int | None = None
 
     @classmethod
@@ -78,12 +89,50 @@ class Sampler:
         """
         args = {f.name: getattr(batch, f.name) for f in fields(batch)}
         num_logprobs = args.pop("num_logprobs")
+        filters = {name: args.pop(name) for name in _FILTERS}
+        if batch.filter_rows is not None:
+            args |= _filtered(logits, batch, **filters)
         xp = device.array_module(logits)
         vocab_size = logits.shape[-1]
         if num_logprobs is None or 0 <= num_logprobs <= min(MAX_LOGPROBS, vocab_size):
             return kernels.sample(logits, num_logprobs=num_logprobs, **args)
         count = vocab_size if num_logprobs < 0 else min(num_logprobs, vocab_size)
         return _add_top(xp, logits, kernels.sample(logits, num_logprobs=0, **args), count)
+
+
+def _filtered(
+    logits: Any, batch: SamplingBatch, filter_rows: Any, **filters: Any
+) -> dict[str, Any]:
+    """Return the masks of the batch, and those of the rows whose candidates are filtered."""
+    xp = device.array_module(logits)
+    count, size = len(logits), logits.shape[1]
+    rows = logits[filter_rows]
+    masks = xp.zeros((0, -(-size // 32)), np.int32)
+    places = xp.full(count, -1, np.int32)
+    if batch.allowed is not None:
+        masks = batch.allowed
+        places = batch.allowed_rows
+        places = xp.arange(count, dtype=np.int32) if places is None else places.copy()
+        own = places[filter_rows]
+        ids = xp.arange(size)
+        has_mask = (own >= 0) & (own < len(masks))
+        words = masks[xp.where(has_mask, own, 0)][:, ids // 32]
+        is_allowed = (words >> (ids % 32).astype(np.int32)) & 1
+        rows = xp.where((is_allowed == 1) | ~has_mask[:, None], rows, np.float32(-np.inf))
+    if batch.cu_logit_bias is not None:
+        rows = rows + _biases(xp, batch, count, size)[filter_rows]
+    keep = pack_rows(kept_tokens(rows, **filters))
+    places[filter_rows] = len(masks) + xp.arange(len(filter_rows), dtype=np.int32)
+    return {"allowed": xp.concatenate([masks, keep]), "allowed_rows": places}
+
+
+def _biases(xp: Any, batch: SamplingBatch, count: int, size: int) -> Any:
+    """Return the logit biases of all rows, (count, size) float32."""
+    dense = xp.zeros((count, size), np.float32)
+    index = xp.arange(len(batch.logit_bias_ids))
+    owners = xp.searchsorted(batch.cu_logit_bias[1:], index, side="right")
+    dense[owners, batch.logit_bias_ids] = batch.logit_bias_values
+    return dense
 
 
 def pack_allowed(token_ids: Sequence[int], vocab_size: int) -> np.ndarray[Any, Any]:

@@ -12,6 +12,7 @@ from engine.device import Device
 from engine.layers.sampler import SamplingBatch
 from engine.request import Request
 from engine.runner.allowed_masks import AllowedMasks
+from engine.runner.dry import DryRule
 from engine.runner.history import HistoryTable
 from engine.sampling_params import SamplingParams
 from engine.scheduler.output import ScheduledSequence
@@ -21,6 +22,7 @@ __all__ = ["SamplingSpec", "SamplingTable"]
 IntArray = np.ndarray[Any, np.dtype[Any]]
 
 _NO_LOGPROBS = -2
+_XTC = 0x587463  # makes XTC's random numbers its own
 _TINY = np.finfo(np.float32).tiny  # smallest value of parameters that must stay > 0 in float32
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 
@@ -40,6 +42,8 @@ class SamplingSpec:
         See `SamplingParams.logprobs`; also 0 if only the sum of log-probabilities is needed.
     grammar : engine.structured.grammar.GrammarState, optional
         State of the grammar the output must match.
+    dry : DryRule, optional
+        Penalties on repetitions.
     """
 
     params: SamplingParams
@@ -47,11 +51,20 @@ class SamplingSpec:
     bad_words: tuple[tuple[int, ...], ...] = ()
     num_logprobs: int | None = field(default=None)
     grammar: Any = field(default=None)
+    dry: DryRule | None = field(default=None)
+
+    @property
+    def has_filters(self) -> bool:
+        """Tell whether `layers.candidate_filters` choose among the tokens."""
+        p = self.params
+        is_on = p.typical_p < 1 or p.top_n_sigma > 0 or p.xtc_probability > 0
+        return is_on and not p.greedy
 
     @property
     def needs_host_ids(self) -> bool:
         """Tell whether sampling a token requires the previous id on the host."""
-        return bool(self.bad_words or self.params.logits_processors or self.grammar is not None)
+        has_rules = self.grammar is not None or self.dry is not None
+        return bool(self.bad_words or self.params.logits_processors or has_rules)
 
     @property
     def is_penalised(self) -> bool:
@@ -97,6 +110,7 @@ class SamplingTable:
         self._prompt_lens = np.zeros(num_rows, np.int32)
         self._num_logprobs = np.full(num_rows, _NO_LOGPROBS, np.int64)
         self._has_bias = np.zeros(num_rows, np.bool_)
+        self._has_filters = np.zeros(num_rows, np.bool_)
         self._masks = AllowedMasks(num_rows, vocab_size, eos_token_ids, device)
 
     def assign(self, request: Request) -> None:
@@ -115,7 +129,9 @@ class SamplingTable:
         self._seeds[row] = spec.seed
         self._prompt_lens[row] = request.num_prompt_tokens
         self._num_logprobs[row] = _NO_LOGPROBS if spec.num_logprobs is None else spec.num_logprobs
-        self._has_bias[row] = bool(params.logit_bias or spec.bad_words or params.min_tokens)
+        has_bias = params.logit_bias or spec.bad_words or params.min_tokens
+        self._has_bias[row] = bool(has_bias or spec.dry is not None)
+        self._has_filters[row] = spec.has_filters
         self.has_processors[row] = bool(params.logits_processors)
         self.is_penalised[row] = spec.is_penalised
         self._needs_host_ids[row] = spec.needs_host_ids
@@ -165,13 +181,14 @@ class SamplingTable:
             **self._masks.build(sampled, rows, positions, paths),
             **self._penalties(rows, positions),
             **self._biases(sampled, rows, positions, paths or [()] * len(rows)),
+            **self._filters(sampled, rows, positions),
         )
 
     def plain_columns(self, rows: IntArray) -> dict[str, IntArray] | None:
         """Return the columns required by `kernels.sample`; None if any row needs more."""
         is_special = self.is_penalised | self.has_processors | self._has_bias
         is_special |= self._num_logprobs != _NO_LOGPROBS
-        is_special |= self._masks.has_mask
+        is_special |= self._masks.has_mask | self._has_filters
         if self.num_prompt_scored or is_special[rows].any():
             return None
         return {
@@ -227,6 +244,33 @@ class SamplingTable:
             "cu_logit_bias": np.cumsum(counts, dtype=np.int32),
         }
 
+    def _filters(
+        self, sampled: Sequence[ScheduledSequence], rows: IntArray, positions: IntArray
+    ) -> dict[str, IntArray]:
+        """Return the filters of the rows that have any; {} if none has.
+
+        Whether XTC drops tokens depends on seed and position alone.
+        """
+        chosen = np.flatnonzero(self._has_filters[rows])
+        if not chosen.size:
+            return {}
+        all_params = [sampled[index].request.spec.params for index in chosen.tolist()]
+        seeds = self._seeds[rows[chosen]].tolist()
+        coins = [
+            np.random.default_rng([seed, position, _XTC]).random()
+            for seed, position in zip(seeds, positions[chosen].tolist(), strict=True)
+        ]
+        thresholds = [
+            params.xtc_threshold if coin < params.xtc_probability else 1.0
+            for params, coin in zip(all_params, coins, strict=True)
+        ]
+        return {
+            "filter_rows": chosen,
+            "typical_p": np.array([params.typical_p for params in all_params], np.float32),
+            "top_n_sigma": np.array([params.top_n_sigma for params in all_params], np.float32),
+            "xtc_threshold": np.array(thresholds, np.float32),
+        }
+
     def _bias(
         self, request: Request, row: int, position: int, path: tuple[int, ...]
     ) -> dict[int, float]:
@@ -239,9 +283,13 @@ class SamplingTable:
             if spec.grammar is not None:  # its mask decides whether the text may end
                 ends -= {*self._eos}
             bias |= dict.fromkeys(sorted(ends), -np.inf)
-        elif not bias and not spec.bad_words and not path:
+        elif not bias and not spec.bad_words and not path and spec.dry is None:
             self._has_bias[row] = False  # min_tokens, its only bias, has been reached
             self.version += 1
+        if spec.dry is not None:
+            known = request.token_ids(0, request.num_known_tokens)
+            for token, penalty in spec.dry.penalties([*known, *path]).items():
+                bias[token] = bias.get(token, 0.0) - penalty
         if not spec.bad_words:
             return bias
         output = [*request.output_token_ids, *path]

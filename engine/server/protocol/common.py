@@ -119,6 +119,15 @@ class SamplingOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
+    typical_p: float | None = None
+    top_n_sigma: float | None = None
+    xtc_probability: float | None = None
+    xtc_threshold: float | None = None
+    dry_multiplier: float | None = None
+    dry_base: float | None = None
+    dry_allowed_length: int | None = None
+    dry_penalty_last_n: int | None = None
+    dry_sequence_breakers: list[str] | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
@@ -177,7 +186,9 @@ _SAMPLING_NAMES = (
     "n", "best_of", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature",
     "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "max_tokens",
     "min_tokens", "prompt_logprobs", "skip_special_tokens", "include_stop_str_in_output",
-    "allowed_token_ids", "bad_words", "use_speculation",
+    "allowed_token_ids", "bad_words", "use_speculation", "typical_p", "top_n_sigma",
+    "xtc_probability", "xtc_threshold", "dry_multiplier", "dry_base", "dry_allowed_length",
+    "dry_penalty_last_n", "dry_sequence_breakers",
 )  # fmt: skip
 _GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice",
            "guided_grammar": "grammar"}  # fmt: skip
