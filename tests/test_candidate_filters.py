@@ -149,7 +149,7 @@ def test_values_out_of_range(name, value):
 FILTERS = [
     {"typical_p": 0.3},
     {"top_n_sigma": 1.0},
-    {"xtc_probability": 0.7, "xtc_threshold": 0.05},
+    {"xtc_probability": 0.9, "xtc_threshold": 0.012},
     {"dry_multiplier": 5.0, "dry_allowed_length": 1},
     {"typical_p": 0.9, "top_n_sigma": 2.0, "xtc_probability": 0.5, "top_k": 30, "min_p": 0.01},
 ]
