@@ -105,7 +105,7 @@ def _filtered(
 ) -> dict[str, Any]:
     """Return the masks of the batch, and those of the rows whose candidates are filtered."""
     xp = device.array_module(logits)
-    count, size = len(logits), logits.shape[1]
+    count, size = logits.shape
     rows = logits[filter_rows]
     masks = xp.zeros((0, -(-size // 32)), np.int32)
     places = xp.full(count, -1, np.int32)
