@@ -109,8 +109,8 @@ class Served:
 
     def llm(self, **options):
         """Return an engine with two slots."""
-        options = {"max_loras": 2, "debug": True, "dtype": "float32"} | options
-        return LLM(str(self.base), device="cpu", enable_lora=True, **options)
+        options = {"max_loras": 2, "debug": True, "dtype": "float32", "device": "cpu"} | options
+        return LLM(str(self.base), enable_lora=True, **options)
 
     def check(self, llm, which):
         """Check the tokens of every prompt with the adapters `which`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from engine import LLM, LoRARequest, SamplingParams
+from engine import LLM, LoRARequest, SamplingParams, device
 from engine.errors import ConfigError, RequestError
 from tests.lora_files import GREEDY, Served, tokens_of, write_adapter
 
@@ -39,6 +39,25 @@ def test_tokens_of_the_merged_models(served, way):
         assert llm.llm_engine.list_loras() == tuple(
             dict.fromkeys(f"a{index}" for index in served.which if index >= 0)
         )
+
+
+GPU_WAYS = {
+    **{way: WAYS[way] for way in ("default", "preemption", "chunks", "drafts", "deterministic")},
+    "kernel by kernel": {"cuda_graphs": False},
+    "four slots": {"max_loras": 4},
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", GPU_WAYS)
+def test_tokens_on_a_gpu(served, way):
+    """Graphs with and without adapters, of more and more kinds of weights."""
+    if not device.resolve_device("auto")[0].is_cuda:
+        pytest.skip("no GPU")
+    with served.llm(device="cuda", **GPU_WAYS[way]) as llm:
+        served.check(llm, [-1] * len(served.which))
+        served.check(llm, served.which)
+        served.check(llm, served.which[::-1])
 
 
 def test_adapters_share_no_prefix(served):
