@@ -96,6 +96,10 @@ def test_tools_and_formats():
     assert found["tools"] == [{"type": "function", "function": function}]
     assert found["tool_choice"] == {"type": "function", "function": {"name": "add"}}
     assert chat(tools=[TOOL], tool_choice="required")["tool_choice"] == "required"
+    allowed = {"tools": [{"type": "function", "name": "add"}], "mode": "required"}
+    found = chat(tools=[TOOL], tool_choice={"type": "allowed_tools"} | allowed)
+    allowed["tools"] = [{"type": "function", "function": {"name": "add"}}]
+    assert found["tool_choice"] == {"type": "allowed_tools", "allowed_tools": allowed}
     schema = {"type": "json_schema", "name": "out", "schema": {"type": "object"}, "strict": True}
     assert chat(text={"format": schema})["response_format"] == {
         "type": "json_schema",
@@ -136,6 +140,14 @@ def test_what_asks_for_nothing_is_taken():
         ({"tools": [{"type": "function"}]}, r"tools\[0\] \(function\): .*name"),
         ({"tools": [TOOL], "tool_choice": {"type": "mcp"}}, "tool_choice must be"),
         ({"tool_choice": "required"}, "tool_choice needs tools"),
+        (
+            {"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "tools": [{"type": "x"}]}},
+            r"tool_choice.tools\[0\].type must be one of function",
+        ),
+        (
+            {"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "mode": "x", "tools": []}},
+            "tool_choice.*mode",
+        ),
         ({"input": [{"type": "item_reference", "id": "x"}]}, r"input\[0\].type must"),
         ({"input": []}, "input must not be empty"),
         ({"input": [1]}, r"input\[0\] must be an object"),

@@ -10,7 +10,7 @@ import msgspec
 from engine.checks import shown
 from engine.errors import RequestError
 from engine.server.protocol.common import UNREAD, is_given, shown_field
-from engine.server.protocol.items import MAX_ITEMS, text_of, typed_item
+from engine.server.protocol.items import MAX_ITEMS, text_of, typed_item, typed_items
 
 __all__ = ["ResponsesRequest", "own_items", "to_chat"]
 
@@ -150,6 +150,11 @@ class _FunctionTool(msgspec.Struct):
 
 class _NamedFunction(msgspec.Struct):
     name: str
+
+
+class _AllowedTools(msgspec.Struct):
+    tools: list[Any]
+    mode: Literal["auto", "required"] = "auto"
 
 
 class _TextFormat(msgspec.Struct):
@@ -335,9 +340,17 @@ def _tool_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | 
     if isinstance(choice, dict) and choice.get("type") == "function":
         named = typed_item(choice, {"function": _NamedFunction}, "tool_choice")
         return {"type": "function", "function": {"name": named.name}}
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        given = typed_item(choice, {"allowed_tools": _AllowedTools}, "tool_choice")
+        tools = [
+            {"type": "function", "function": {"name": tool.name}}
+            for tool in typed_items(given.tools, {"function": _NamedFunction}, "tool_choice.tools")
+        ]
+        allowed = {"mode": given.mode, "tools": tools}
+        return {"type": "allowed_tools", "allowed_tools": allowed}
     raise RequestError(
-        'tool_choice must be "auto", "none", "required" or {"type": "function", "name": ...}; '
-        f"got {shown(choice)}"
+        'tool_choice must be "auto", "none", "required", {"type": "function", "name": ...} or '
+        f'{{"type": "allowed_tools", "mode": ..., "tools": [...]}}; got {shown(choice)}'
     )
 
 
