@@ -192,7 +192,8 @@ class AdaptedProduct:
         """Write an adapter's matrices to a slot; None stands for zeros."""
         for target, source in ((self.a, a), (self.b, b), (self.bias, bias)):
             if source is None:
-                target[slot] = 0
+                own = target[slot]
+                own.view(f"u{own.itemsize}").fill(0)  # CuPy fills no bfloat16
             elif isinstance(target, np.ndarray):
                 target[slot] = source
             else:
