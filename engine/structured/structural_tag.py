@@ -12,6 +12,7 @@ from typing import Any
 
 from engine.checks import shown
 from engine.structured.json_schema import MAX_CHARS, Accepts, normalized
+from engine.structured.keyword_values import keyword_values
 from engine.structured.lark import containing
 from engine.structured.references import SchemaError
 from engine.structured.tagged_values import tagged_values
@@ -58,6 +59,7 @@ _FIELDS: dict[str, dict[str, tuple[type, Any]]] = {
         "types": (dict, {}),
         "repeats_others": (bool, False),
     },
+    "keyword_values": {"json_schema": (object, ...), "repeats_others": (bool, False)},
 }
 _REPEATS = {"optional": (0, 1), "star": (0, None), "plus": (1, None)}
 
@@ -144,6 +146,9 @@ class _Normalizer:
             return self._triggered(fields, where)
         if kind == "tags_with_separator":
             return self._separated(fields, where)
+        if kind == "keyword_values":
+            schema = self._schema(fields["json_schema"])
+            return keyword_values(schema, repeats_others=fields["repeats_others"])
         return self._tagged_values(fields, where)
 
     def _forms(self, given: Sequence[object], where: str) -> list[Form]:

@@ -12,7 +12,7 @@ from engine.structured.lark import escaped
 from engine.structured.patterns import whole
 from engine.structured.references import SchemaError
 
-__all__ = ["tagged_values"]
+__all__ = ["plain_options", "reached_definitions", "tagged_values"]
 
 Form = dict[str, Any]
 Accepts = Callable[[dict[str, Any], str], bool]
@@ -76,6 +76,26 @@ def tagged_values(
     return found[0] if len(found) == 1 else {"type": "or", "elements": found}
 
 
+def plain_options(
+    schema: Any, definitions: Mapping[str, Any] | None = None, depth: int = 0
+) -> Iterator[Mapping[str, Any]]:
+    """Yield the plain cases of a schema that `json_schema.normalized` wrote."""
+    if definitions is None:
+        definitions = schema.get("$defs", {})
+    if depth > 16:
+        raise SchemaError("it refers to itself without an object or array between")
+    if schema is True or (isinstance(schema, dict) and not schema.keys() - {"$defs"}):
+        yield {"type": list(_ALL)}
+    elif isinstance(schema, dict) and "$ref" in schema:
+        name = schema["$ref"].rpartition("/")[2]
+        yield from plain_options(definitions[name], definitions, depth + 1)
+    elif isinstance(schema, dict) and "anyOf" in schema:
+        for one in schema["anyOf"]:
+            yield from plain_options(one, definitions, depth + 1)
+    elif isinstance(schema, dict):
+        yield schema
+
+
 class _Writer:
     def __init__(
         self, root: Mapping[str, Any], fields: Form, accepts: Accepts, warnings: list[str]
@@ -85,20 +105,9 @@ class _Writer:
         self._accepts = accepts
         self._warnings = warnings
 
-    def options(self, schema: Any, depth: int = 0) -> Iterator[Mapping[str, Any]]:
+    def options(self, schema: Any) -> Iterator[Mapping[str, Any]]:
         """Yield the plain cases of a schema."""
-        if depth > 16:
-            raise SchemaError("it refers to itself without an object or array between")
-        if schema is True or (isinstance(schema, dict) and not schema.keys() - {"$defs"}):
-            yield {"type": list(_ALL)}
-        elif isinstance(schema, dict) and "$ref" in schema:
-            name = schema["$ref"].rpartition("/")[2]
-            yield from self.options(self._definitions[name], depth + 1)
-        elif isinstance(schema, dict) and "anyOf" in schema:
-            for one in schema["anyOf"]:
-                yield from self.options(one, depth + 1)
-        elif isinstance(schema, dict):
-            yield schema
+        return plain_options(schema, self._definitions)
 
     def object(self, schema: Mapping[str, Any]) -> Form:
         """Return the format of an object's values, in the order of its properties."""
@@ -176,7 +185,7 @@ class _Writer:
 
     def _json(self, options: list[Mapping[str, Any]]) -> Form:
         schema: Form = dict(options[0]) if len(options) == 1 else {"anyOf": options}
-        used = _reached(schema, self._definitions)
+        used = reached_definitions(schema, self._definitions)
         if used:
             schema["$defs"] = used
         return {"type": "json_schema", "json_schema": schema, "any_whitespace": False}
@@ -272,7 +281,7 @@ def _type(value: object) -> str:
     return "integer" if is_whole else type_of(value)
 
 
-def _reached(schema: Any, definitions: Mapping[str, Any]) -> dict[str, Any]:
+def reached_definitions(schema: Any, definitions: Mapping[str, Any]) -> dict[str, Any]:
     """Return the definitions that a schema refers to, also by others."""
     found: dict[str, Any] = {}
     todo = [schema]

@@ -126,6 +126,43 @@ def test_json_without_white_space_of_its_own_may_begin_where_text_may(compiler):
         assert not allows(compiler, form, bad)
 
 
+def values(kind, required=(), **more):
+    properties = {"a": {"type": "integer"}, "b": {"type": "boolean"}, "c": {"type": "string"}}
+    schema = {"type": "object", "properties": properties, "required": list(required)}
+    schema["additionalProperties"] = False
+    return {"type": kind, "json_schema": schema} | more
+
+
+@pytest.mark.parametrize(
+    ("required", "good", "bad"),
+    [
+        ((), ["", "a=1", "b=true", "a=1, b=true", 'a=1, c="x"', 'b=true, c=""'], ["b=true, a=1"]),
+        (("b",), ["b=true", "a=1, b=true", 'b=true, c="x"'], ["", "a=1", "a=1, ", ", b=true"]),
+        (("a", "c"), ['a=1, c="x"', 'a=1, b=true, c="x"'], ["a=1", 'c="x"', "a=1, b=true"]),
+    ],
+)
+def test_keyword_values(compiler, required, good, bad):
+    form = values("keyword_values", required)
+    for text in good:
+        assert allows(compiler, form, text), text
+    for text in [*bad, "d=1", "a=1,", 'a="x"']:
+        assert not allows(compiler, form, text), text
+
+
+def test_tagged_values(compiler):
+    tags = {"begin": "<{key}>", "end": "</>", "close": "</>", "types": {"c": ["string"]}}
+    form = values("tagged_values", ["c"], **tags)
+    for good in ("<c></>", "<a>1</><c>1 < 2\n</>", "<a>-5</>\n<b>true</><c>null</>\n"):
+        assert allows(compiler, form, good), good
+    for bad in ("", "<a>1</>", "<c>x</><a>1</>", "<c>x</></>", "<c>x</>\n\n", "<d>1</><c>x</>"):
+        assert not allows(compiler, form, bad), bad
+    tags["types"] = {"c": ["string", "null", "integer"]}
+    form = values("tagged_values", ["c"], **tags)
+    assert allows(compiler, form, "<c>nothing</>")
+    for read_as_another in ("null", " None ", "5", '"x"'):
+        assert not allows(compiler, form, f"<c>{read_as_another}</>")
+
+
 @pytest.mark.parametrize(
     ("form", "why"),
     [

@@ -14,7 +14,7 @@ from engine.server.tool_parsers.harmony import HarmonyCalls, HarmonyParser
 from engine.server.tool_parsers.llama3_json import Llama3JsonParser, llama3_json_calls
 from engine.server.tool_parsers.marked_json import MarkedJsonParser, Marks, marked_calls
 from engine.server.tool_parsers.mistral import MistralParser, mistral_calls, short_id
-from engine.server.tool_parsers.pythonic import CallSyntax, PythonicParser
+from engine.server.tool_parsers.pythonic import CallSyntax, PythonicParser, pythonic_calls
 from engine.server.tool_parsers.tagged import TaggedParser, Tags, tagged_calls
 
 __all__ = ["FORMATS", "Format"]
@@ -191,7 +191,8 @@ def _tagged(tags: Tags, *signs: str) -> Format:
 
 
 def _pythonic(syntax: CallSyntax, *signs: str) -> Format:
-    return Format(partial(PythonicParser, syntax), tuple((sign,) for sign in signs))
+    calls = None if syntax.marker else partial(pythonic_calls, syntax)  # strings of their own
+    return Format(partial(PythonicParser, syntax), tuple((sign,) for sign in signs), calls=calls)
 
 
 FORMATS: dict[str, Format] = {

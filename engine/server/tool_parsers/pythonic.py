@@ -7,16 +7,27 @@ A row of `CallSyntax` describes a format: ``name(key=value)`` with Python's lite
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from engine.server.markers import Markers
 from engine.server.tool_parsers._parser import MAX_CALLS, SPACE, StateParser
+from engine.server.tool_parsers.call_grammar import (
+    CallGrammar,
+    Form,
+    Function,
+    Section,
+    choice,
+    const,
+    filled,
+    listed,
+    sequence,
+)
 from engine.server.tool_parsers.call_reader import is_tool_name
 from engine.server.tool_parsers.events import ToolCallStart, random_id
 from engine.server.tool_parsers.literals import LiteralReader
 
-__all__ = ["CallSyntax", "PythonicParser"]
+__all__ = ["CallSyntax", "PythonicParser", "pythonic_calls"]
 
 _MAX_NAME_CHARS = 256
 _NAME = re.compile(r"""[^\s()\[\]{}<>"'=,:;]*""")
@@ -50,6 +61,46 @@ class CallSyntax:
     before: str = ""
     opener: str = "("
     marker: str = ""
+
+
+def pythonic_calls(syntax: CallSyntax, functions: Sequence[Function]) -> CallGrammar:
+    """Return the grammar of calls of the functions, with keyword arguments in JSON."""
+    call = choice([filled("$name($arguments)", one, _arguments(one)) for one in functions])
+    separator = const(", ")
+    if not syntax.is_list:
+        line = sequence(const("\n"), call)
+        marked = Section(syntax.opening, line, f"\n{syntax.closing}", separator=const(""))
+        return CallGrammar(marked)
+    marked = Section(syntax.opening, call, f"]{syntax.closing}", "[", separator)
+    if not syntax.is_bare:
+        return CallGrammar(marked)
+    names = "|".join(re.escape(function.name) for function in functions)
+    like_a_call = rf"\s*\[\s*(?:{names})\s*\((?s:.*)"
+    excludes = (like_a_call, rf"(?s:.*)\n{like_a_call}")
+    more = sequence(separator, listed(call, separator, one_call=False))
+    bare = []
+    for function in functions:
+        first = sequence(_arguments(function), const(")"))
+        several = sequence(first, {"type": "optional", "content": more})
+        bare.append(
+            Section(
+                f"[{function.name}(",
+                first,
+                "]",
+                several=several,
+                starts_line=True,
+                excludes=excludes,
+            )
+        )
+    return CallGrammar(marked, *bare)
+
+
+def _arguments(function: Function) -> Form:
+    return {
+        "type": "keyword_values",
+        "json_schema": function.schema,
+        "repeats_others": not function.is_strict,
+    }
 
 
 class PythonicParser(StateParser):
