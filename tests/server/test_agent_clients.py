@@ -33,6 +33,10 @@ ANSWERS = {
     "damaged": '<tool_call>{"name": "add", "arguments": {"a": 1, oops}}</tool_call>',
     "json": '{"a": 1}',
     "one": '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>',
+    "think-call": (
+        "<think>\nI add.\n</think>\n\n"
+        '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    ),
     "list": "\n".join(
         f'<tool_call>\n{{"name": "add", "arguments": {{"a": {i}}}}}\n</tool_call>' for i in (1, 2)
     ),
@@ -211,6 +215,24 @@ def test_calls_that_the_request_demands(responses, messages, stream):
             found = messages.create(**fields)
         assert [block.input["a"] for block in found.content] == expected
         assert found.stop_reason == "tool_use"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_required_calls_come_behind_reasoning(client, responses, messages, stream):
+    fields = {"model": "scripted", "tools": [OPENAI_TOOL], "tool_choice": "required"}
+    found = responses.create(**fields, input="think-call", stream=stream)
+    output = list(found)[-1].response.output if stream else found.output
+    assert [item.type for item in output] == ["reasoning", "function_call"]
+    assert client.params[-1].structured.structural_tag is not None
+    fields = {"model": "scripted", "max_tokens": 200, "tools": [ANTHROPIC_TOOL]}
+    fields |= {"messages": user("think-call"), "tool_choice": {"type": "any"}}
+    if stream:
+        with messages.stream(**fields) as events:
+            found = events.get_final_message()
+    else:
+        found = messages.create(**fields)
+    assert [block.type for block in found.content] == ["thinking", "tool_use"]
+    assert found.content[0].thinking == "I add."
 
 
 def test_damaged_calls(responses):
