@@ -69,23 +69,21 @@ class _Writer:
                 raise SchemaError(f"the property {name!r:.80} cannot be a keyword argument")
             if one is not False:
                 items.append((name, one, name in required))
-        return self._from(items, 0, is_first=True)
+        firsts = next((i + 1 for i, one in enumerate(items) if one[2]), len(items))
+        found = [self._from(items, i) for i in range(firsts)]
+        if not any(is_required for _, _, is_required in items):
+            found.append(_sequence())
+        return found[0] if len(found) == 1 else {"type": "or", "elements": found}
 
-    def _from(self, items: list[tuple[str, Any, bool]], at: int, *, is_first: bool) -> Form:
-        """Return the format of the items from position `at`."""
-        parts = []
-        for i in range(at, len(items)):
-            name, schema, is_required = items[i]
-            self._num_items += 1
-            if self._num_items > _MAX_ITEMS:
-                raise SchemaError(f"it needs more than {_MAX_ITEMS} keyword arguments")
-            item = self._item(name, schema, is_first=is_first)
-            if is_first and not is_required:
-                begun = _sequence(item, self._from(items, i + 1, is_first=False))
-                rest = self._from(items, i + 1, is_first=True)
-                return {"type": "or", "elements": [begun, rest]}
+    def _from(self, items: list[tuple[str, Any, bool]], at: int) -> Form:
+        """Return the format of the items of which the first that is written is `at`."""
+        self._num_items += len(items) - at
+        if self._num_items > _MAX_ITEMS:
+            raise SchemaError(f"it needs more than {_MAX_ITEMS} keyword arguments")
+        parts = [self._item(*items[at][:2], is_first=True)]
+        for name, schema, is_required in items[at + 1 :]:
+            item = self._item(name, schema, is_first=False)
             parts.append(item if is_required else _optional(item))
-            is_first = False
         return _sequence(*parts)
 
     def _item(self, name: str, schema: Any, *, is_first: bool) -> Form:
