@@ -16,6 +16,8 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute
 
 from engine.async_engine import EngineClient
+from engine.checks import shown
+from engine.errors import ConfigError
 from engine.server import routes
 from engine.server.auth import KeyRing
 from engine.server.chat_stream import AUTO, ChatService
@@ -91,6 +93,9 @@ def build_app(
     state.created = int(time.time())
     state.endpoints = tuple(e for module in modules for e in getattr(module, "ENDPOINTS", ()))
     state.model_names = config.served_model_name or (client.model_info.model,)
+    for name in client.adapters:
+        if name in state.model_names:
+            raise ConfigError(f"lora_modules must not have a name of the model; got {shown(name)}")
     state.scorer = make_scorer(client, config)
     state.chat = ChatService(
         client,

@@ -12,10 +12,11 @@ import httpx
 import pytest
 
 from engine.async_engine import AsyncEngine
-from engine.errors import EngineError, RequestError
+from engine.errors import ConfigError, EngineError, RequestError
 from engine.llm_engine import LLMEngine
 from engine.lora_request import LoRARequest
 from engine.sampling_params import RequestOutputKind, SamplingParams
+from engine.server.app import build_app
 from engine.server.replicas.client import ReplicaClient
 from engine.server.server_config import ServerConfig, key_hash
 from tests.lora_files import Served
@@ -84,6 +85,13 @@ def test_models_are_adapters_too(server, files):
     body["sampling_params"] = {"max_tokens": 12, "temperature": 0, "ignore_eos": True}
     found = post(server, "/inference/v1/generate", **body).json()
     assert found["choices"][0]["token_ids"] == files.want[0, 1]
+
+
+def test_an_adapter_with_the_name_of_the_model():
+    client = CannedClient("a")
+    client.adapters = ("sql",)
+    with pytest.raises(ConfigError, match="lora_modules must not have a name of the model"):
+        build_app(client, ServerConfig(served_model_name=("base", "sql")))
 
 
 def test_names_that_are_no_model(server):
