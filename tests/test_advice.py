@@ -19,6 +19,7 @@ SOURCES = sorted((Path(__file__).parents[1] / "engine").rglob("*.py"))
 # an op of the command line, an option of containers.
 OTHERS = {"charset", "camera", "geolocation", "microphone", "prompt", "card", "num_cached"}
 OTHERS |= {"swiglu", "add"}
+OTHERS |= {"string", "to"}  # in formats of tool calls
 # Options of other programs, which messages tell the user to run.
 PROGRAMS = {"--no-deps", "--only-binary", "--disable-pip-version-check", "--no-input", "--dest"}
 PROGRAMS |= {"--cap-add"}

@@ -29,7 +29,7 @@ OBJECTS = {
     ),
     "SamplingParams": (
         *("engine.SamplingParams", "engine.sampling_params.RequestOutputKind"),
-        *("engine.StructuredOutput", "engine.BeamSearchParams"),
+        *("engine.StructuredOutput", "engine.BeamSearchParams", "engine.LoRARequest"),
     ),
     "RequestOutput": (
         *("engine.RequestOutput", "engine.CompletionOutput", "engine.outputs.Logprob"),

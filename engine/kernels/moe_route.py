@@ -99,7 +99,7 @@ def moe_route(
         of a softmax over itself and those of the smaller ones that are close to it. It allows no
         correction and no groups, and nothing to renormalize.
     jitter : float
-        With "sparsemixer": logits a and b < a are close if a - b is at most 2 jitter max(|b|, a).
+        With "sparsemixer": logits a and b < a are close if a - b <= 2 jitter max(abs(b), a).
     correction : (E,) array of float32, optional
         Added to the scores to choose the experts, but not to compute their weights.
     expert_scale : (E,) array of float32, optional

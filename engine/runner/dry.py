@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -11,6 +12,7 @@ __all__ = ["DryRule"]
 
 _MAX_MATCH = 256  # tokens; a longer repetition is penalised as one of this length
 _MAX_PENALTY = 1e4  # of a logit: as good as a ban
+_MOST_NEPERS = 60.0  # logarithm of the largest power that is computed
 
 
 @dataclass(frozen=True)
@@ -71,5 +73,7 @@ class DryRule:
         }
 
     def _penalty(self, length: int) -> float:
-        exponent = (length - self.allowed_length) * np.log(self.base)
-        return float(min(self.multiplier * np.exp(min(exponent, 60.0)), _MAX_PENALTY))
+        exponent = length - self.allowed_length
+        if exponent * math.log(self.base) > _MOST_NEPERS:
+            return _MAX_PENALTY
+        return min(self.multiplier * self.base**exponent, _MAX_PENALTY)

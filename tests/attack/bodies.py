@@ -31,6 +31,9 @@ _FILE = {"image_url": None, "input_audio": None, "video_url": None, "file": None
 _SAMPLING: dict[str, Any] = {
     "model": "m", "n": 1, "best_of": 1, "presence_penalty": 0.0, "frequency_penalty": 0.0,
     "repetition_penalty": 1.0, "temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0,
+    "typical_p": 1.0, "top_n_sigma": 0.0, "xtc_probability": 0.0, "xtc_threshold": 0.1,
+    "dry_multiplier": 0.0, "dry_base": 1.75, "dry_allowed_length": 2, "dry_penalty_last_n": -1,
+    "dry_sequence_breakers": ["x"],
     "seed": 1, "stop": ["x"], "stop_token_ids": [1], "ignore_eos": False, "max_tokens": 1,
     "min_tokens": 0, "prompt_logprobs": 0, "skip_special_tokens": True, "logprobs": 1,
     "include_stop_str_in_output": False, "use_speculation": False, "logit_bias": {"1": 1.0},
@@ -43,7 +46,7 @@ _SAMPLING: dict[str, Any] = {
     "response_format": {"type": "json_schema", "json_schema": {
         "name": "n", "schema": _SCHEMA, "description": "d", "strict": True}},
     "structured_outputs": {"json": {}, "regex": "a", "choice": ["a"], "grammar": "a",
-                           "json_object": True},
+                           "json_object": True, "structural_tag": {}},
 }  # fmt: skip
 _BESIDE = {"model", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "priority",
            "cache_salt", "timeout", "stream", "user", "add_special_tokens", "return_token_ids",
@@ -88,7 +91,9 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "/v1/completions": {**_SAMPLING, "prompt": ["a"], "echo": False, "suffix": "s"},
     "/v1/chat/completions": {
         **_SAMPLING, **_CHAT, **_LABELS, "max_completion_tokens": 1, "logprobs": True,
-        "top_logprobs": 1, "tool_choice": {"type": "function", "function": {"name": "f"}},
+        "top_logprobs": 1, "tool_choice": {
+            "type": "function", "function": {"name": "f"}, "allowed_tools": {
+                "mode": "auto", "tools": [{"type": "function", "function": {"name": "f"}}]}},
         "parallel_tool_calls": True, "include_reasoning": True, "reasoning_effort": "low",
         "documents": [{"text": "d"}], "prediction": {}, "functions": [], "function_call": {},
         "audio": {}, "modalities": ["text"], "web_search_options": {}, "verbosity": "low",

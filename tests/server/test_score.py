@@ -208,7 +208,8 @@ def test_a_reranker_refuses_what_it_does_not_have(reranker):
     assert "512" in error(text_1="a", text_2="b " * 600)
     long = "a b " * 100  # each pair fits, but not all of them
     config = ServerConfig(reranker="qwen3", max_body_bytes=9000)
-    with serve(lambda: AsyncEngine(LLMEngine(reranker.model, **OPTIONS)), config) as one:
+    model = load("smollm2", device="cpu", dtype="float32")  # its server closes it
+    with serve(lambda: AsyncEngine(LLMEngine(model, **OPTIONS)), config) as one:
         body = {"text_1": long, "text_2": ["b"] * 20}
         found = httpx.post(one.url + "/score", json=body, timeout=60)
         assert found.status_code == 400 and "at most 9000 characters" in found.text
