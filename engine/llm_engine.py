@@ -420,7 +420,7 @@ class LLMEngine:
 
     @not_reentrant
     def sleep(self, level: int = 1) -> None:
-        """Free the device memory of weights and KV cache until `wake_up`; a sleeper sleeps on.
+        """Free the device memory of weights and KV cache until `wake_up`; if asleep, do nothing.
 
         Cached prefixes are dropped. Options, counters and compiled kernels stay.
 
@@ -450,7 +450,7 @@ class LLMEngine:
         self.model.sleep(level)
         self.scheduler.reset_prefix_cache()
         self._release()
-        self.model.free_cached_memory()  # that of the graphs
+        self.model.free_cached_memory()  # memory of the graphs
         self.is_sleeping = True
         self._level = level
 

@@ -238,7 +238,7 @@ class Model:
         self, decoder: Decoder, load_config: LoadConfig, source: ModelSource | None = None
     ) -> None:
         self._decoder: Decoder | None = decoder
-        self._parked: ParkedDecoder | None = None  # while it sleeps
+        self._parked: ParkedDecoder | None = None  # None unless the model sleeps
         self._earlier_expert_load: dict[int, np.ndarray[Any, np.dtype[np.int64]]] = {}
         self.config = decoder.config
         self.load_config = load_config
@@ -746,7 +746,7 @@ class Model:
             cache.rope_offsets[row] = wanted[row]
 
     def sleep(self, level: int = 1) -> None:
-        """Free the device memory of the weights until `wake_up`; what else the model has stays.
+        """Free the device memory of the weights until `wake_up`; everything else stays.
 
         Parameters
         ----------

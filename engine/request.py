@@ -21,7 +21,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from engine.drafts import Drafts
 from engine.errors import ContractError
@@ -29,6 +29,7 @@ from engine.errors import ContractError
 __all__ = [
     "FINISH_REASONS",
     "NO_SLOT",
+    "PrefixKey",
     "Request",
     "RequestState",
     "RequestStatus",
@@ -139,6 +140,26 @@ class RequestState:
         """All slots on the device that the request owns."""
         own = self.drafted or ((self.slot,) if self.slot != NO_SLOT else ())
         return [*own, *(slot for _, slot in self.snapshots)]
+
+
+class PrefixKey(NamedTuple):
+    """Key that must match, besides the token ids, for two requests to share a cached prefix.
+
+    Attributes
+    ----------
+    cache_salt : str or None
+    long_rope : bool
+        Whether rope's long factors rotated the keys.
+    adapter : int
+        Serial of the LoRA adapter; 0 without one.
+    epoch : int
+        See `Request.prefix_epoch`.
+    """
+
+    cache_salt: str | None = None
+    long_rope: bool = False
+    adapter: int = 0
+    epoch: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -302,15 +323,15 @@ class Request:
         return self.status.value if self.status in _FINISHED else None
 
     @property
-    def prefix_key(self) -> tuple[str | None, bool, int, int]:
-        """Key that must match, besides the token ids, for two requests to share a cached prefix.
+    def prefix_key(self) -> PrefixKey:
+        """Key of the request's prefixes.
 
         Without blocks, it is the key of those that its present length would be given.
         """
         holds_keys = self.block_table or self.host_block_table
         is_long = self.long_rope if holds_keys else self.needs_long_rope
         adapter = 0 if self.adapter is None else self.adapter.serial
-        return self.cache_salt, is_long, adapter, self.prefix_epoch
+        return PrefixKey(self.cache_salt, is_long, adapter, self.prefix_epoch)
 
     @property
     def needs_long_rope(self) -> bool:

@@ -40,7 +40,7 @@ struct LoraExpandParams {
   int bound0, bound1, bound2, bound3, bound4, bound5, bound6, bound7;
 };
 
-// A block's columns [first, end), of one part; end is the part's.
+// The columns that a block computes: at most kColumns from `first` on, before `end` of their part.
 struct ColumnBlock {
   int part, first, end;
 };

@@ -44,8 +44,8 @@ struct Tile {
   __device__ __forceinline__ static int offset(int row, int word) {
     return row * kChunk + (word ^ (row & 7)) * kVec;
   }
-  // Starts copying word threadIdx.x % kWords of a row, from `source`: the word's first value, of
-  // which `valid` values exist; the rest is 0.
+  // Starts copying word threadIdx.x % kWords of a row from `source`, where `valid` values are left
+  // in the row; the rest of the word becomes 0.
   template <bool kIsVector>
   __device__ __forceinline__ void load(int row, const scalar_t* source, int valid) {
     scalar_t* const to = values + offset(row, threadIdx.x % kWords);
@@ -68,7 +68,7 @@ struct Stage {
   Tile<kColumns> a;
 };
 
-// Sums of kTokens x kColumns results.
+// A thread's share of the tile's kTokens x kColumns sums.
 #if ENGINE_DTYPE == 0
 template <int kTokens>
 struct Sums {
@@ -99,7 +99,7 @@ struct Sums {
   }
 };
 #else
-// With 16 tokens the warps divide the columns; with 64, each has 16 tokens and all columns.
+// 16 tokens: the warps divide the columns. 64 tokens: each warp computes all columns of 16 tokens.
 template <int kTokens>
 struct Sums {
   static constexpr int kRowWarps = kTokens / 16;
@@ -166,7 +166,7 @@ __device__ __forceinline__ void lora_shrink(const LoraShrinkParams& p, unsigned 
 
   const scalar_t* const a =
       p.a + (static_cast<int64_t>(tile.group) * p.columns + first_column + row) * p.depth + k;
-  const scalar_t* x[kTokens / kRowsAtOnce];  // null: there is no such row
+  const scalar_t* x[kTokens / kRowsAtOnce];  // null: the tile has fewer rows
 #pragma unroll
   for (int i = 0; i < kTokens / kRowsAtOnce; ++i) {
     const int token = tile_token(tile, p.order, p.num_tokens, i * kRowsAtOnce + row);

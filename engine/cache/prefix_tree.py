@@ -24,7 +24,6 @@ from engine.cache.snapshots import SnapshotCache
 from engine.cache.tree_check import check_tree
 from engine.cache.tree_node import (
     NO_BLOCK,
-    PrefixKey,
     PrefixMatch,
     Snapshot,
     Space,
@@ -35,8 +34,11 @@ from engine.cache.tree_node import (
     split_chunks,
 )
 from engine.errors import EngineError
+from engine.request import PrefixKey
 
 __all__ = ["PrefixTree"]
+
+_PLAIN = PrefixKey()
 
 
 class PrefixTree:
@@ -108,7 +110,7 @@ class PrefixTree:
     def match(
         self,
         token_ids: Sequence[int],
-        key: PrefixKey = (None, False, 0, 0),
+        key: PrefixKey = _PLAIN,
         max_blocks: int | None = None,
     ) -> PrefixMatch:
         """Return the longest cached prefix of `token_ids`, in full blocks. Changes nothing.
@@ -175,7 +177,7 @@ class PrefixTree:
         self,
         token_ids: Sequence[int],
         blocks: Sequence[int],
-        key: PrefixKey = (None, False, 0, 0),
+        key: PrefixKey = _PLAIN,
         *,
         start: int = 0,
         leaving: bool = False,
@@ -188,7 +190,7 @@ class PrefixTree:
             Token ids from block `start` on.
         blocks : sequence of int
             The owner's block table, from its first block on.
-        key : (cache salt, long rope, adapter, epoch)
+        key : PrefixKey
             Selects the root.
         start : int
             Number of leading blocks of the table that are already nodes of the tree.

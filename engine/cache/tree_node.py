@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from engine.cache.lru import LruHeap
+from engine.request import PrefixKey
 
 __all__ = [
     "NO_BLOCK",
-    "PrefixKey",
     "PrefixMatch",
     "Snapshot",
     "Space",
@@ -22,9 +22,6 @@ __all__ = [
 ]
 
 NO_BLOCK = -1
-
-PrefixKey = tuple[str | None, bool, int, int]
-"""(cache salt, long rope, adapter, epoch): must be equal, like the token ids, to share a prefix."""
 
 
 class TreeNode:

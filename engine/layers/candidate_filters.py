@@ -15,19 +15,21 @@ from engine.device import array_module
 __all__ = ["kept_tokens", "pack_rows"]
 
 
-def kept_tokens(logits: Any, top_n_sigma: Any, typical_p: Any, xtc_threshold: Any) -> Any:
+def kept_tokens(
+    logits: Any, *, top_n_sigma: Any = None, typical_p: Any = None, xtc_threshold: Any = None
+) -> Any:
     """Return which tokens each row keeps.
 
     Parameters
     ----------
     logits : (n, V) array of float32
         -inf for tokens that are not allowed. Not modified.
-    top_n_sigma : (n,) array of float32
+    top_n_sigma : (n,) array of float32, optional
         Keep logits within this many standard deviations of the largest [1]_; 0 keeps all.
-    typical_p : (n,) array of float32
+    typical_p : (n,) array of float32, optional
         Keep the tokens whose information is closest to the distribution's entropy, up to this
         probability [2]_; 1 keeps all.
-    xtc_threshold : (n,) array of float32
+    xtc_threshold : (n,) array of float32, optional
         Of the tokens at least this probable keep only the least probable [3]_; above 0.5 keeps all.
 
     Returns
@@ -44,17 +46,19 @@ def kept_tokens(logits: Any, top_n_sigma: Any, typical_p: Any, xtc_threshold: An
     Examples
     --------
     >>> logits = np.log(np.array([[0.4, 0.3, 0.2, 0.1]], np.float32))
-    >>> none, all_ = np.zeros(1, np.float32), np.ones(1, np.float32)
-    >>> kept_tokens(logits, none, all_, np.float32([0.25])).tolist()
+    >>> kept_tokens(logits, xtc_threshold=np.float32([0.25])).tolist()
     [[False, True, True, True]]
-    >>> kept_tokens(logits, none, np.float32([0.3]), all_).tolist()
+    >>> kept_tokens(logits, typical_p=np.float32([0.3])).tolist()
     [[False, True, False, False]]
     """
     xp = array_module(logits)
     keep = xp.isfinite(logits)
-    keep &= _within_sigmas(xp, logits, keep, top_n_sigma)
-    keep &= _typical(xp, _probabilities(xp, logits, keep), typical_p)
-    keep &= _without_top(xp, _probabilities(xp, logits, keep), xtc_threshold)
+    if top_n_sigma is not None:
+        keep &= _within_sigmas(xp, logits, keep, top_n_sigma)
+    if typical_p is not None:
+        keep &= _typical(xp, _probabilities(xp, logits, keep), typical_p)
+    if xtc_threshold is not None:
+        keep &= _without_top(xp, _probabilities(xp, logits, keep), xtc_threshold)
     return keep
 
 
@@ -102,8 +106,8 @@ def _typical(xp: Any, probabilities: Any, mass: Any) -> Any:
     before = xp.cumsum(ordered, axis=1) - ordered  # probability of the tokens before each
     mass = mass[:, None]
     chosen = (before < mass) | (mass >= 1)
-    places = xp.argsort(order, axis=1)  # of each token in the order
-    return xp.take_along_axis(chosen, places, axis=1)
+    ranks = xp.argsort(order, axis=1)  # rank of each token in the order
+    return xp.take_along_axis(chosen, ranks, axis=1)
 
 
 def _without_top(xp: Any, probabilities: Any, threshold: Any) -> Any:

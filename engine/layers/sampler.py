@@ -31,7 +31,7 @@ class SamplingBatch:
     ----------
     filter_rows : (n,) array of int64, or None
         Rows whose candidates the next three filter, in addition to `top_k` and others.
-    typical_p, top_n_sigma, xtc_threshold : (n,) array of float32
+    typical_p, top_n_sigma, xtc_threshold : (n,) array of float32, or None
         See `candidate_filters.kept_tokens`.
     num_logprobs : int or None
         Maximum number of log-probabilities requested by any row; -1: the whole vocabulary.

@@ -84,12 +84,6 @@ class LoraAdapter:
     matrices: dict[str, tuple[Array, Array, Array | None]]
     serial: int
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the matrices."""
-        parts = itertools.chain.from_iterable(self.matrices.values())
-        return sum(part.nbytes for part in parts if part is not None)
-
 
 def adapter_bounds(
     config: ModelConfig, weights: Mapping[str, Weight], shard: Shard = WHOLE

@@ -46,17 +46,23 @@ class TensorReader:
 
     Parameters
     ----------
-    source : Path
-        A directory with safetensors, or a .gguf file.
+    source : Path or ArrayTensors
+        A directory with safetensors, a .gguf file, or arrays with the names of a Hugging Face
+        checkpoint.
     config : ModelConfig
     mtp : MtpFamily, optional
         Declaration of the MTP layer that the config's last layer is.
     """
 
-    def __init__(self, source: Path, config: ModelConfig, mtp: MtpFamily | None = None) -> None:
+    def __init__(
+        self, source: Path | ArrayTensors, config: ModelConfig, mtp: MtpFamily | None = None
+    ) -> None:
         kind = family(config.model_type)
-        is_gguf = source.suffix == ".gguf"
-        if is_gguf:
+        is_gguf = isinstance(source, Path) and source.suffix == ".gguf"
+        if isinstance(source, ArrayTensors):
+            tensors: Any = source  # read as unquantized safetensors are
+            self.checkpoint = QuantizedCheckpoint(tensors)
+        elif is_gguf:
             self.checkpoint = QuantizedCheckpoint(GgufFile(source))
         else:
             scheme = load_scheme(source) if is_present(source / "config.json") else None
@@ -71,19 +77,6 @@ class TensorReader:
         self._names = kind.gguf_names if is_gguf else kind.names
         self.is_interleaved = kind.gguf_interleaved_rope if is_gguf else config.interleaved_rope
         self._norm_offset = config.norm_weight_offset if is_gguf else 0.0
-
-    @classmethod
-    def of_arrays(cls, arrays: ArrayTensors, config: ModelConfig) -> TensorReader:
-        """Return a reader of arrays in memory, with the names of a Hugging Face checkpoint."""
-        reader = cls.__new__(cls)
-        tensors: Any = arrays  # has what is read of unquantized files
-        reader.checkpoint = QuantizedCheckpoint(tensors)
-        reader._config = config
-        reader._skipped = ()
-        reader._names = family(config.model_type).names
-        reader.is_interleaved = config.interleaved_rope
-        reader._norm_offset = 0.0
-        return reader
 
     def placements(self, shard: Shard, *, is_partial: bool = False) -> list[Placement]:
         """Return the parts of tensors that a shard needs, in checkpoint order.

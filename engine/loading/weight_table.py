@@ -100,19 +100,9 @@ _COLUMN_PART = {
 }
 _COLUMN_PART |= {SECOND + kind: _COLUMN_PART[kind] for kind in ("mla_out", "down")}
 ADAPTABLE = (
-    *(
-        "qkv",
-        "o",
-        "gate_up",
-        "up",
-        "down",
-        "mla_in",
-        "mla_q_up",
-        "mla_out",
-        "delta_in",
-        "delta_out",
-    ),
-    *("lightning_in", "lightning_out", "conv_in", "conv_out", "mamba_in", "mamba_out"),
+    *("qkv", "o", "gate_up", "up", "down", "mla_in", "mla_q_up", "mla_out"),
+    *("delta_in", "delta_out", "lightning_in", "lightning_out", "conv_in", "conv_out"),
+    *("mamba_in", "mamba_out"),
 )
 """Kinds of the matrices that a LoRA adapter may change: those of `layers.linear.Linear`."""
 

@@ -61,10 +61,8 @@ def open_update(
         If a tensor is not the model's or has another shape, or a weight is stored in a format that
         numbers cannot be rounded to.
     """
-    if isinstance(source, Mapping):
-        reader = TensorReader.of_arrays(ArrayTensors(source, new_name), config)
-    else:
-        reader = TensorReader(Path(source), config)
+    tensors = ArrayTensors(source, new_name) if isinstance(source, Mapping) else Path(source)
+    reader = TensorReader(tensors, config)
     places: dict[str, list[Placement]] = {}
     for place in reader.placements(shard, is_partial=True):
         places.setdefault(str(place.target), []).append(place)

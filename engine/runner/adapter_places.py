@@ -69,12 +69,6 @@ class AdapterPlaces:
         self._slots[adapter.serial] = slot
         return slot
 
-    def forget(self, adapter: LoraAdapter) -> None:
-        """Free the slot of an adapter that no request has any more."""
-        slot = self._slots.pop(adapter.serial, None)
-        if slot is not None:
-            self._free.append(slot)
-
     def _evict(self, running: Collection[int]) -> int:
         for serial, slot in self._slots.items():
             if serial not in running:

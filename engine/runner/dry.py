@@ -11,7 +11,7 @@ import numpy as np
 __all__ = ["DryRule"]
 
 _MAX_MATCH = 256  # tokens; a longer repetition is penalised as one of this length
-_MAX_PENALTY = 1e4  # of a logit: as good as a ban
+_MAX_PENALTY = 1e4  # logits; in effect a ban
 _MOST_NEPERS = 60.0  # logarithm of the largest power that is computed
 
 
@@ -27,7 +27,7 @@ class DryRule:
     allowed_length : int
         Length of repetitions up to which a further token is free.
     last_n : int
-        Number of last tokens to look at; -1: all.
+        Number of last tokens to search; -1: all.
     is_breaker : callable
         Tells whether a token id ends repetitions, such as that of a line break.
 

@@ -22,7 +22,7 @@ __all__ = ["SamplingSpec", "SamplingTable"]
 IntArray = np.ndarray[Any, np.dtype[Any]]
 
 _NO_LOGPROBS = -2
-_XTC = 0x587463  # makes XTC's random numbers its own
+_XTC = 0x587463  # seed of XTC beside the request's, so that no other use draws the same numbers
 _TINY = np.finfo(np.float32).tiny  # smallest value of parameters that must stay > 0 in float32
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 
@@ -247,7 +247,7 @@ class SamplingTable:
     def _filters(
         self, sampled: Sequence[ScheduledSequence], rows: IntArray, positions: IntArray
     ) -> dict[str, IntArray]:
-        """Return the filters of the rows that have any; {} if none has.
+        """Return the filters of the rows that have any, without those that no row uses.
 
         Whether XTC drops tokens depends on seed and position alone.
         """
@@ -264,12 +264,17 @@ class SamplingTable:
             params.xtc_threshold if coin < params.xtc_probability else 1.0
             for params, coin in zip(all_params, coins, strict=True)
         ]
-        return {
-            "filter_rows": chosen,
-            "typical_p": np.array([params.typical_p for params in all_params], np.float32),
-            "top_n_sigma": np.array([params.top_n_sigma for params in all_params], np.float32),
-            "xtc_threshold": np.array(thresholds, np.float32),
-        }
+        typical_p = np.array([params.typical_p for params in all_params], np.float32)
+        top_n_sigma = np.array([params.top_n_sigma for params in all_params], np.float32)
+        xtc_threshold = np.array(thresholds, np.float32)
+        columns: dict[str, IntArray] = {"filter_rows": chosen}
+        if (typical_p < 1).any():
+            columns["typical_p"] = typical_p
+        if (top_n_sigma > 0).any():
+            columns["top_n_sigma"] = top_n_sigma
+        if (xtc_threshold <= 0.5).any():
+            columns["xtc_threshold"] = xtc_threshold
+        return columns
 
     def _bias(
         self, request: Request, row: int, position: int, path: tuple[int, ...]

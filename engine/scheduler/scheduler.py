@@ -39,7 +39,8 @@ __all__ = ["Scheduler"]
 
 _RUNNING = RequestStatus.RUNNING
 _new = object.__new__
-_MAX_PASSED = 16  # requests passed over per step because another is computing their prefix
+# Requests passed over per step: another one computes their prefix, or their adapter has no slot.
+_MAX_PASSED = 16
 
 
 class Scheduler:
@@ -86,7 +87,7 @@ class Scheduler:
         self._num_preemptions = 0
         self._num_swaps = 0
         self._num_retries = 0
-        self._num_resets = 0  # of the prefix cache
+        self._prefix_epoch = 0  # number of resets of the prefix cache
 
     @property
     def num_waiting(self) -> int:
@@ -196,11 +197,11 @@ class Scheduler:
         shared only among themselves, not with requests that start later.
         """
         count = self.blocks.reset_prefixes()
-        self._num_resets += 1
+        self._prefix_epoch += 1
         for request in self.unfinished_requests():
             first = request if request.leader is None else request.leader
             has_blocks = first.block_table or first.host_block_table
-            request.prefix_epoch = self._num_resets if has_blocks else 0
+            request.prefix_epoch = self._prefix_epoch if has_blocks else 0
         return count
 
     def decoding_requests(self) -> list[Request]:
@@ -434,11 +435,12 @@ class Scheduler:
             queues.waiting.discard(request)
         most_passed = len(passed) + _MAX_PASSED
         in_flight = PrefixesInFlight(self.blocks, [*self._in_flight, output])
+        adapters = self._running_adapters()
         while len(queues.waiting) and len(queues.running) < config.max_num_seqs:
             request = self._next_waiting()
             if request.num_pending_tokens or not chunk_size(request, output, config):
                 break
-            if in_flight.covers_most_of(request) or not self._has_place_for(request):
+            if in_flight.covers_most_of(request) or not self._has_slot_for(request, adapters):
                 if len(passed) == most_passed:
                     break
                 queues.waiting.discard(request)
@@ -451,6 +453,8 @@ class Scheduler:
             queues.waiting.take(request)
             queues.run(request)
             in_flight.add(request)
+            if request.adapter is not None:
+                adapters.add(request.adapter.serial)
             output.admitted.append(request)
             num_new = chunk_size(request, output, config, self._states)  # skips the cached part
             self._add_chunk(request, output, num_new)
@@ -490,13 +494,17 @@ class Scheduler:
             self._states is None or self._states.reserve_drafts(request, num_drafts)
         )
 
-    def _has_place_for(self, request: Request) -> bool:
-        """Tell whether its adapter, if it has one, may be one of those of running requests."""
-        if request.adapter is None:
+    def _running_adapters(self) -> set[int]:
+        """Return the serials of the running requests' adapters."""
+        if not self.config.max_adapters:
+            return set()
+        return {one.adapter.serial for one in self._queues.running if one.adapter is not None}
+
+    def _has_slot_for(self, request: Request, adapters: set[int]) -> bool:
+        """Tell whether the request has no adapter, or one that fits beside those running."""
+        if request.adapter is None or request.adapter.serial in adapters:
             return True
-        running = {one.adapter.serial for one in self._queues.running if one.adapter is not None}
-        serial = request.adapter.serial
-        return serial in running or len(running) < self.config.max_adapters
+        return len(adapters) < self.config.max_adapters
 
     def _next_waiting(self) -> Request:
         waiting = self._queues.waiting
