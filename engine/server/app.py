@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import time
+from collections.abc import Collection
 from types import ModuleType
 
 from starlette.applications import Starlette
@@ -13,7 +14,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute
+from starlette.routing import Route
 
 from engine.async_engine import EngineClient
 from engine.checks import shown
@@ -22,7 +23,7 @@ from engine.server import routes
 from engine.server.auth import KeyRing
 from engine.server.chat_stream import AUTO, ChatService
 from engine.server.connection_pool import ALWAYS_SERVED
-from engine.server.gate import Gate
+from engine.server.gate import AdminOnly, Gate
 from engine.server.hosts import AllowedHosts
 from engine.server.limits import BodyMemory, RequestSlots
 from engine.server.scoring import make_scorer
@@ -68,17 +69,18 @@ def build_app(
     keys = KeyRing(config, secret=secret)
     slots = RequestSlots(config)
     public = ALWAYS_SERVED.union(*(getattr(module, "PUBLIC_PATHS", ()) for module in modules))
-    admin = [path for module in modules for path in getattr(module, "ADMIN_PATHS", ())]
+    endpoints = tuple(e for module in modules for e in getattr(module, "ENDPOINTS", ()))
+    admin_paths = frozenset(endpoint.path for endpoint in endpoints if endpoint.is_admin)
     gate = Middleware(
         Gate,
         keys=keys,
         hosts=AllowedHosts(config),
         slots=slots,
         public_paths=public,
-        admin_paths=admin,
+        admin_paths=admin_paths,
     )
     app = Starlette(
-        routes=_routes(modules),
+        routes=_routes(modules, admin_paths),
         middleware=[*_cors(config), gate],
         exception_handlers={HTTPException: _raise_to_gate},
     )
@@ -91,7 +93,7 @@ def build_app(
     state.responses = ResponseStore(config)
     state.is_draining = False
     state.created = int(time.time())
-    state.endpoints = tuple(e for module in modules for e in getattr(module, "ENDPOINTS", ()))
+    state.endpoints = endpoints
     state.model_names = config.served_model_name or (client.model_info.model,)
     for name in client.adapters:
         if name in state.model_names:
@@ -127,8 +129,12 @@ def _modules(config: ServerConfig) -> list[ModuleType]:
     ]
 
 
-def _routes(modules: list[ModuleType]) -> list[BaseRoute]:
-    return [route for module in modules for route in module.routes()]
+def _routes(modules: list[ModuleType], admin_paths: Collection[str]) -> list[Route]:
+    found: list[Route] = [route for module in modules for route in module.routes()]
+    for route in found:
+        if route.path in admin_paths:
+            route.app = AdminOnly(route.app)
+    return found
 
 
 def _cors(config: ServerConfig) -> list[Middleware]:

@@ -62,6 +62,27 @@ def test_an_admin_key_is_no_api_key():
         assert httpx.get(server.url + PATH, headers={"X-API-Key": "root"}).status_code == 405
 
 
+@pytest.mark.parametrize("config", [ADMIN, BOTH], ids=["open", "keys"])
+def test_no_spelling_of_a_path_does_without_the_admin_key(config):
+    """Starlette's routes also match a path with a newline at its end."""
+    headers = {"X-API-Key": "user", "Content-Type": "application/json"}
+    with (
+        serve(lambda: CannedClient("a"), config) as server,
+        httpx.Client(headers=headers) as client,
+    ):
+        endpoints = [each for each in server.app.state.endpoints if each.is_admin]
+        assert len(endpoints) >= 7
+        for name in (each.path[1:] for each in endpoints):
+            same = [name, f"%{ord(name[0]):02x}{name[1:]}"]
+            others = [f"{name}%0A", f"{name}%0A%0A", f"{name}%0D", f"{name}%00", f"{name}%3F"]
+            others += [f"{name}/", f"/{name}", f"./{name}", f"{name};a", name.upper()]
+            for method in ("GET", "HEAD", "POST", "PUT", "OPTIONS"):
+                for spelling in (*same, *others):
+                    response = client.request(method, f"{server.url}/{spelling}", content="{}")
+                    allowed = (401,) if spelling in same else (401, 404, 405)
+                    assert response.status_code in allowed, (method, spelling)
+
+
 def test_parameters_are_refused():
     with serve(lambda: CannedClient("a"), ADMIN) as server:
         found = post(server, "root", PATH + "?reset_running_requests=true")

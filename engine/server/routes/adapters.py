@@ -15,12 +15,10 @@ from engine.server.limits import read_struct
 from engine.server.openapi import Endpoint
 from engine.server.protocol.errors import APIError
 
-__all__ = ["ADMIN_PATHS", "ENDPOINTS", "LoadAdapterRequest", "UnloadAdapterRequest", "routes"]
+__all__ = ["ENDPOINTS", "LoadAdapterRequest", "UnloadAdapterRequest", "routes"]
 
 _LOAD = "/v1/load_lora_adapter"
 _UNLOAD = "/v1/unload_lora_adapter"
-
-ADMIN_PATHS = frozenset({_LOAD, _UNLOAD})
 
 
 class LoadAdapterRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

@@ -13,14 +13,12 @@ from engine.errors import ConfigError
 from engine.server.openapi import Endpoint
 from engine.server.protocol.errors import APIError
 
-__all__ = ["ADMIN_PATHS", "ENDPOINTS", "routes"]
+__all__ = ["ENDPOINTS", "routes"]
 
 _RESET = "/reset_prefix_cache"
 _SLEEP = "/sleep"
 _WAKE = "/wake_up"
 _STATE = "/is_sleeping"
-
-ADMIN_PATHS = frozenset({_RESET, _SLEEP, _WAKE, _STATE})
 
 
 class PrefixCacheReset(msgspec.Struct):

@@ -13,11 +13,9 @@ from engine.server.admin_paths import path_inside
 from engine.server.limits import read_struct
 from engine.server.openapi import Endpoint
 
-__all__ = ["ADMIN_PATHS", "ENDPOINTS", "UpdateWeightsRequest", "WeightsUpdated", "routes"]
+__all__ = ["ENDPOINTS", "UpdateWeightsRequest", "WeightsUpdated", "routes"]
 
 _UPDATE = "/update_weights_from_disk"
-
-ADMIN_PATHS = frozenset({_UPDATE})
 
 
 class UpdateWeightsRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
