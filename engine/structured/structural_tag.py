@@ -168,7 +168,7 @@ class _Normalizer:
         """Return begin, content and end of a tag; free text as its content ends with its end."""
         content = self.form(fields["content"], f"{where}.content")
         end = fields["end"]
-        if content["type"] == "any_text":
+        if content["type"] == "any_text" and not content["ends"]:
             if not end:
                 raise SchemaError(f"{where}.end must not be empty after any_text")
             return fields["begin"], content | {"ends": [end]}, ""

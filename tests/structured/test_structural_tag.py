@@ -88,6 +88,16 @@ def allows(compiler, form, text):
             ["§§", "§a§"],
             ["<s>a<s>", "§a<s>b§"],
         ),
+        (
+            {
+                "type": "tag",
+                "begin": "<t>",
+                "content": {"type": "tag", "begin": "", "content": ANY, "end": "!"},
+                "end": "</t>",
+            },
+            ["<t>a!</t>", "<t>!</t>"],
+            ["<t>a</t>", "<t>a!b</t>", "<t>a!"],
+        ),
         (calls(), ["", "x", "a<f=a>5</f>b<f=b>c</f>"], ["<f=", "<f=c>", "<f=a>c</f>"]),
         (calls(at_least_one=True), ["<f=a>5</f>", "x<f=b>a</f>y"], ["", "x"]),
         (calls(stop_after_first=True), ["", "x", "x<f=a>5</f>"], ["<f=a>5</f>x"]),
