@@ -129,6 +129,17 @@ def test_calls_within_text(name, are_special):
 
 
 @pytest.mark.parametrize("name", WITH_GRAMMAR)
+def test_the_grammar_grows_linearly_with_the_functions(name):
+    sizes = []
+    for count in (10, 40):
+        functions = [Function(f"f{i}", SCHEMA) for i in range(count)]
+        form = calls_of(name, functions).within_text(one_call=False)
+        sizes.append(len(json.dumps(form)))
+    compiled(form, tokens_of(name, True))
+    assert sizes[1] < 4.2 * sizes[0]
+
+
+@pytest.mark.parametrize("name", WITH_GRAMMAR)
 def test_a_required_call_that_was_cut_is_no_content(name):
     form = calls_of(name, FUNCTIONS).required(one_call=False)
     text, _ = walk(compiled(form, tokens := tokens_of(name, False)), tokens, 1)

@@ -1,7 +1,7 @@
 """Grammars of tool calls in a model's own format, as structural tags.
 
-Each family of readers describes its calls as `Section`s; `required_calls` and `text_with_calls` put
-them together. See `engine.structured.structural_tag` for the formats.
+Each family of readers describes its calls as `Section`s, and `CallGrammar` combines them. See
+`engine.structured.structural_tag` for the formats.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from engine.server.tool_parsers._parser import MAX_CALLS
+from engine.structured.lark import containing
 from engine.structured.references import OWN_DOCUMENT
 
 __all__ = [
@@ -69,23 +70,26 @@ class Section:
     Attributes
     ----------
     begin : str
-        What a section of calls begins with, and nothing else does.
+        Text that begins a section of calls, and nothing else unless the section has `firsts`.
     call : Form
         One call.
     end : str
-        What ends the section.
+        Text that ends the section.
     bracket : str
-        Between `begin` and the first call.
+        Text between `begin` and the first call.
     separator : Form or None
-        Between the calls of a section; None if each call has a section of its own.
+        Separator of the calls of a section; None if each call has a section of its own.
     between : str
-        Between sections.
+        Text between two sections.
     several : Form or None
-        What stands in place of `call` where several calls are allowed, if it differs.
+        Replaces `call` if several calls are allowed; None: `call` serves both cases.
     starts_line : bool
         Whether `begin` counts at the start of a line only.
+    firsts : tuple of (str, Form)
+        For a `begin` that other text has too: for each function, how its call begins and how it
+        goes on. Only with one of these behind it does `begin` begin a section.
     excludes : tuple of str
-        Expressions of texts that are no text beside the calls, since a reader finds a call.
+        Expressions of texts in which the reader would find a call: none may stand beside the calls.
     """
 
     begin: str
@@ -96,13 +100,28 @@ class Section:
     between: str = "\n"
     several: Form | None = None
     starts_line: bool = False
+    firsts: tuple[tuple[str, Form], ...] = ()
     excludes: tuple[str, ...] = ()
 
     def form(self, *, one_call: bool) -> Form:
-        """Return the section behind `begin`."""
+        """Return the whole section."""
+        begun = [sequence(const(b), form) for b, form in self.beginnings(one_call=one_call)]
+        return sequence(choice(begun), self.rest(one_call=one_call))
+
+    def beginnings(self, *, one_call: bool) -> list[tuple[str, Form]]:
+        """Return the texts that begin a section, each with the format behind it, up to `rest`."""
+        if self.firsts:
+            return [(f"{self.begin}{begin}", form) for begin, form in self.firsts]
         call = self.call if one_call or self.several is None else self.several
         calls = listed(call, self.separator, one_call=one_call)
-        return sequence(const(self.bracket), calls, const(self.end))
+        return [(self.begin, sequence(const(self.bracket), calls))]
+
+    def rest(self, *, one_call: bool) -> Form:
+        """Return the format of the end, after further calls if the first one is in `firsts`."""
+        if not self.firsts or self.separator is None or one_call:
+            return const(self.end)
+        more = sequence(self.separator, listed(self.call, self.separator, one_call=False))
+        return sequence({"type": "optional", "content": more}, const(self.end))
 
 
 def const(value: str) -> Form:
@@ -188,32 +207,36 @@ class CallGrammar:
     def required(self, *, one_call: bool) -> Form:
         """Return the format of an answer of one or several calls and nothing else."""
         section = self._sections[0]
-        first = sequence(const(section.begin), section.form(one_call=one_call))
+        first = section.form(one_call=one_call)
         if one_call or section.separator is not None:
             return first
         return listed(first, const(section.between), one_call=False)
 
     def within_text(self, *, one_call: bool, excludes: Sequence[str] = ()) -> Form:
         """Return the format of text with calls; see `CallFormat`."""
-        sections = self._sections
-        begins = [f"\n{one.begin}" if one.starts_line else one.begin for one in sections]
-        forms = [one.form(one_call=one_call) for one in sections]
-        tags = [{"begin": b, "content": f, "end": ""} for b, f in zip(begins, forms, strict=True)]
-        text: Form = {
-            "type": "triggered_tags",
-            "triggers": list(dict.fromkeys(begins)),
-            "tags": tags,
-            "stop_after_first": one_call,
-            "excludes": [*excludes, *(text for one in sections for text in one.excludes)],
-        }
-        at_start = [
-            sequence(const(one.begin), form)
-            for one, form in zip(sections, forms, strict=True)
-            if one.starts_line
-        ]
-        if not at_start:
-            return text
-        first = choice(at_start)
+        excluded = [*excludes, *(text for one in self._sections for text in one.excludes)]
+        begins: list[str] = []
+        found: list[Form] = []
+        for section in self._sections:
+            line_break = "\n" if section.starts_line else ""
+            tags = [
+                {"begin": f"{line_break}{begin}", "content": form, "end": ""}
+                for begin, form in section.beginnings(one_call=one_call)
+            ]
+            triggers = list(dict.fromkeys(str(tag["begin"]) for tag in tags))
+            begins += triggers
+            text_and_call = {
+                "type": "triggered_tags",
+                "triggers": triggers,
+                "tags": tags,
+                "at_least_one": True,
+                "stop_after_first": True,
+                "excludes": excluded,
+            }
+            found.append(sequence(text_and_call, section.rest(one_call=one_call)))
+        plain = {"type": "any_text", "excludes": [*excluded, *map(containing, begins)]}
+        at_start = [one.form(one_call=one_call) for one in self._sections if one.starts_line]
         if one_call:
-            return choice([first, text])
-        return sequence({"type": "optional", "content": first}, text)
+            return choice([*at_start, plain, *found])
+        start = [{"type": "optional", "content": choice(at_start)}] if at_start else []
+        return sequence(*start, {"type": "star", "content": choice(found)}, plain)

@@ -20,7 +20,6 @@ from engine.server.tool_parsers.call_grammar import (
     choice,
     const,
     filled,
-    listed,
     sequence,
 )
 from engine.server.tool_parsers.call_reader import is_tool_name
@@ -76,23 +75,17 @@ def pythonic_calls(syntax: CallSyntax, functions: Sequence[Function]) -> CallGra
         return CallGrammar(marked)
     names = "|".join(re.escape(function.name) for function in functions)
     like_a_call = rf"\s*\[\s*(?:{names})\s*\((?s:.*)"
-    excludes = (like_a_call, rf"(?s:.*)\n{like_a_call}")
-    more = sequence(separator, listed(call, separator, one_call=False))
-    bare = []
-    for function in functions:
-        first = sequence(_arguments(function), const(")"))
-        several = sequence(first, {"type": "optional", "content": more})
-        bare.append(
-            Section(
-                f"[{function.name}(",
-                first,
-                "]",
-                several=several,
-                starts_line=True,
-                excludes=excludes,
-            )
-        )
-    return CallGrammar(marked, *bare)
+    firsts = tuple((f"{one.name}(", sequence(_arguments(one), const(")"))) for one in functions)
+    bare = Section(
+        "[",
+        call,
+        "]",
+        separator=separator,
+        starts_line=True,
+        firsts=firsts,
+        excludes=(rf"(?:(?s:.*)\n)?{like_a_call}",),
+    )
+    return CallGrammar(marked, bare)
 
 
 def _arguments(function: Function) -> Form:
