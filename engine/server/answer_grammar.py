@@ -1,4 +1,4 @@
-"""What an answer is constrained to: reasoning, then text, JSON or calls in the model's format."""
+"""Constraints of an answer: reasoning, then text, JSON or calls in the model's format."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from engine.errors import RequestError
 from engine.server import reasoning, tool_parsers
 from engine.server.protocol.chat import ChatCompletionRequest
 from engine.server.protocol.common import structured_options
@@ -35,7 +36,10 @@ HARMONY = "harmony"
 _FINAL = "<|channel|>final<|message|>"
 _NEXT = "<|end|><|start|>assistant"
 _TEXT: Form = {"type": "any_text"}
-_SPACE: Form = {"type": "regex", "pattern": r"\s{0,8}"}  # between a block and the answer
+_SPACE: Form = {
+    "type": "regex",
+    "pattern": r"\s{0,8}",
+}  # white space between a block and the answer
 
 
 @dataclass(frozen=True)
@@ -47,11 +51,11 @@ class ToolUse:
     make_parser : callable or None
         Returns a parser of the answer's calls; None: text is never a call.
     calls : CallFormat or None
-        Grammar of the calls, if the format has one.
+        Grammar of the calls, if the format has one and the answer needs it.
     mode : str
         "none", "auto", "required" or "named".
     is_constrained : bool
-        Whether the calls of "auto" follow the grammar.
+        Whether the calls of "auto" follow the grammar, if there is one.
     one_call : bool
     schema : mapping or None
         JSON schema of the answer, if calls are required in a format without a grammar.
@@ -83,7 +87,7 @@ def tool_use(
     follows_text : bool
         Whether the answer continues a message with text.
     declared : DeclaredReaders, optional
-        Read answers in the checkpoint's own format, if that is used.
+        Readers of answers in the checkpoint's own format, if that is used.
 
     Raises
     ------
@@ -106,8 +110,10 @@ def tool_use(
         for i, tool in selected.tools
     ]
     names = {function.name: function.parameters for function in functions}
+    is_constrained = selected.is_subset or any(function.is_strict for function in functions)
+    has_grammar = is_required or is_constrained or structured_options(body) is not None
     can_read = tool_parser != HARMONY or reasoning_parser == HARMONY
-    calls = tool_parsers.calls_of(tool_parser, functions) if can_read else None
+    calls = tool_parsers.calls_of(tool_parser, functions) if has_grammar and can_read else None
     if is_required and calls is None:
         return _calls_as_json(functions, mode, tool_parser, one_call=one_call)
     if tool_parser is None:
@@ -124,9 +130,6 @@ def tool_use(
     )
     if is_required:
         make = functools.partial(RequiredCallsParser, make)
-    is_constrained = calls is not None and (
-        selected.is_subset or any(function.is_strict for function in functions)
-    )
     return ToolUse(make, calls, mode, is_constrained, one_call)
 
 
@@ -194,8 +197,8 @@ def answer_structure(
         options = {"json": use.schema}
     is_required = use.mode in ("required", "named")
     is_harmony = reasoning_parser == HARMONY
-    behind: list[Form] = []  # what may follow a block of reasoning
-    alone: list[Form] = []  # what may stand without one
+    behind: list[Form] = []  # formats of the answer after a block of reasoning
+    alone: list[Form] = []  # formats of an answer without a block
     if options is not None and not (is_required and use.calls is not None):
         if use.calls is None and opening == "closed":
             return options
@@ -215,11 +218,23 @@ def answer_structure(
     form = choice(alone)
     if reasoning_parser is not None and opening != "closed":
         form = _after_reasoning(choice(behind), form, reasoning_parser, opening)
-    return {"structural_tag": {"type": "structural_tag", "format": form}}
+    return {"structural_tag": _tag_text(form)}
+
+
+def _tag_text(form: Form) -> str:
+    """Return a structural tag as text.
+
+    `StructuredOutput` writes a dict ten times as slowly, in Python, to stop at its limit.
+    """
+    tag = {"type": "structural_tag", "format": form}
+    try:
+        return json.dumps(tag, ensure_ascii=False, separators=(",", ":"))
+    except RecursionError:
+        raise RequestError("a JSON schema of the request nests too deeply") from None
 
 
 def _form_of(options: Mapping[str, Any], *, any_whitespace: bool) -> Form:
-    """Return the format that the fields of a `StructuredOutput` stand for."""
+    """Return the format of the text that the fields of a `StructuredOutput` describe."""
     structured = StructuredOutput(**options)
     if structured.regex is not None:
         return {"type": "regex", "pattern": structured.regex}
@@ -234,7 +249,7 @@ def _form_of(options: Mapping[str, Any], *, any_whitespace: bool) -> Form:
 
 
 def _marked(content: Form, reasoning_parser: str) -> Form:
-    """Return content with the markers that stand around it behind the reasoning."""
+    """Return content with the markers that the format writes around it after reasoning."""
     if reasoning_parser == HARMONY:
         return sequence(const(_FINAL), content)
     block = FORMATS[reasoning_parser]
@@ -262,7 +277,7 @@ def _next_message(form: Form) -> Form:
 
 
 def _after_reasoning(form: Form, alone: Form, reasoning_parser: str, opening: Opening) -> Form:
-    """Return a format behind free reasoning; `alone` is what may stand without."""
+    """Return a format behind free reasoning, or `alone` if the answer need not have any."""
     if reasoning_parser == HARMONY:
         more: Form = {"type": "star", "content": message_before("analysis")}
         begun = [_before("<|end|>"), const("<|start|>assistant")] if opening == "open" else []

@@ -8,11 +8,13 @@ import jsonschema
 import msgspec
 import pytest
 
+from engine.errors import RequestError
 from engine.server import reasoning
-from engine.server.answer_grammar import answer_structure, opening_of, tool_use
+from engine.server.answer_grammar import ToolUse, answer_structure, opening_of, tool_use
 from engine.server.protocol.chat import ChatCompletionRequest
 from engine.server.reasoning.formats import FORMATS
-from engine.server.tool_parsers import collect, get
+from engine.server.tool_parsers import Function, calls_of, collect, get
+from engine.structured.spec import StructuredOutput
 from tests.server.call_walks import MarkerTokens, compiled, walk
 
 pytest.importorskip("llguidance")
@@ -61,7 +63,7 @@ def answers(structure, name, are_special, count=60):
     """Yield texts that a structure allows."""
     markers = (*reasoning.markers_of(name), *get(TOOLS.get(name, "hermes")).markers)
     tokens = MarkerTokens(dict.fromkeys(markers), are_special=are_special)
-    grammar = compiled(structure["structural_tag"]["format"], tokens)
+    grammar = compiled(json.loads(structure["structural_tag"])["format"], tokens)
     for seed in range(count):
         text, has_ended = walk(grammar, tokens, seed, most=3000)
         if has_ended:
@@ -183,6 +185,16 @@ def test_json_behind_every_format_of_reasoning(name, opening, are_special):
     assert num_answers and num_thoughts
 
 
+@pytest.mark.parametrize("depth", [200, 5000])
+def test_a_schema_that_nests_too_deeply_is_refused(depth):
+    schema = {}
+    for _ in range(depth):
+        schema = {"not": schema}
+    use = ToolUse(None, calls_of("hermes", [Function("f", schema)]), "required")
+    with pytest.raises(RequestError, match="nest"):
+        StructuredOutput(**answer_structure(body_of(), use, "qwen3", "closed"))
+
+
 def test_free_answers_stay_free():
     for fields in ({}, {"tools": [tool("add")]}, {"tools": [tool("add")], "tool_choice": "none"}):
         assert structure_of("qwen3", "<think>", **fields)[0] is None
@@ -203,7 +215,7 @@ def test_free_answers_stay_free():
 )
 def test_every_kind_of_structure_comes_behind_reasoning(fields, form):
     structure, _ = structure_of("qwen3", "<think>", **fields)
-    before, last = structure["structural_tag"]["format"]["elements"]
+    before, last = json.loads(structure["structural_tag"])["format"]["elements"]
     assert before["elements"][0]["end"] == "</think>"
     assert last.items() >= form.items()
     plain, _ = structure_of("qwen3", "</think>", **fields)
