@@ -36,10 +36,7 @@ HARMONY = "harmony"
 _FINAL = "<|channel|>final<|message|>"
 _NEXT = "<|end|><|start|>assistant"
 _TEXT: Form = {"type": "any_text"}
-_SPACE: Form = {
-    "type": "regex",
-    "pattern": r"\s{0,8}",
-}  # white space between a block and the answer
+_SPACE: Form = {"type": "regex", "pattern": r"\s{0,8}"}  # white space before the answer
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,11 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from engine.structured.object_values import json_value, plain_options, properties_of
 from engine.structured.references import SchemaError
-from engine.structured.tagged_values import plain_options, reached_definitions
+from engine.structured.tag_forms import Form, choice, const, repeat, sequence
 
 __all__ = ["keyword_values"]
-
-Form = dict[str, Any]
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,255}")
 _ANY_NAME: Form = {"type": "regex", "pattern": "[A-Za-z_][A-Za-z0-9_]{0,63}"}
@@ -36,16 +35,15 @@ def keyword_values(schema: Mapping[str, Any], *, repeats_others: bool) -> Form:
         If the schema allows no object, or one that cannot be written.
     """
     if repeats_others:
-        value = {"type": "json_schema", "json_schema": {}, "any_whitespace": False}
-        one = _sequence(_ANY_NAME, _const("="), value)
-        content = {"type": "list", "content": one, "separator": _const(", "), "max": 1024}
-        return _optional(content)
-    writer = _Writer(schema.get("$defs", {}))
-    options = [one for one in plain_options(schema) if one.get("type") == "object"]
-    found = [writer.object(one) for one in options]
-    if not found:
+        one = sequence(_ANY_NAME, const("="), json_value({}, {}))
+        content = {"type": "list", "content": one, "separator": const(", "), "max": 1024}
+        return repeat(content, 0, 1)
+    definitions = schema.get("$defs", {})
+    writer = _Writer(definitions)
+    options = [one for one in plain_options(schema, definitions) if one.get("type") == "object"]
+    if not options:
         raise SchemaError("the arguments of a call must be an object")
-    return found[0] if len(found) == 1 else {"type": "or", "elements": found}
+    return choice([writer.object(one) for one in options])
 
 
 class _Writer:
@@ -57,50 +55,27 @@ class _Writer:
         """Return the format of an object's values."""
         if not {"minProperties", "maxProperties", "enum"}.isdisjoint(schema):
             raise SchemaError("numbers of properties cannot be enforced in keyword arguments")
-        properties = schema.get("properties", {})
-        required = schema.get("required", [])
-        others = schema.get("additionalProperties", True)
-        items = []
-        for name in dict.fromkeys([*properties, *required]):
-            one = properties.get(name, others)
-            if one is False and name in required:
-                raise SchemaError(f"the property {name!r:.80} is required and allows nothing")
+        items = properties_of(schema)
+        for name, _, _ in items:
             if not _NAME.fullmatch(name):
                 raise SchemaError(f"the property {name!r:.80} cannot be a keyword argument")
-            if one is not False:
-                items.append((name, one, name in required))
         firsts = next((i + 1 for i, one in enumerate(items) if one[2]), len(items))
         found = [self._from(items, i) for i in range(firsts)]
         if not any(is_required for _, _, is_required in items):
-            found.append(_sequence())
-        return found[0] if len(found) == 1 else {"type": "or", "elements": found}
+            found.append(const(""))
+        return choice(found)
 
     def _from(self, items: list[tuple[str, Any, bool]], at: int) -> Form:
-        """Return the format of the items of which the first that is written is `at`."""
+        """Return the format of the items if item `at` is the first one written."""
         self._num_items += len(items) - at
         if self._num_items > _MAX_ITEMS:
             raise SchemaError(f"it needs more than {_MAX_ITEMS} keyword arguments")
-        parts = [self._item(*items[at][:2], is_first=True)]
+        name, schema, _ = items[at]
+        parts = [self._item(f"{name}=", schema)]
         for name, schema, is_required in items[at + 1 :]:
-            item = self._item(name, schema, is_first=False)
-            parts.append(item if is_required else _optional(item))
-        return _sequence(*parts)
+            item = self._item(f", {name}=", schema)
+            parts.append(item if is_required else repeat(item, 0, 1))
+        return sequence(*parts)
 
-    def _item(self, name: str, schema: Any, *, is_first: bool) -> Form:
-        value: Form = {} if schema is True else dict(schema)
-        if used := reached_definitions(value, self._definitions):
-            value["$defs"] = used
-        form = {"type": "json_schema", "json_schema": value, "any_whitespace": False}
-        return _sequence(_const(f"{name}=" if is_first else f", {name}="), form)
-
-
-def _const(value: str) -> Form:
-    return {"type": "const_string", "value": value}
-
-
-def _sequence(*elements: Form) -> Form:
-    return {"type": "sequence", "elements": list(elements)}
-
-
-def _optional(content: Form) -> Form:
-    return {"type": "repeat", "content": content, "min": 0, "max": 1}
+    def _item(self, begin: str, schema: Any) -> Form:
+        return sequence(const(begin), json_value(schema, self._definitions))

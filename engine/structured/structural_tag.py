@@ -15,13 +15,12 @@ from engine.structured.json_schema import MAX_CHARS, Accepts, normalized
 from engine.structured.keyword_values import keyword_values
 from engine.structured.lark import containing
 from engine.structured.references import SchemaError
+from engine.structured.tag_forms import Form, choice, const, repeat, sequence
 from engine.structured.tagged_values import tagged_values
 
 __all__ = ["normalized_tag"]
 
 MAX_COUNT = 1024  # maximum repetitions that a format may require or allow
-
-Form = dict[str, Any]
 
 _FIELDS: dict[str, dict[str, tuple[type, Any]]] = {
     "const_string": {"value": (str, ...)},
@@ -123,16 +122,16 @@ class _Normalizer:
     def _composite(self, kind: str, fields: Form, where: str) -> Form:
         if kind in ("sequence", "or"):
             elements = self._forms(fields["elements"], f"{where}.elements")
-            return {"type": kind, "elements": elements}
+            return sequence(*elements) if kind == "sequence" else choice(elements)
         if kind in _REPEATS:
-            return _repeat(self.form(fields["content"], f"{where}.content"), *_REPEATS[kind])
+            return repeat(self.form(fields["content"], f"{where}.content"), *_REPEATS[kind])
         if kind == "repeat":
             low = fields["min"]
             high = fields["max"]
             if not 0 <= low <= high <= MAX_COUNT or high == 0:
                 wanted = f"0 <= min <= max <= {MAX_COUNT} and max > 0"
                 raise SchemaError(f"{where} must have {wanted}; got {low} and {high}")
-            return _repeat(self.form(fields["content"], f"{where}.content"), low, high)
+            return repeat(self.form(fields["content"], f"{where}.content"), low, high)
         if kind == "list":
             if not 1 <= fields["max"] <= MAX_COUNT:
                 raise SchemaError(f"{where}.max must be in [1, {MAX_COUNT}]; got {fields['max']}")
@@ -141,7 +140,7 @@ class _Normalizer:
             return {"type": kind, "content": content, "separator": separator, "max": fields["max"]}
         if kind == "tag":
             begin, content, end = self._tag(fields, where)
-            return _sequence(_const(begin), content, _const(end))
+            return sequence(const(begin), content, const(end))
         if kind == "triggered_tags":
             return self._triggered(fields, where)
         if kind == "tags_with_separator":
@@ -196,23 +195,23 @@ class _Normalizer:
             if len(fitting) != 1:
                 place = f"{where}.tags[{i}].begin"
                 raise SchemaError(f"{place} must begin with one of triggers; got {shown(begin)}")
-            rest = _sequence(_const(begin[len(fitting[0]) :]), content, _const(end))
+            rest = sequence(const(begin[len(fitting[0]) :]), content, const(end))
             by_trigger.setdefault(fitting[0], []).append(rest)
         text: Form = {"type": "any_text", "excludes": excludes, "ends": []}
-        calls = _or([_sequence(text | {"ends": [t]}, _or(of)) for t, of in by_trigger.items()])
+        calls = choice([sequence(text | {"ends": [t]}, choice(of)) for t, of in by_trigger.items()])
         plain = text | {"excludes": [*excludes, *map(containing, triggers)]}
         if fields["stop_after_first"]:
-            return calls if fields["at_least_one"] else _or([plain, calls])
-        return _sequence(_repeat(calls, int(fields["at_least_one"]), None), plain)
+            return calls if fields["at_least_one"] else choice([plain, calls])
+        return sequence(repeat(calls, int(fields["at_least_one"]), None), plain)
 
     def _separated(self, fields: Form, where: str) -> Form:
         tags = self._tags(fields["tags"], f"{where}.tags")
-        one = _or([_sequence(_const(begin), form, _const(end)) for begin, form, end in tags])
+        one = choice([sequence(const(begin), form, const(end)) for begin, form, end in tags])
         found = one
         if not fields["stop_after_first"]:
-            separator = _const(fields["separator"])
+            separator = const(fields["separator"])
             found = {"type": "list", "content": one, "separator": separator, "max": MAX_COUNT}
-        return found if fields["at_least_one"] else _repeat(found, 0, 1)
+        return found if fields["at_least_one"] else repeat(found, 0, 1)
 
     def _tagged_values(self, fields: Form, where: str) -> Form:
         types = fields["types"]
@@ -249,20 +248,3 @@ def _texts(given: Sequence[object], where: str) -> list[str]:
     if not all(isinstance(one, str) for one in given):
         raise SchemaError(f"{where} must be a list of texts; got {shown(given)}")
     return list(map(str, given))
-
-
-def _const(value: str) -> Form:
-    return {"type": "const_string", "value": value}
-
-
-def _sequence(*elements: Form) -> Form:
-    kept = [one for one in elements if one.get("value") != ""]
-    return kept[0] if len(kept) == 1 else {"type": "sequence", "elements": kept}
-
-
-def _or(elements: list[Form]) -> Form:
-    return elements[0] if len(elements) == 1 else {"type": "or", "elements": elements}
-
-
-def _repeat(content: Form, low: int, high: int | None) -> Form:
-    return {"type": "repeat", "content": content, "min": low, "max": high}

@@ -9,15 +9,15 @@ from typing import Any
 
 from engine.structured.case import type_of
 from engine.structured.lark import escaped
+from engine.structured.object_values import ALL_TYPES, json_value, plain_options, properties_of
 from engine.structured.patterns import whole
 from engine.structured.references import SchemaError
+from engine.structured.tag_forms import Form, choice, const, repeat, sequence
 
-__all__ = ["plain_options", "reached_definitions", "tagged_values"]
+__all__ = ["tagged_values"]
 
-Form = dict[str, Any]
 Accepts = Callable[[dict[str, Any], str], bool]
 
-_ALL = ("null", "boolean", "number", "integer", "string", "array", "object")
 _NAME = re.compile(r'[^\s<>"](?:[^<>"\n]*[^\s<>"])?')
 _ANY_NAME = r'[^\s<>"]{1,64}'
 _MAX_OPTIONS = 4096
@@ -70,30 +70,9 @@ def tagged_values(
     """
     writer = _Writer(schema, fields, accepts, warnings)
     objects = [one for one in writer.options(schema) if "object" in _types(one)]
-    found = [writer.object(one) for one in objects]
-    if not found:
+    if not objects:
         raise SchemaError("the arguments of a call must be an object")
-    return found[0] if len(found) == 1 else {"type": "or", "elements": found}
-
-
-def plain_options(
-    schema: Any, definitions: Mapping[str, Any] | None = None, depth: int = 0
-) -> Iterator[Mapping[str, Any]]:
-    """Yield the plain cases of a schema that `json_schema.normalized` wrote."""
-    if definitions is None:
-        definitions = schema.get("$defs", {})
-    if depth > 16:
-        raise SchemaError("it refers to itself without an object or array between")
-    if schema is True or (isinstance(schema, dict) and not schema.keys() - {"$defs"}):
-        yield {"type": list(_ALL)}
-    elif isinstance(schema, dict) and "$ref" in schema:
-        name = schema["$ref"].rpartition("/")[2]
-        yield from plain_options(definitions[name], definitions, depth + 1)
-    elif isinstance(schema, dict) and "anyOf" in schema:
-        for one in schema["anyOf"]:
-            yield from plain_options(one, definitions, depth + 1)
-    elif isinstance(schema, dict):
-        yield schema
+    return choice([writer.object(one) for one in objects])
 
 
 class _Writer:
@@ -115,22 +94,15 @@ class _Writer:
             raise SchemaError("minProperties and maxProperties cannot be enforced between tags")
         if "enum" in schema:
             raise SchemaError("a constant object cannot be enforced between tags")
-        properties = schema.get("properties", {})
-        required = schema.get("required", [])
-        others = schema.get("additionalProperties", True)
         parts = []
-        for name in dict.fromkeys([*properties, *required]):
-            one = properties.get(name, others)
-            if one is False:
-                if name in required:
-                    raise SchemaError(f"the property {name!r:.80} is required and allows nothing")
-                continue
+        for name, one, is_required in properties_of(schema):
             part = _line(self._value(name, one))
-            parts.append(part if name in required else _repeat(part, 1))
+            parts.append(part if is_required else repeat(part, 0, 1))
+        others = schema.get("additionalProperties", True)
         repeats = self._fields["repeats_others"]
         if others is not False and (repeats or not parts):
-            parts.append(_repeat(_line(self._other(others)), None if repeats else 1))
-        return {"type": "sequence", "elements": parts}
+            parts.append(repeat(_line(self._other(others)), 0, None if repeats else 1))
+        return sequence(*parts)
 
     def _begin(self, name: str, key: str = "begin") -> str:
         begin = self._fields[key]
@@ -145,23 +117,24 @@ class _Writer:
         options = self._readable(name, schema)
         texts = [one for one in options if _types(one) == {"string"}]
         others = [one for one in options if _types(one) != {"string"}]
-        end = self._fields["end"]
+        end = const(self._fields["end"])
         if self._fields["begin_json"] is not None:
             apart = []
             if texts:
-                apart.append(_sequence(self._begin(name), self._plain_text(texts, []), ""))
+                apart.append(sequence(const(self._begin(name)), self._plain_text(texts, [])))
             if others:
-                apart.append(_sequence(self._begin(name, "begin_json"), self._json(others), end))
-            return _or(apart)
+                begin = const(self._begin(name, "begin_json"))
+                apart.append(sequence(begin, self._json(others), end))
+            return choice(apart)
         if not texts:
-            return _sequence(self._begin(name), self._json(others), end)
+            return sequence(const(self._begin(name)), self._json(others), end)
         known = self._types_of(name)
         is_text = known == {"string"}
         found = self._plain_text(texts, []) if is_text else self._mixed(known, texts, others)
-        return _sequence(self._begin(name), found, "")
+        return sequence(const(self._begin(name)), found)
 
     def _types_of(self, name: str) -> set[str]:
-        return set(self._fields["types"].get(name, _ALL))
+        return set(self._fields["types"].get(name, ALL_TYPES))
 
     def _readable(self, name: str, schema: Any) -> list[Mapping[str, Any]]:
         """Return a property's cases of one type each that the reader reads as that type."""
@@ -184,11 +157,8 @@ class _Writer:
         return found
 
     def _json(self, options: list[Mapping[str, Any]]) -> Form:
-        schema: Form = dict(options[0]) if len(options) == 1 else {"anyOf": options}
-        used = reached_definitions(schema, self._definitions)
-        if used:
-            schema["$defs"] = used
-        return {"type": "json_schema", "json_schema": schema, "any_whitespace": False}
+        schema = options[0] if len(options) == 1 else {"anyOf": options}
+        return json_value(schema, self._definitions)
 
     def _mixed(
         self,
@@ -220,8 +190,7 @@ class _Writer:
         found = self._plain_text(texts, excludes) | {"also": also}
         if not rest:
             return found
-        written = _sequence("", self._json(rest), self._fields["end"])
-        return {"type": "or", "elements": [found, written]}
+        return choice([found, sequence(self._json(rest), const(self._fields["end"]))])
 
     def _plain_text(self, options: list[Mapping[str, Any]], excludes: list[str]) -> Form:
         """Return strings as text up to their closing tag."""
@@ -263,8 +232,7 @@ class _Writer:
         before, _, after = str(self._fields["begin"]).partition("{key}")
         text: Form = {"type": "any_text", "excludes": [], "ends": [self._fields["end"]]}
         name = {"type": "regex", "pattern": _ANY_NAME}
-        elements = [_const(before), name, _const(after), text]
-        return {"type": "sequence", "elements": elements}
+        return sequence(const(before), name, const(after), text)
 
 
 def _types(schema: Mapping[str, Any]) -> set[str]:
@@ -272,7 +240,7 @@ def _types(schema: Mapping[str, Any]) -> set[str]:
         return set(map(_type, schema["enum"]))
     if "const" in schema:
         return {_type(schema["const"])}
-    types = schema.get("type", list(_ALL))
+    types = schema.get("type", list(ALL_TYPES))
     return {types} if isinstance(types, str) else set(types)
 
 
@@ -281,39 +249,6 @@ def _type(value: object) -> str:
     return "integer" if is_whole else type_of(value)
 
 
-def reached_definitions(schema: Any, definitions: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the definitions that a schema refers to, also by others."""
-    found: dict[str, Any] = {}
-    todo = [schema]
-    while todo:
-        one = todo.pop()
-        if isinstance(one, dict):
-            name = str(one["$ref"]).rpartition("/")[2] if isinstance(one.get("$ref"), str) else ""
-            if name and name not in found:
-                found[name] = definitions[name]
-                todo.append(definitions[name])
-            todo += [value for key, value in one.items() if key not in ("enum", "const")]
-        elif isinstance(one, list):
-            todo += one
-    return found
-
-
-def _const(value: str) -> Form:
-    return {"type": "const_string", "value": value}
-
-
-def _sequence(begin: str, content: Form, end: str) -> Form:
-    return {"type": "sequence", "elements": [_const(begin), content, _const(end)]}
-
-
 def _line(content: Form) -> Form:
     """Return a format with an optional line break behind it."""
-    return {"type": "sequence", "elements": [content, _repeat(_const("\n"), 1)]}
-
-
-def _or(elements: list[Form]) -> Form:
-    return elements[0] if len(elements) == 1 else {"type": "or", "elements": elements}
-
-
-def _repeat(content: Form, most: int | None) -> Form:
-    return {"type": "repeat", "content": content, "min": 0, "max": most}
+    return sequence(content, repeat(const("\n"), 0, 1))

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from engine.server.tool_parsers._parser import MAX_CALLS
 from engine.structured.lark import containing
 from engine.structured.references import OWN_DOCUMENT
+from engine.structured.tag_forms import Form, choice, const, sequence
 
 __all__ = [
     "CallFormat",
@@ -28,8 +29,6 @@ __all__ = [
     "listed",
     "sequence",
 ]
-
-Form = dict[str, Any]
 
 _FIELD = re.compile(r"\$(name|arguments|index)")
 _INDEX: Form = {"type": "regex", "pattern": "[0-9]{1,3}"}
@@ -122,21 +121,6 @@ class Section:
             return const(self.end)
         more = sequence(self.separator, listed(self.call, self.separator, one_call=False))
         return sequence({"type": "optional", "content": more}, const(self.end))
-
-
-def const(value: str) -> Form:
-    """Return the format of a literal text, in which special tokens are tokens."""
-    return {"type": "const_string", "value": value}
-
-
-def sequence(*elements: Form) -> Form:
-    """Return the format of elements in a row; empty literals are left out."""
-    return {"type": "sequence", "elements": [e for e in elements if e != const("")] or [const("")]}
-
-
-def choice(elements: Sequence[Form]) -> Form:
-    """Return the format of one of the elements."""
-    return elements[0] if len(elements) == 1 else {"type": "or", "elements": list(elements)}
 
 
 def listed(call: Form, separator: Form | None, *, one_call: bool) -> Form:
