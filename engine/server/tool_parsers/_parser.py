@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
 from engine.server.markers import TextGate
 from engine.server.tool_parsers.call_reader import CallReader, Reader
 from engine.server.tool_parsers.events import Event, TextDelta, ToolCallStart, random_id
 from engine.server.tool_parsers.json_scanner import Mark
 
-__all__ = ["MAX_CALLS", "SPACE", "StateParser"]
+__all__ = ["MAX_CALLS", "SEPARATORS", "SPACE", "StateParser"]
 
 SPACE = re.compile(r"\s*")
-_SEPARATORS = re.compile(r"[\s,;]*")  # between calls
+SEPARATORS = re.compile(r"[\s,;]*")  # white space and punctuation between calls
 MAX_CALLS = 128  # maximum calls per answer; further ones are text
 
 
@@ -67,7 +68,7 @@ class StateParser:
                 self._text(self._reader.held + self._pending)
             self._reader = None
         held = self._take_held()
-        if not _SEPARATORS.fullmatch(held):
+        if not SEPARATORS.fullmatch(held):
             self._text(held)
         self._pass(self._gate.finish())
         return self._take_events()
@@ -103,9 +104,14 @@ class StateParser:
         self._held.append(text)
 
     def _skip_space(self, text: str, at: int) -> int:
-        match = SPACE.match(text, at)
+        return self._skip(SPACE, text, at)
+
+    def _skip(self, pattern: re.Pattern[str], text: str, at: int) -> int:
+        """Hold what the pattern matches, which may be nothing; return its end."""
+        match = pattern.match(text, at)
         assert match is not None  # the pattern also matches an empty string
-        self._hold(match[0])
+        if match[0]:
+            self._hold(match[0])
         return match.end()
 
     def _take_held(self) -> str:
@@ -116,7 +122,17 @@ class StateParser:
     def _give_back(self) -> None:
         self._text(self._take_held())
 
+    def _fail(self) -> None:
+        """Give back the held text, since no call follows."""
+        self._give_back()
+        self._state = self._in_text
+
     # ---- calls
+
+    def _schema_of(self, name: str) -> Mapping[str, Any] | None:
+        """Return the schema of a function's parameters, if it is known."""
+        schema = self._names.get(name) if isinstance(self._names, Mapping) else None
+        return schema if isinstance(schema, Mapping) else None
 
     def _begin_call(self, reader: Reader | None = None) -> None:
         """Start reading a call."""

@@ -12,13 +12,13 @@ from engine.server.tool_parsers.events import ToolCallStart
 from engine.server.tool_parsers.json_scanner import MAX_DEPTH, MAX_NUMBER_CHARS
 from engine.server.tool_parsers.state_reader import State, StateReader
 from engine.server.tool_parsers.string_literals import PythonString, json_text
+from engine.server.tool_parsers.typed_values import PYTHON_WORDS
 
 __all__ = ["LiteralReader", "token_json"]
 
 _MAX_KEY_CHARS = 256
 _SPACE = re.compile(r"\s*")
-_WORDS = {"True": "true", "False": "false", "None": "null"}
-_WORDS |= {word: word for word in _WORDS.values()}
+_WORDS = PYTHON_WORDS | {word: word for word in PYTHON_WORDS.values()}
 _DIGITS = r"[0-9](?:_?[0-9])*"
 _PREFIXED = "0[xX](?:_?[0-9a-fA-F])+|0[oO](?:_?[0-7])+|0[bB](?:_?[01])+"
 _INTEGER = re.compile(rf"[-+]?(?:{_PREFIXED}|0(?:_?0)*|[1-9](?:_?[0-9])*)")
@@ -62,10 +62,10 @@ class _Container:
     closer : str
     has_keys : bool
     is_empty : bool
-        Whether nothing precedes in it.
+        Whether it holds nothing so far.
     mark : int or None
-        Of a Python tuple that may still be a value in parentheses: the index of its "[" in the
-        parts written.
+        For a Python parenthesis that may still be either a tuple or a value in parentheses: the
+        index, in the parts written, of the place for a tuple's "[".
     """
 
     closer: str
@@ -86,9 +86,9 @@ class LiteralReader(StateReader):
     opener : str
         The opening bracket: "(" before Python's arguments and "{" before Gemma's.
     marker : str
-        What Gemma writes before and after a string; empty for Python.
+        Marker before and after Gemma's strings; empty for Python.
     positional : sequence of str
-        Names of the parameters that values without a name have.
+        Parameters to which values without a name belong, in order.
     """
 
     def __init__(
@@ -106,7 +106,6 @@ class LiteralReader(StateReader):
         self._keys: dict[str, None] = {}  # top-level keys without quotes
         self._has_keyword = False
         self._open = [_Container(_CLOSERS[opener], has_keys=True)]
-        self._num_undecided = 0  # open parentheses without a comma
         self._is_key = False  # whether the current string or token is a key
         self._string: PythonString | None = None
         self._is_text_open = False  # whether another literal may continue the string
@@ -117,7 +116,7 @@ class LiteralReader(StateReader):
         return at
 
     def _is_undecided(self) -> bool:
-        return self._num_undecided > 0
+        return any(one.mark is not None for one in self._open)
 
     def _to(self, state: State, at: int) -> int:
         self._state = state
@@ -232,7 +231,6 @@ class LiteralReader(StateReader):
         assert top.mark is not None
         self._parts[top.mark] = bracket
         top.mark = None
-        self._num_undecided -= 1
 
     def _close(self, at: int) -> int:
         top = self._open.pop()
@@ -277,7 +275,6 @@ class LiteralReader(StateReader):
             return self._failed(at)
         mark = len(self._parts) if is_group else None
         self._open.append(_Container(_CLOSERS[first], has_keys=first == "{", mark=mark))
-        self._num_undecided += is_group
         self._write("" if is_group else first)
         return self._to(self._item, at + 1)
 

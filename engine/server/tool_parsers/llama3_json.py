@@ -72,11 +72,7 @@ class Llama3JsonParser(StateParser):
             assert match is not None  # the pattern also matches an empty string
             self._text(match[0])
             at = match.end()
-        match = between.match(text, at)
-        assert match is not None  # the pattern also matches an empty string
-        if match[0]:
-            self._hold(match[0])
-        at = match.end()
+        at = self._skip(between, text, at)
         rest = text[at : at + len(_TAG)]
         if not rest or (_TAG.startswith(rest) and rest != _TAG and not is_last):
             return at

@@ -182,11 +182,6 @@ class MarkedJsonParser(StateParser):
             self._state = self._in_text
         return at + len(mark)
 
-    def _fail(self) -> None:
-        """Give back the held text, since no call follows."""
-        self._give_back()
-        self._state = self._in_text
-
     def _in_head(self, text: str, at: int, _: bool) -> int:
         """Read a call's name, up to its arguments."""
         found = text.find("{", at)

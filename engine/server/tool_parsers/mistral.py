@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import re
 from collections.abc import Callable, Collection, Sequence
@@ -20,13 +19,8 @@ from engine.server.tool_parsers.call_grammar import (
     sequence,
 )
 from engine.server.tool_parsers.call_reader import ArgumentsReader, is_tool_name
-from engine.server.tool_parsers.events import (
-    Event,
-    TextDelta,
-    ToolCallEnd,
-    ToolCallStart,
-    random_id,
-)
+from engine.server.tool_parsers.events import Event, ToolCallStart, random_id
+from engine.server.tool_parsers.required import calls_only
 
 __all__ = ["CallListParser", "MistralParser", "mistral_calls", "short_id"]
 
@@ -144,13 +138,6 @@ class MistralParser(StateParser):
         else:
             self._fail()
 
-    # ---- both formats
-
-    def _fail(self) -> None:
-        """Give back the held text, since no call follows."""
-        self._give_back()
-        self._state = self._in_text
-
 
 class CallListParser(MistralParser):
     """Reads an answer that is constrained to a JSON array of calls.
@@ -194,8 +181,4 @@ class CallListParser(MistralParser):
         events = super()._take_events()
         if not self._num_calls:  # no list so far
             return events
-        return [
-            dataclasses.replace(e, is_damaged=False) if isinstance(e, ToolCallEnd) else e
-            for e in events
-            if not isinstance(e, TextDelta)
-        ]
+        return calls_only(events)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from engine.server.markers import Markers
-from engine.server.tool_parsers._parser import MAX_CALLS, SPACE, StateParser
+from engine.server.tool_parsers._parser import MAX_CALLS, SEPARATORS, SPACE, StateParser
 from engine.server.tool_parsers.call_grammar import (
     CallGrammar,
     Form,
@@ -30,7 +30,6 @@ __all__ = ["CallSyntax", "PythonicParser", "pythonic_calls"]
 
 _MAX_NAME_CHARS = 256
 _NAME = re.compile(r"""[^\s()\[\]{}<>"'=,:;]*""")
-_SEPARATORS = re.compile(r"[\s,;]*")
 
 
 @dataclass(frozen=True)
@@ -166,20 +165,11 @@ class PythonicParser(StateParser):
             return at + 1
         return at
 
-    def _fail(self, at: int) -> int:
-        """Give back the held text, since no call follows."""
-        self._give_back()
-        self._state = self._in_text
-        return at
-
     # ---- between calls
 
     def _before_call(self, text: str, at: int, is_last: bool) -> int:
         """Read what precedes a name, or follows the last call."""
-        match = _SEPARATORS.match(text, at) if self._has_call else SPACE.match(text, at)
-        assert match is not None  # the pattern also matches an empty string
-        self._hold(match[0])
-        at = match.end()
+        at = self._skip(SEPARATORS if self._has_call else SPACE, text, at)
         if at == len(text):
             return at
         if self._has_call and self._is_bracketed and text[at] == "]":
@@ -197,7 +187,9 @@ class PythonicParser(StateParser):
             self._name = ""
             self._state = self._in_name
             return at + len(before)
-        return at if before.startswith(rest) and rest != before and not is_last else self._fail(at)
+        if is_last or not before.startswith(rest) or rest == before:
+            self._fail()
+        return at
 
     def _closed(self, text: str, at: int, is_last: bool) -> int | None:
         """Return the end of the closing marker at `at`, `at` without one, or None to wait."""
@@ -213,10 +205,7 @@ class PythonicParser(StateParser):
 
     def _after_calls(self, text: str, at: int, is_last: bool) -> int:
         """Read the marker behind the closing bracket, which may be missing."""
-        match = SPACE.match(text, at)
-        assert match is not None  # the pattern also matches an empty string
-        self._hold(match[0])
-        at = match.end()
+        at = self._skip_space(text, at)
         if at == len(text):
             return at
         end = self._closed(text, at, is_last)
@@ -224,8 +213,9 @@ class PythonicParser(StateParser):
             return at
         if end == at:
             is_line = self._syntax.is_bare and "\n" in "".join(self._held)
-            self._fail(at)
-            self._state = self._at_line_start if is_line else self._in_text
+            self._fail()
+            if is_line:
+                self._state = self._at_line_start
         return end
 
     # ---- a call
@@ -237,15 +227,16 @@ class PythonicParser(StateParser):
         self._hold(match[0])
         self._name += match[0]
         if len(self._name) > _MAX_NAME_CHARS:
-            return self._fail(at)
+            self._fail()
+            return at
         if at == len(text):
             return at
         opener = self._syntax.opener
         name = self._name
         if text[at] != opener or not is_tool_name(name, self._names):
-            return self._fail(at)
-        schema = self._names.get(name) if isinstance(self._names, Mapping) else None
-        properties = schema.get("properties") if isinstance(schema, Mapping) else None
+            self._fail()
+            return at
+        properties = (self._schema_of(name) or {}).get("properties")
         start = ToolCallStart(self._num_calls, self._make_id(), name, self._take_held())
         positional = tuple(properties) if isinstance(properties, Mapping) else ()
         self._begin_call(LiteralReader(start, opener, self._syntax.marker, positional))

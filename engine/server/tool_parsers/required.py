@@ -1,4 +1,4 @@
-"""Reads answers of which the grammar makes nothing but calls."""
+"""`RequiredCallsParser`: reads answers that a grammar constrains to calls."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 from engine.server.tool_parsers.events import Event, TextDelta, ToolCallEnd, ToolParser
 
-__all__ = ["RequiredCallsParser"]
+__all__ = ["RequiredCallsParser", "calls_only"]
 
 
 class RequiredCallsParser:
@@ -28,14 +28,15 @@ class RequiredCallsParser:
 
     def feed(self, delta: str) -> list[Event]:
         """Feed text; return the events of calls."""
-        return _calls(self._parser.feed(delta))
+        return calls_only(self._parser.feed(delta))
 
     def finish(self) -> list[Event]:
         """Signal the end of the text; return the events of calls held back so far."""
-        return _calls(self._parser.finish())
+        return calls_only(self._parser.finish())
 
 
-def _calls(events: Iterable[Event]) -> list[Event]:
+def calls_only(events: Iterable[Event]) -> list[Event]:
+    """Return the events of calls; a damaged call is an incomplete one, since text is dropped."""
     return [
         dataclasses.replace(event, is_damaged=False) if isinstance(event, ToolCallEnd) else event
         for event in events

@@ -8,7 +8,7 @@ import unicodedata
 
 __all__ = ["PythonString", "json_text"]
 
-_MAX_NAME_CHARS = 100  # of a character, as in "\N{BULLET}"
+_MAX_NAME_CHARS = 100  # maximum length of a character's name, such as BULLET in "\N{BULLET}"
 _SIMPLE = dict(zip("\\'\"abfnrtv", "\\'\"\a\b\f\n\r\t\v", strict=True)) | {"\n": ""}
 _NUM_HEX = {"x": 2, "u": 4, "U": 8}
 _HEX = re.compile(r"[0-9a-fA-F]*")

@@ -192,11 +192,6 @@ class TaggedParser(StateParser):
         self._fail()
         return at
 
-    def _fail(self) -> None:
-        """Give back the held text, since no call follows."""
-        self._give_back()
-        self._state = self._in_text
-
     def _in_name(self, text: str, at: int, is_last: bool) -> int:
         found, marker = self._ends.find(text, at, is_last)
         self._hold(text[at:found])
@@ -217,8 +212,7 @@ class TaggedParser(StateParser):
         stays = marker in (self._tags.key, self._tags.done)
         source = self._take_held() + ("" if stays else marker)
         start = ToolCallStart(self._num_calls, self._make_id(), match[1], source)
-        schema = self._names.get(match[1]) if isinstance(self._names, Mapping) else None
-        self._begin_call(_Reader(self._tags, start, schema))
+        self._begin_call(_Reader(self._tags, start, self._schema_of(match[1])))
         return found if stays else found + len(marker)
 
     def _end_call(self) -> None:

@@ -8,14 +8,16 @@ from typing import Any
 
 from engine.server.tool_parsers.json_scanner import is_json_object
 
-__all__ = ["TEXT", "allowed_types", "typed_json"]
+__all__ = ["PYTHON_WORDS", "TEXT", "allowed_types", "typed_json"]
 
 TEXT = frozenset({"string"})
 """The types of a value that is text, whatever it looks like."""
 
+PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
+"""Python's constants as JSON."""
+
 _ANY = frozenset({"null", "boolean", "integer", "number", "array", "object", "string"})
 _MAX_DEPTH = 16  # nested schemas, and references in a row
-_WORDS = {"True": "true", "False": "false", "None": "null"}
 
 
 def allowed_types(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
@@ -76,7 +78,7 @@ def typed_json(text: str, types: frozenset[str]) -> str:
     """
     if types != TEXT:
         bare = text.strip()
-        bare = _WORDS.get(bare, bare)
+        bare = PYTHON_WORDS.get(bare, bare)
         kind = _kind_of(bare)
         if kind in types or (kind == "integer" and "number" in types):
             return bare
