@@ -214,10 +214,7 @@ class ChatService:
         structured = answer_structure(body, use, name, opening)
         tools = use.make_parser
         overrides: dict[str, Any] = {"structured": structured}
-        markers = tools().markers if tools is not None else ()
-        if self.reasoning_parser is not None and readers is None:
-            markers += reasoning.markers_of(self.reasoning_parser)
-        if readers is not None or not self._special_texts.isdisjoint(markers):
+        if readers is not None or self._has_special_markers(tools):
             overrides["skip_special_tokens"] = False
         params = chat_params(body, self.generation_defaults, **overrides)
         if self._config is not None:
@@ -225,9 +222,7 @@ class ChatService:
             params = check_answer(params, num_tokens, self.client, self._config)
         if self._config is not None and self._config.log_prompts:
             log_prompt(request_id, prompt["prompt"])
-        reader = self._reader(prompt["prompt"], continued, opening, use, structured)
-        if readers is not None and structured is None:
-            reader = functools.partial(readers.reasoning, keeps_calls=tools is not None)
+        reader = self._reader(prompt["prompt"], continued, opening, use, structured, readers)
         return ChatRequest(
             request_id,
             prompt,
@@ -245,12 +240,19 @@ class ChatService:
         )
 
     def _declared_readers(self, body: ChatCompletionRequest, prompt: str) -> DeclaredReaders | None:
-        """Return what reads answers in the checkpoint's own format, if that is used."""
+        """Return the readers of answers in the checkpoint's own format, if that is used."""
         if self._declared is None:
             return None
         tools = [] if body.tool_choice == "none" else body.tools or []
         names = {tool.function.name: tool.function.parameters or {} for tool in tools}
         return DeclaredReaders(self._declared, prompt, names)
+
+    def _has_special_markers(self, tools: Callable[[], ToolParser] | None) -> bool:
+        """Return whether a parser looks for a marker that is a special token."""
+        markers = tools().markers if tools is not None else ()
+        if self.reasoning_parser is not None:
+            markers += reasoning.markers_of(self.reasoning_parser)
+        return not self._special_texts.isdisjoint(markers)
 
     def _reader(
         self,
@@ -259,11 +261,16 @@ class ChatService:
         opening: Opening,
         use: ToolUse,
         structured: Mapping[str, Any] | None,
+        readers: DeclaredReaders | None,
     ) -> Callable[[], ReasoningReader] | None:
         """Return a function that makes readers of the answers' reasoning."""
+        if readers is not None:
+            keeps_calls = use.make_parser is not None
+            reader = functools.partial(readers.reasoning, keeps_calls=keeps_calls)
+            return reader if structured is None else None
         name = self.reasoning_parser
         has_none = opening == "closed" and structured is not None and use.make_parser is None
-        if name is None or self._declared is not None or has_none:
+        if name is None or has_none:
             return None
         # In a constrained answer nothing but the closing marker ends a block.
         tools = use.make_parser if structured is None or name == HARMONY else None

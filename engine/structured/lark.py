@@ -13,8 +13,7 @@ _PLAIN = re.compile(r"[A-Za-z0-9_ <>]|[^\x00-\x7F]")
 _ANY = "(?s:.*)"
 _LINE_ENDS = {"\n": r"\n", "\r": r"\r"}
 
-# Without white space of its own the JSON shares the lexer's states with the text around it: both
-# may begin at the same place.
+# No white space but a space in the separators, which is how models write the JSON of calls.
 _ONE_LINE = {
     "whitespace_flexible": False,
     "item_separator": ", ?",

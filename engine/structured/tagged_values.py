@@ -22,7 +22,7 @@ _NAME = re.compile(r'[^\s<>"](?:[^<>"\n]*[^\s<>"])?')
 _ANY_NAME = r'[^\s<>"]{1,64}'
 _MAX_OPTIONS = 4096
 
-# Texts that a reader takes for a value of another type where that is allowed beside a string.
+# Texts that a reader takes for a value of another type if the schema allows that type too.
 _READINGS = {
     "null": r"\s*(?:null|None)\s*",
     "boolean": r"\s*(?:true|false|True|False)\s*",
@@ -31,7 +31,7 @@ _READINGS = {
     "object": r"\s*\{(?s:.*)\}\s*",
     "string": r'\s*"(?s:.*)"\s*',
 }
-# The plain types as expressions, and the first characters of those that JSON has to be written for.
+# Expressions of the plain types, and the first characters of values that need a JSON grammar.
 _PLAIN = {
     "null": "null|None",
     "boolean": "true|false|True|False",

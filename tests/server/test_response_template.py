@@ -440,7 +440,7 @@ def test_answers_in_pieces(size):
     text = f"<think>Hm.</think>I call.{CALL}"
     assert answer(CHATML, text, size) == ("Hm.", "I call.", [("f", '{"a": 1}')])
     assert answer(CHATML, "<think>Hm.</think>Yes", size, {}) == ("Hm.", "Yes", [])
-    # What cannot be read, or calls what does not exist, is content.
+    # A call that cannot be read, or of an unknown function, is content.
     for call in ("<call>{</call>", CALL.replace('"f"', '"h"'), "<call>", CALL[:-3]):
         found = ("Hm.", f"I call.{call}", [])
         assert answer(CHATML, f"<think>Hm.</think>I call.{call}", size) == found

@@ -17,7 +17,7 @@ from engine.server.tool_parsers.literals import token_json
 
 PARAMETERS = {"type": "object", "properties": {"a": {}, "b": {}, "c": {}}}
 NAMES = {"f": PARAMETERS, "get.it-2": PARAMETERS, "g": {}}
-AROUND = {  # what stands around calls, and between two of them
+AROUND = {  # texts before the first call, between two calls, and after the last one
     "llama4_pythonic": ("<|python_start|>[", ", ", "]<|python_end|>"),
     "lfm2": ("<|tool_call_start|>[", ", ", "]<|tool_call_end|>"),
     "olmo3": ("<function_calls>\n", "\n", "\n</function_calls>"),

@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 _HARMONY = "harmony"
-_END_CHARS = 200  # of a prompt, in which its last marker is
+_END_CHARS = 200  # end of a prompt that is searched for a marker
 
 NAMES = tuple(sorted((*FORMATS, _HARMONY)))
 """Names of all reasoning parsers."""

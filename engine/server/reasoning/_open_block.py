@@ -42,9 +42,9 @@ class OpenBlock:
         self._num_start = 0  # characters of the first call before its arguments
         self._num_arguments = 0  # characters of its arguments so far
         self._has_begun = False  # whether the first call has begun
-        self._has_call = False  # whether it is complete
+        self._has_call = False  # whether the first call is complete
         self._close: int | None = None  # position of a marker, unless it is in a call's arguments
-        self._num_marker = 0  # its length
+        self._num_marker = 0  # length of this marker
         self._is_closed = False
 
     def feed(self, text: str, is_last: bool) -> tuple[str, str | None]:

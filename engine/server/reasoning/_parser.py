@@ -174,7 +174,7 @@ class AnswerGate:
         self._closing = closing
         self._markers = Markers(closing)
         self._pending = ""  # possible start of the marker
-        self._held: list[str] = []  # white space, and the marker
+        self._held: list[str] = []  # white space and closing markers that may end the content
         self._has_marker = False
 
     def push(self, text: str, is_last: bool) -> str:
@@ -199,7 +199,7 @@ class AnswerGate:
     def _pass(self, text: str) -> str:
         """Return text that is followed by more, without white space at its end, which is held."""
         if not text.isspace() and self._has_marker:
-            if text.lstrip().startswith("<"):  # a marker, as of a call
+            if text.lstrip().startswith("<"):  # another marker, such as that of a call
                 self._held = [part for part in self._held if part != self._closing]
             self._has_marker = False
         kept = "" if self._has_marker else text.rstrip()

@@ -1,4 +1,4 @@
-"""The formats of reasoning: what stands around a block of thoughts, and which templates have it."""
+"""The formats of reasoning: the markers of a block of thoughts, and the templates that have it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Block:
     end : str
         Marker that may end the content, although no marker begins it.
     in_prompt : str
-        What a prompt may have behind the opening marker.
+        Text that a prompt may have behind the opening marker.
     is_open : bool
         Whether answers begin inside the block if the prompt is not known.
     """
@@ -66,13 +66,13 @@ class Block:
 
     @cached_property
     def opened(self) -> tuple[re.Pattern[str], re.Pattern[str]]:
-        """Match what an open block may begin with, and the beginnings of that."""
+        """Patterns of the markers that may begin an open block, and of an incomplete marker."""
         marks = tuple(filter(None, (*self.opening, self.label)))
         return re.compile(rf"\s*(?:{_any(marks)}\s*)*"), re.compile(_beginnings(*marks))
 
     @cached_property
     def closed(self) -> tuple[re.Pattern[str], re.Pattern[str]]:
-        """Match what may follow a block, also an empty block, and the beginnings of that.
+        """Patterns of the markers and empty blocks after a block, and of an incomplete one.
 
         Group 1 of the first pattern is the opening marker of the content.
         """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import Any
 
 from engine.checks import warn_once
@@ -14,13 +15,12 @@ from engine.server.response_template.readers import (
     answer_reader,
 )
 from engine.server.response_template.streams import Regions, StreamedReasoning, StreamedTools
-from engine.server.response_template.worker import KINDS, check
+from engine.server.response_template.worker import KINDS, THOUGHTS, check
 from engine.server.tool_parsers import ToolParser, random_id
 
 __all__ = ["DeclaredReaders", "chosen"]
 
-_MAX_PROMPT_CHARS = 200_000  # at the prompt's end, where a message may have begun
-_THOUGHTS = frozenset({"thinking", "reasoning_content", "reasoning"})
+_MAX_PROMPT_CHARS = 200_000  # end of the prompt that is searched for the beginning of the message
 
 
 def chosen(
@@ -54,7 +54,7 @@ def chosen(
 
 def _has_thoughts(kind: str, spec: Mapping[str, Any]) -> bool:
     fields = spec.get("fields" if kind == KINDS[0] else "properties")
-    return isinstance(fields, Mapping) and not _THOUGHTS.isdisjoint(fields)
+    return isinstance(fields, Mapping) and not fields.keys().isdisjoint(THOUGHTS)
 
 
 class DeclaredReaders:
@@ -90,5 +90,10 @@ class DeclaredReaders:
         """Return a parser of the calls of one answer."""
         if self._regions is None:
             return DeclaredTools(self._parse, make_id)
-        begun = StreamedReasoning(self._regions, self._end, self._parse, keeps_calls=True).begun
-        return StreamedTools(self._regions, begun, self._parse, make_id)
+        return StreamedTools(self._regions, self._begun, self._parse, make_id)
+
+    @cached_property
+    def _begun(self) -> str:
+        """Content of the message that the prompt has begun."""
+        assert self._regions is not None
+        return StreamedReasoning(self._regions, self._end, self._parse, keeps_calls=True).begun

@@ -23,9 +23,9 @@ from engine.server.tool_parsers import (
 from engine.server.tool_parsers.json_scanner import is_json_object
 from engine.server.tool_parsers.typed_values import allowed_types, typed_json
 
-__all__ = ["DeclaredReasoning", "DeclaredTools", "Parsed", "answer_reader"]
+__all__ = ["DeclaredReasoning", "DeclaredTools", "Parsed", "answer_reader", "call_events"]
 
-_MAX_KEPT = 16  # answers of a request whose result is kept, for the second of its two readers
+_MAX_KEPT = 16  # cached results per request, since both readers of an answer parse its text
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def answer_reader(
 ) -> Callable[[str], Parsed]:
     """Return a function that parses an answer.
 
-    What the format does not fit, and a call of another function, is content.
+    A text that does not fit the format is content, and so is a call of another function.
 
     Parameters
     ----------
@@ -86,6 +86,12 @@ def _arguments(given: Mapping[str, Any], schema: Any) -> str:
             text = json.dumps(value, ensure_ascii=False)
         parts.append(f"{json.dumps(key, ensure_ascii=False)}: {text}")
     return f"{{{', '.join(parts)}}}"
+
+
+def call_events(index: int, call_id: str, name: str, arguments: str) -> tuple[Event, ...]:
+    """Return the events of a whole call."""
+    start = ToolCallStart(index, call_id, name)
+    return start, ToolCallDelta(index, arguments), ToolCallEnd(index)
 
 
 class DeclaredReasoning:
@@ -143,6 +149,5 @@ class DeclaredTools:
         parsed = self._parse("".join(self._text))
         events: list[Event] = [TextDelta(parsed.content)] if parsed.content else []
         for index, (name, arguments) in enumerate(parsed.calls):
-            events.append(ToolCallStart(index, self._make_id(), name))
-            events += (ToolCallDelta(index, arguments), ToolCallEnd(index))
+            events += call_events(index, self._make_id(), name, arguments)
         return events

@@ -1,6 +1,6 @@
-"""`parsed`: reads an answer by a checkpoint's ``response_schema``, the older form of a template.
+"""`ResponseSchema`: reads an answer by a ``response_schema``, the older form of a template.
 
-A schema's nodes take the text, or what their parent's pattern has found, and may have ``x-regex``
+A node of a schema reads the text, or the match of its parent's pattern, and may have ``x-regex``
 (the match, its group or its named groups), ``x-regex-iterator`` (a list of matches),
 ``x-regex-key-value`` (an object), ``x-regex-substitutions`` and ``x-parser``.
 """
@@ -88,7 +88,7 @@ class ResponseSchema:
                 self._check(value, depth + 1)
 
     def _read(self, node: Any, content: Any) -> Any:
-        if not isinstance(node, dict):  # true: whatever it is
+        if not isinstance(node, dict):  # True allows any value.
             return content
         if "const" in node:
             return node["const"]

@@ -11,22 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.server.markers import Markers, TextGate
-from engine.server.response_template.readers import Parsed
-from engine.server.tool_parsers import (
-    MAX_CALLS,
-    Event,
-    TextDelta,
-    ToolCallDelta,
-    ToolCallEnd,
-    ToolCallStart,
-    random_id,
-)
+from engine.server.response_template.readers import Parsed, call_events
+from engine.server.response_template.worker import KINDS, THOUGHTS
+from engine.server.tool_parsers import MAX_CALLS, Event, TextDelta, random_id
 
 __all__ = ["Regions", "StreamedReasoning", "StreamedTools"]
 
-_THOUGHTS = ("thinking", "reasoning_content", "reasoning")
 _CONTENT = "content"
-_CALLS = "tool_calls"
 _PATTERNS = ("open_pattern", "close_pattern")
 _RESHAPED = ("transform", "repeats", "join")
 
@@ -50,7 +41,7 @@ class Regions:
     fields : tuple of _Field
         The others.
     anchors : tuple of str
-        What a message begins with in a prompt.
+        Texts of a prompt behind which the model's message begins.
     """
 
     def __init__(
@@ -63,7 +54,7 @@ class Regions:
     @classmethod
     def of(cls, kind: str, spec: Mapping[str, Any]) -> Regions | None:
         """Return the regions of a valid template, or None if it cannot be streamed."""
-        if kind != "response_template" or "start_anchor_pattern" in spec:
+        if kind != KINDS[0] or "start_anchor_pattern" in spec:
             return None
         fields = [_field(name, field) for name, field in spec["fields"].items()]
         found = [field for field in fields if field is not None]
@@ -92,7 +83,7 @@ class Regions:
 def _field(name: str, spec: Mapping[str, Any]) -> _Field | None:
     """Return a field, or None if it cannot be streamed."""
     is_text = spec.get("content", "text") == "text" and not any(map(spec.get, _RESHAPED))
-    is_spoken = name == _CONTENT or name in _THOUGHTS
+    is_spoken = name == _CONTENT or name in THOUGHTS
     has_pattern = any(key in spec for key in _PATTERNS)
     opening = _texts(spec.get("open"))
     if has_pattern or not spec.get("optional", True) or (is_spoken and not is_text):
@@ -131,7 +122,7 @@ class _Splitter:
     def __init__(self, regions: Regions) -> None:
         self._regions = regions
         self._current = regions.implicit
-        self._source: list[str] | None = None  # of the current region, unless it is text
+        self._source: list[str] | None = None  # parts of a region that the worker will read
         self._pending = ""  # possible start of a delimiter
         self._pieces: list[_Piece] = []
         self._markers: dict[_Field | None, Markers | None] = {}
@@ -203,7 +194,7 @@ def _gate() -> TextGate:
 
 
 class _Fields:
-    """What the pieces of an answer are: reasoning, content, or a region to be read."""
+    """Tells the pieces of an answer apart: reasoning, content, or a region to be read."""
 
     def __init__(self, parse: Callable[[str], Parsed]) -> None:
         self._parse = parse
@@ -213,7 +204,7 @@ class _Fields:
 
     def reasoning(self, piece: _Piece) -> str | None:
         """Return the reasoning of a piece; None if it is no piece of reasoning."""
-        if piece.field is None or piece.field.name not in _THOUGHTS:
+        if piece.field is None or piece.field.name not in THOUGHTS:
             return None
         return "" if piece.is_mark else self._pass("reasoning", piece.text, piece.field.strips)
 
@@ -322,7 +313,7 @@ class StreamedTools:
         self.feed(begun)
         self._splitter.end_of_prompt()
         self.feed("")
-        self._num_calls = 0
+        self._num_calls = 0  # The answer's calls are numbered from 0, whatever the prompt has.
 
     def feed(self, delta: str) -> list[Event]:
         """Feed text; return the events that later text can no longer change."""
@@ -339,8 +330,6 @@ class StreamedTools:
             if content:
                 events.append(TextDelta(content))
             for name, arguments in calls:
-                index = self._num_calls
+                events += call_events(self._num_calls, self._make_id(), name, arguments)
                 self._num_calls += 1
-                events.append(ToolCallStart(index, self._make_id(), name))
-                events += (ToolCallDelta(index, arguments), ToolCallEnd(index))
         return events

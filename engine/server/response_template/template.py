@@ -1,4 +1,4 @@
-"""`message_of`: reads an answer by a checkpoint's ``response_template``.
+"""`ResponseTemplate`: reads an answer by a checkpoint's ``response_template``.
 
 The template names the fields of a message and, for each, what opens and closes its region in the
 text, how the region is read, and a template of the result. The field without an opening is the text

@@ -32,7 +32,7 @@ from engine.text.child_process import (
     set_limits,
 )
 
-__all__ = ["KINDS", "MAX_SECONDS", "check", "main", "read"]
+__all__ = ["KINDS", "MAX_SECONDS", "THOUGHTS", "check", "main", "read"]
 
 MAX_SECONDS = 1.0  # CPU time per answer
 MAX_WAIT = 20.0  # wall-clock seconds to wait for the result
@@ -41,10 +41,12 @@ MAX_MEMORY = 512 << 20  # bytes of address space beyond the imports' use
 KINDS = ("response_template", "response_schema")
 """Keys of tokenizer_config.json that declare a format, the newer one first."""
 
+THOUGHTS = ("thinking", "reasoning_content", "reasoning")
+"""Fields of a message that are its reasoning; the first one with a text counts."""
+
 _MAX_ANSWER_BYTES = 64 << 20
 _MAX_REASON_CHARS = 300
 _CALLS = "tool_calls"
-_THOUGHTS = ("thinking", "reasoning_content", "reasoning")
 
 _WORKER = Worker(
     "from engine.server.response_template.worker import main; main()", _MAX_ANSWER_BYTES
@@ -134,7 +136,7 @@ def _answer(
 
     begun = form.begun(prompt)
     found = _parts(form.message(begun + text, check_calls))
-    if begun:  # what the prompt has of the message is no part of the answer
+    if begun:  # The answer leaves out the part of the message that is in the prompt.
         before = _parts(form.message(begun, check_calls))
         for key in ("reasoning", "content"):
             found[key] = found[key].removeprefix(before[key])
@@ -151,7 +153,7 @@ def _compiled(kind: str, spec: str) -> ResponseTemplate | ResponseSchema:
 
 
 def _parts(message: dict[str, Any]) -> dict[str, Any]:
-    thought = next((message[key] for key in _THOUGHTS if message.get(key)), "")
+    thought = next((message[key] for key in THOUGHTS if message.get(key)), "")
     return {
         "reasoning": _joined(thought),
         "content": _joined(message.get("content") or ""),

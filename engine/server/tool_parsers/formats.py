@@ -191,7 +191,8 @@ def _tagged(tags: Tags, *signs: str) -> Format:
 
 
 def _pythonic(syntax: CallSyntax, *signs: str) -> Format:
-    calls = None if syntax.marker else partial(pythonic_calls, syntax)  # strings of their own
+    # JSON has no strings between markers, so these calls cannot be constrained.
+    calls = None if syntax.marker else partial(pythonic_calls, syntax)
     return Format(partial(PythonicParser, syntax), tuple((sign,) for sign in signs), calls=calls)
 
 

@@ -52,7 +52,7 @@ class Marks:
         How a call is written behind `opening` or `call`: with "$name", "$arguments" and "$index",
         the digits of a number.
     between : str
-        What is written between calls, or between their sections; in an array after the comma.
+        Text between calls, or between their sections; in an array after the comma.
     """
 
     opening: str
@@ -71,7 +71,7 @@ def marked_calls(marks: Marks, functions: Sequence[Function]) -> CallGrammar:
     call = choice([filled(marks.written, function) for function in functions])
     if marks.is_array:
         separator = const(f",{marks.between}")
-        is_word = marks.opening.isalpha()  # one that prose may have too
+        is_word = marks.opening.isalpha()  # An opening such as "functools" is also a word of prose.
         begin = f"{marks.opening}[" if is_word else marks.opening
         bracket = "" if is_word else "["
         return CallGrammar(Section(begin, call, f"]{marks.closing}", bracket, separator))

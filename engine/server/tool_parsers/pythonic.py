@@ -49,7 +49,7 @@ class CallSyntax:
     opener : str
         The bracket before the arguments: "(", or "{" where they are written as Gemma does.
     marker : str
-        What stands before and after a string, instead of quotation marks.
+        Marker before and after a string, in place of quotation marks.
     """
 
     opening: str
@@ -121,7 +121,7 @@ class PythonicParser(StateParser):
         self._syntax = syntax
         self._starts = Markers(syntax.opening, *(["\n"] if syntax.is_bare else []))
         self._is_bracketed = False  # whether a bracket around the calls is open
-        self._has_call = False  # between the markers
+        self._has_call = False  # whether the section has a call
         self._name = ""
         if syntax.is_bare:
             self._state = self._at_line_start
