@@ -243,16 +243,20 @@ def test_replicas_hold_the_same_adapters(files):
         client = await ReplicaClient.connect({0: first}, TOKEN, has_peers=False)
         try:
             await client.add_lora(LoRARequest("new", 1, files.folders[3]))
+            replaced = LoRARequest("a0", 1, files.folders[2])
+            await client.add_lora(replaced, load_inplace=True)
+            await client.remove_lora("a1")
             await client.update_weights(str(files.base))
             assert await client.update_weights(str(files.base.parent / "merged0"))
             assert await tokens(client, files, 2, None) == files.want[2, 0]
             await client.set_replicas({0: first, 1: second})
             await eventually(lambda: len(client._clients) == 2)
             late = client._clients[1]
-            assert "new" in late.adapters
+            assert late.adapters == ("a0", "new")
             assert await tokens(late, files, 2, None) == files.want[2, 0]
             await client.update_weights(str(files.base))
             assert await tokens(late, files, 2, LoRARequest("new")) == files.want[2, 3]
+            assert await tokens(late, files, 2, LoRARequest("a0")) == files.want[2, 2]
             assert await tokens(client, files, 2, LoRARequest("new")) == files.want[2, 3]
             await client.remove_lora("new")
             assert all("new" not in one.adapters for one in client._clients.values())

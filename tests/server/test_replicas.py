@@ -566,6 +566,102 @@ def test_calls(replicas):
     run(main())
 
 
+def _updated(replica, update=lambda path: None):
+    """Have an engine note the paths of new weights, instead of reading them."""
+    paths = []
+
+    def note(path):
+        paths.append(path)
+        update(path)
+        return ("weight",)
+
+    replica.engine.update_weights = note
+    return paths
+
+
+def test_a_replica_that_joins_catches_up(replicas):
+    """It reads each folder once, in the order of their last updates, and sleeps with the others."""
+    found = replicas(2)
+    _updated(found[0])
+    read = _updated(found[1])
+
+    async def main():
+        async with connected(found[:1]) as client:
+            for path in ("a", "b", "a"):
+                assert await client.update_weights(path) == ("weight",)
+            await client.sleep(1)
+            await client.set_replicas({each.number: each.address for each in found})
+            await eventually(lambda: len(client._clients) == 2)
+            assert read == ["b", "a"] and found[1].engine.is_sleeping
+            await client.wake_up()
+            assert not any(each.engine.is_sleeping for each in found)
+            await client.sleep(2)  # drops the new weights
+            await client.wake_up()
+            await client.set_replicas({0: found[0].address})
+            await client.set_replicas({each.number: each.address for each in found})
+            await eventually(lambda: len(client._clients) == 2)
+            assert read == ["b", "a"] and not found[1].engine.is_sleeping
+
+    run(main())
+
+
+def test_a_replica_joins_after_an_update_in_progress(replicas):
+    found = replicas(2)
+    may_end = threading.Event()
+    _updated(found[0], lambda path: may_end.wait(20))
+    read = _updated(found[1])
+
+    async def main():
+        async with connected(found[:1]) as client:
+            updating = asyncio.ensure_future(client.update_weights("a"))
+            await client.set_replicas({each.number: each.address for each in found})
+            await asyncio.sleep(0.3)
+            assert len(client._clients) == 1 and not read
+            may_end.set()
+            await updating
+            await eventually(lambda: len(client._clients) == 2)
+            assert read == ["a"]
+
+    run(main())
+
+
+def test_a_replica_that_ends_while_it_catches_up(replicas):
+    found = replicas(2)
+    _updated(found[0])
+    read = _updated(found[1], lambda path: found[1].loop.stop())
+
+    async def main():
+        async with connected(found[:1]) as client:
+            await client.update_weights("a")
+            await client.update_weights("b")
+            await client.set_replicas({each.number: each.address for each in found})
+            await asyncio.to_thread(found[1].thread.join, 20)
+            assert read
+            await asyncio.sleep(0.3)
+            assert len(client._clients) == 1
+            found[1].start()
+            again = _updated(found[1])
+            await eventually(lambda: len(client._clients) == 2)
+            assert again == ["a", "b"]
+            assert client._clients[1].error is None
+
+    run(main())
+
+
+def test_without_a_replica_nothing_is_changed(replicas):
+    [found] = replicas(1)
+
+    async def main():
+        async with connected([found], grace_seconds=30) as client:
+            found.loop.stop()
+            await eventually(lambda: not client._clients)
+            for call in (client.sleep(), client.wake_up(), client.update_weights("a")):
+                with pytest.raises(EngineError, match="no replica is ready"):
+                    await call
+
+    run(main())
+
+
 def test_it_is_warmed_up_without_its_engines(replicas):
     found = replicas(2)
 

@@ -11,9 +11,10 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -37,6 +38,8 @@ _STATS_SECONDS = 5.0  # timeout for a replica's counters; Prometheus waits 10 s
 _DEADLINE_SLACK = 1.0  # seconds that an engine has to end a request after its deadline
 _CHUNK_SIZE = 64  # tokens; raised to the engine's block size
 _log = logging.getLogger("engine.server")
+
+T = TypeVar("T")
 
 
 @dataclass(eq=False, slots=True)
@@ -94,9 +97,13 @@ class ReplicaClient(RequestClient):
         self._last_error = EngineError("no replica is ready")
         self._ending: asyncio.TimerHandle | None = None
         self._answer: Answerer | None = None
-        # What a replica reads before it joins
-        self._added: dict[str, LoRARequest] = {}
-        self._updates: list[str] = []  # paths of new weights, in order
+        # Held while all replicas are changed, and while one catches up and joins: a change that is
+        # neither in the record below nor made on the new replica would be lost.
+        self._changing = asyncio.Lock()
+        self._updates: dict[str, None] = {}  # folders of new weights, by their last update
+        self._added: dict[str, LoRARequest] = {}  # adapters added while serving, by name
+        self._removed: set[str] = set()  # names of adapters removed while serving
+        self._sleep_level: int | None = None
         self._ticking = asyncio.ensure_future(self._tick())
 
     @classmethod
@@ -171,8 +178,11 @@ class ReplicaClient(RequestClient):
                 continue
             ended = asyncio.Event()
             try:
-                await self._catch_up(number, client)
-                self._join(number, client, ended)
+                async with self._changing:
+                    await self._catch_up(number, client)
+                    if client.error is not None:
+                        continue  # it has ended meanwhile
+                    self._join(number, client, ended)
                 await ended.wait()
             finally:
                 await client.close()  # moves its requests, unless the replica has already exited
@@ -197,14 +207,19 @@ class ReplicaClient(RequestClient):
         self._place_waiting()
 
     async def _catch_up(self, number: int, client: ZmqEngineClient) -> None:
-        """Have a new replica read the weights and adapters that the others were given meanwhile."""
-        try:
-            for path in self._updates:
-                await client.update_weights(path)
-            for lora_request in list(self._added.values()):
-                await client.add_lora(lora_request)
-        except EngineError as error:
-            _log.warning("replica %d lacks what was loaded while serving: %s", number, error)
+        """Make the changes on a new replica that were made on the others while it was away."""
+        changes: list[Callable[[], Coroutine[Any, Any, Any]]] = [
+            *(partial(client.update_weights, path) for path in self._updates),
+            *(partial(client.add_lora, each, load_inplace=True) for each in self._added.values()),
+            *(partial(client.remove_lora, each) for each in self._removed & {*client.adapters}),
+        ]
+        if self._sleep_level is not None:
+            changes.append(partial(client.sleep, self._sleep_level))
+        for change in changes:
+            try:
+                await change()
+            except EngineError as error:
+                _log.warning("replica %d lacks a change made while serving: %s", number, error)
 
     def _leave(self, number: int, requests: list[RemoteRequest], error: EngineError) -> None:
         """Remove a replica that has exited, and move its requests to others."""
@@ -428,16 +443,8 @@ class ReplicaClient(RequestClient):
     async def reset_prefix_cache(self) -> int:
         """Drop the cached prefixes of all replicas; return the number of blocks freed in all."""
         self._router.forget_prefixes()
-
-        async def reset(client: ZmqEngineClient) -> int:
-            try:
-                return await client.reset_prefix_cache()
-            except EngineError:
-                if client.error is None:  # if it has exited, its prefixes are gone anyway
-                    raise
-                return 0
-
-        return sum(await asyncio.gather(*map(reset, self._clients.values())))
+        counts = await _from_all(self._connected(), lambda client: client.reset_prefix_cache())
+        return sum(counts)
 
     @property
     def adapters(self) -> tuple[str, ...]:
@@ -447,34 +454,32 @@ class ReplicaClient(RequestClient):
 
     async def update_weights(self, path: str) -> tuple[str, ...]:
         """Have every replica read new weights, and those that join later."""
-        self._router.forget_prefixes()
-        clients = list(self._clients.values())
-        found: list[tuple[str, ...]] = []
-
-        async def update(client: ZmqEngineClient) -> None:
-            found.append(await client.update_weights(path))
-
-        await _all_or_first_error(map(update, clients), clients)
-        self._updates.append(path)
-        return found[0] if found else ()
+        async with self._changing:
+            self._router.forget_prefixes()
+            found = await _from_all(self._connected(), lambda client: client.update_weights(path))
+            self._updates.pop(path, None)  # its earlier content is gone: it is read once, last
+            self._updates[path] = None
+            return found[0]
 
     async def add_lora(self, lora_request: LoRARequest, *, load_inplace: bool = False) -> None:
         """Have every replica read an adapter, and those that join later."""
-        clients = list(self._clients.values())
-        adding = (client.add_lora(lora_request, load_inplace=load_inplace) for client in clients)
-        await _all_or_first_error(adding, clients)
-        self._added[lora_request.lora_name] = lora_request
+        async with self._changing:
+            await _from_all(
+                self._connected(),
+                lambda client: client.add_lora(lora_request, load_inplace=load_inplace),
+            )
+            self._added[lora_request.lora_name] = lora_request
+            self._removed.discard(lora_request.lora_name)
 
     async def remove_lora(self, lora_name: str) -> None:
         """Have every replica that holds an adapter forget it."""
-        holders = [one for one in self._clients.values() if lora_name in one.adapters]
-        self._added.pop(lora_name, None)
-        await _all_or_first_error((one.remove_lora(lora_name) for one in holders), holders)
-        if not holders:
-            held = ", ".join(map(repr, self.adapters)) or "none"
-            raise RequestError(
-                f"lora_name must be one of the adapters ({held}); got {lora_name[:80]!r}"
-            )
+        async with self._changing:
+            connected = self._connected()
+            holders = [each for each in connected if lora_name in each.adapters]
+            # If none holds it, the first one says so.
+            await _from_all(holders or connected[:1], lambda client: client.remove_lora(lora_name))
+            self._added.pop(lora_name, None)
+            self._removed.add(lora_name)
 
     @property
     def seems_asleep(self) -> bool:
@@ -482,21 +487,28 @@ class ReplicaClient(RequestClient):
         return any(client.seems_asleep for client in self._clients.values())
 
     async def sleep(self, level: int = 1) -> None:
-        """Put all replicas to sleep; if one refuses, wake the others up again."""
-        clients = list(self._clients.values())
-        found = await asyncio.gather(*(c.sleep(level) for c in clients), return_exceptions=True)
-        errors = [each for each in found if each is not None]
-        if errors:
-            await asyncio.gather(*(c.wake_up() for c in clients), return_exceptions=True)
-            raise errors[0]
+        """Put all replicas to sleep, and those that join; if one refuses, wake all up again."""
+        async with self._changing:
+            clients = self._connected()
+            try:
+                await _from_all(clients, lambda client: client.sleep(level))
+            except EngineError:
+                self._sleep_level = None
+                await asyncio.gather(*(c.wake_up() for c in clients), return_exceptions=True)
+                raise
+            self._sleep_level = level
+            if level == 2:
+                self._updates.clear()  # `wake_up` reads the checkpoint again
 
     async def wake_up(self) -> None:
         """Wake all replicas up."""
-        await asyncio.gather(*(client.wake_up() for client in self._clients.values()))
+        async with self._changing:
+            await _from_all(self._connected(), lambda client: client.wake_up())
+            self._sleep_level = None
 
     async def is_sleeping(self) -> bool:
         """Return whether any replica sleeps."""
-        return any(await asyncio.gather(*(c.is_sleeping() for c in self._clients.values())))
+        return any(await _from_all(self._connected(), lambda client: client.is_sleeping()))
 
     async def close(self, reason: str = CLIENT_CLOSED) -> None:
         """Fail all requests of this client with an `EngineError`; the engines keep running."""
@@ -516,18 +528,43 @@ class ReplicaClient(RequestClient):
             await client.close()
 
     def _first(self) -> ZmqEngineClient:
+        return self._connected()[0]
+
+    def _connected(self) -> list[ZmqEngineClient]:
+        """Return the connected replicas: the responsive ones first, then by number.
+
+        Raises
+        ------
+        EngineError
+            If there is none.
+        """
         self._check_alive()
         if not self._clients:
             raise EngineError("no replica is ready at the moment; try again later")
-        # Responsive replicas first, then the lowest number.
-        return min(self._clients.items(), key=lambda each: (not each[1].is_responsive, each[0]))[1]
+        order = sorted(self._clients.items(), key=lambda each: (not each[1].is_responsive, each[0]))
+        return [client for _, client in order]
 
 
-async def _all_or_first_error(
-    calls: Iterable[Awaitable[None]], clients: Sequence[ZmqEngineClient]
-) -> None:
-    """Wait for one call per client; raise the first error of one that has not exited."""
-    found = await asyncio.gather(*calls, return_exceptions=True)
-    for client, error in zip(clients, found, strict=True):
-        if isinstance(error, BaseException) and client.error is None:
-            raise error
+async def _from_all(
+    clients: Sequence[ZmqEngineClient], call: Callable[[ZmqEngineClient], Awaitable[T]]
+) -> list[T]:
+    """Call every replica; return the results of those that have not exited, at least one.
+
+    Raises
+    ------
+    EngineError
+        The first error of a replica that has not exited, or if all have, of one that has.
+    """
+    answers = await asyncio.gather(*map(call, clients), return_exceptions=True)
+    errors = []
+    found: list[T] = []
+    for client, answer in zip(clients, answers, strict=True):
+        if not isinstance(answer, BaseException):
+            found.append(answer)
+        elif client.error is None:
+            raise answer
+        else:
+            errors.append(answer)
+    if not found:
+        raise errors[0]
+    return found
