@@ -237,16 +237,18 @@ class ZmqEngineClient(RequestClient):
 
     @property
     def seems_asleep(self) -> bool:
-        """Whether the engine slept at its last heartbeat."""
+        """Whether the engine slept when it was last heard of."""
         return self._seems_asleep
 
     async def sleep(self, level: int = 1) -> None:
         """Free the engine's device memory until `wake_up`; see `LLMEngine.sleep`."""
         await self._call(lambda number: m.Call(number, "sleep", level=level))
+        self._seems_asleep = True
 
     async def wake_up(self) -> None:
         """Bring the engine's device memory back; see `LLMEngine.wake_up`."""
         await self._call(lambda number: m.Call(number, "wake_up"))
+        self._seems_asleep = False
 
     async def is_sleeping(self) -> bool:
         """Return whether the engine sleeps."""

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -115,7 +116,8 @@ class EngineLoop:
         self._pool = ThreadPoolExecutor(_NUM_COMPILERS, "grammar")
         self._prepared: deque[tuple[_Client, m.Add, Exception | None]] = deque()
         self._num_preparing = 0
-        self._adapters: deque[tuple[_Client, m.AddAdapter, Any]] = deque()  # read, or an error
+        # Adapters that the thread pool has read, or why it could not
+        self._read_adapters: deque[tuple[_Client, m.AddAdapter, Any]] = deque()
         self._embeddings: deque[tuple[_Client, int, Iterator[Any], list[Any]]] = deque()
         self._num_clients = 0
         self._next_beat = 0.0
@@ -298,81 +300,76 @@ class EngineLoop:
     # ---- calls
 
     def _call(self, client: _Client, message: m.Call) -> None:
-        try:
-            value: Any = None
-            if message.name == "stats":
-                value = self._engine.stats()
-            elif message.name == "snapshot":
-                value = snapshot(self._engine, self._clock, starts_with(message.salt_prefix))
-                for request in value["requests"]:
-                    request["id"] = request["id"].partition("/")[2]
-            elif message.name == "reset_prefix_cache":
-                value = self._engine.reset_prefix_cache()
-            elif message.name == "sleep":
-                self._engine.sleep(message.level)
-            elif message.name == "wake_up":
-                self._engine.wake_up()
-            elif message.name == "is_sleeping":
-                value = self._engine.is_sleeping
-        except EngineError as error:
-            self._fail_call(client, message.number, error)
-            return
-        self._send(client, m.Answer(message.number, "", self._encode(value)))
+        self._answer(client, message.number, lambda: self._value_of(message))
+
+    def _value_of(self, call: m.Call) -> Any:
+        value: Any = None
+        if call.name == "stats":
+            value = self._engine.stats()
+        elif call.name == "snapshot":
+            value = snapshot(self._engine, self._clock, starts_with(call.salt_prefix))
+            for request in value["requests"]:
+                request["id"] = request["id"].partition("/")[2]
+        elif call.name == "reset_prefix_cache":
+            value = self._engine.reset_prefix_cache()
+        elif call.name == "sleep":
+            self._engine.sleep(call.level)
+        elif call.name == "wake_up":
+            self._engine.wake_up()
+        elif call.name == "is_sleeping":
+            value = self._engine.is_sleeping
+        return value
 
     def _add_adapter(self, client: _Client, message: m.AddAdapter) -> None:
         """Read an adapter in the thread pool, while steps go on."""
-        try:
-            request = LoRARequest(message.name, lora_path=message.path)
-        except EngineError as error:
-            self._fail_call(client, message.number, error)
-            return
 
         def read() -> None:
             found: Any
             try:
-                found = self._engine.read_lora(request)
+                found = self._engine.read_lora(LoRARequest(message.name, lora_path=message.path))
             except Exception as error:
                 found = error
-            self._adapters.append((client, message, found))
+            self._read_adapters.append((client, message, found))
 
         self._num_preparing += 1
         self._pool.submit(read)
 
     def _hold_adapters(self) -> None:
         """Hold the adapters that have been read, and answer."""
-        while self._adapters:
-            client, message, found = self._adapters.popleft()
+        while self._read_adapters:
+            client, message, found = self._read_adapters.popleft()
             self._num_preparing -= 1
-            request = LoRARequest(message.name, lora_path=message.path)
-            try:
-                if isinstance(found, Exception):
-                    raise found
-                self._engine.add_lora(request, load_inplace=message.load_inplace, adapter=found)
-            except EngineError as error:
-                self._fail_call(client, message.number, error)
-                continue
-            self._answer_with_adapters(client, message.number)
+            self._answer(client, message.number, partial(self._hold_adapter, message, found))
+
+    def _hold_adapter(self, message: m.AddAdapter, found: Any) -> tuple[str, ...]:
+        if isinstance(found, Exception):
+            raise found
+        request = LoRARequest(message.name, lora_path=message.path)
+        self._engine.add_lora(request, load_inplace=message.load_inplace, adapter=found)
+        return self._engine.list_loras()
 
     def _remove_adapter(self, client: _Client, message: m.RemoveAdapter) -> None:
-        try:
+        def remove() -> tuple[str, ...]:
             self._engine.remove_lora(message.name)
-        except EngineError as error:
-            self._fail_call(client, message.number, error)
-            return
-        self._answer_with_adapters(client, message.number)
+            return self._engine.list_loras()
+
+        self._answer(client, message.number, remove)
 
     def _update_weights(self, client: _Client, message: m.UpdateWeights) -> None:
         """Update the weights; no step runs meanwhile."""
-        try:
-            names = list(self._engine.update_weights(message.path))
-        except EngineError as error:
-            self._fail_call(client, message.number, error)
-            return
-        self._send(client, m.Answer(message.number, "", self._encode(names)))
+        update = partial(self._engine.update_weights, message.path)
+        self._answer(client, message.number, update)
 
-    def _answer_with_adapters(self, client: _Client, number: int) -> None:
-        names = list(self._engine.list_loras())
-        self._send(client, m.Answer(number, "", self._encode(names)))
+    def _answer(self, client: _Client, number: int, call: Callable[[], Any]) -> None:
+        """Send the result of a call, or its error: the client waits for one of them."""
+        try:
+            value = call()
+        except Exception as error:
+            if not isinstance(error, EngineError):
+                _log.error("a call of an API process failed", exc_info=error)
+            self._fail_call(client, number, error)
+        else:
+            self._send(client, m.Answer(number, "", self._encode(value)))
 
     def _embed(self, client: _Client, message: m.Embed) -> None:
         model = self._engine.model
@@ -415,7 +412,7 @@ class EngineLoop:
         kept = deque(each for each in self._embeddings if not is_unwanted(each[0], each[1]))
         self._embeddings = kept  # closing the generators of removed calls frees their pages
 
-    def _fail_call(self, client: _Client, number: int, error: EngineError) -> bool:
+    def _fail_call(self, client: _Client, number: int, error: Exception) -> bool:
         return self._send(client, m.Answer(number, m.kind_of(error), self._encode(_text(error))))
 
     # ---- outgoing messages

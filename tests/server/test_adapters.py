@@ -236,6 +236,26 @@ def test_reading_an_adapter_stops_no_step(files):
         run(main(address))
 
 
+def test_a_fault_while_an_adapter_is_read_or_weights_are_updated(files):
+    """The caller is told, and the engine goes on."""
+    engine = make_engine(files)
+
+    def broken(_):
+        raise MemoryError("no room")
+
+    engine.read_lora = engine.update_weights = broken
+
+    async def main(address):
+        async with connected(address) as client:
+            for call in (client.add_lora(LoRARequest("n", 1, "n")), client.update_weights("w")):
+                with pytest.raises(EngineError, match="no room"):
+                    await call
+            assert await tokens(client, files, 0, LoRARequest("a0")) == files.want[0, 0]
+
+    with looped(engine) as (_, address):
+        run(main(address))
+
+
 def test_replicas_hold_the_same_adapters(files):
     """Also one that joins later."""
 

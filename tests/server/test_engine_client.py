@@ -286,12 +286,14 @@ def test_calls():
             with pytest.raises(EngineError, match="the engine is asleep") as caught:
                 await collected(client, [1], _greedy())
             assert not isinstance(caught.value, RequestError)
-            await eventually(lambda: client.seems_asleep)
+            assert client.seems_asleep
+            await asyncio.sleep(messages.BEAT_SECONDS)
+            assert client.seems_asleep  # heartbeats say so too
             await client.wake_up()
+            assert not client.seems_asleep
             assert not await client.is_sleeping()
             with pytest.raises(ConfigError, match="level must be 1 or 2"):
                 await client.sleep(3)
-            await eventually(lambda: not client.seems_asleep)
             stream = client.generate([1], _greedy(), request_id="a/b")
             await anext(stream)
             seen = await client.snapshot()

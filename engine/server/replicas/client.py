@@ -483,7 +483,7 @@ class ReplicaClient(RequestClient):
 
     @property
     def seems_asleep(self) -> bool:
-        """Whether any replica slept at its last heartbeat."""
+        """Whether any replica slept when it was last heard of."""
         return any(client.seems_asleep for client in self._clients.values())
 
     async def sleep(self, level: int = 1) -> None:
