@@ -52,11 +52,12 @@ class _NotHereError(Exception):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument(
+    output = parser.add_mutually_exclusive_group()
+    output.add_argument(
         "--arch",
-        help="print which kernels each op gets on an architecture, such as sm_100",
+        help="print which kernels each op gets on an architecture instead, such as sm_100",
     )
-    parser.add_argument(
+    output.add_argument(
         "--plan",
         metavar="MODEL",
         help="print a memory plan for a model's configuration instead: a folder, a "
@@ -76,12 +77,12 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.plan is not None:
         print(_plan(arguments))
         return 0
-    if arguments.arch is not None:
-        print(_tiers_of(checked_arch(arguments.arch)))
-        return 0
     for name in ("memory", "dtype", "max_model_len", "quantization", "speculative_config"):
         if getattr(arguments, name) is not None:
             raise ConfigError(f"--{name.replace('_', '-')} needs --plan")
+    if arguments.arch is not None:
+        print(_tiers_of(checked_arch(arguments.arch)))
+        return 0
     checks: list[tuple[str, Callable[[], str]]] = [
         ("engine", lambda: f"{__version__} in {os.path.dirname(os.path.dirname(__file__))}"),
         ("python", lambda: f"{platform.python_version()} on {platform.platform()}"),
@@ -252,10 +253,9 @@ def _tiers_of(arch: str) -> str:
     tuned = [
         op
         for op in ops
-        if env.kernel_tier() == "auto"
-        and any(spec.tier != "portable" and spec.supports(arch) for spec in op_specs(op, "float16"))
+        if any(s.tier != "portable" and s.supports(arch) for s in op_specs(op, "float16"))
     ]
-    if tuned:
+    if tuned and env.kernel_tier() == "auto":
         rest = len(ops) - len(tuned)
         return f"{arch}: sm90 kernels for {', '.join(tuned)}; portable ones for {rest} other ops"
     note = "" if arch in _RUN_ON else " (compiled for this architecture, never run on it)"

@@ -142,7 +142,8 @@ def _split(options: dict[str, Any]) -> tuple[str, ServerConfig, dict[str, Any]]:
     if "speculative_config" in engine:
         speculative = {"speculative_config": parsed_config(engine.pop("speculative_config"))}
     for name, value in engine.items():  # TOML values may be dates or tables
-        if not isinstance(value, str | int | float):
+        is_repeatable = _ENGINE[name][0] is tuple and isinstance(value, list)
+        if not all(isinstance(v, str | int | float) for v in (value if is_repeatable else [value])):
             raise ConfigError(f"{name} must be a text, a number, true or false; got {value!r:.80}")
     server = ServerConfig.from_options({"served_model_name": (model,)} | options | hashes)
     path, defaults = _model_path(model)

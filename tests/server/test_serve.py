@@ -514,7 +514,7 @@ def test_flags_become_options(model):
         *(model, "--port", "1", "--api-key", "a", "--api-key", "b", "--no-access-log"),
         *("--allowed-origins", "https://x", "--gpu-memory-utilization", "0.5", "--no-cuda-graphs"),
         *("--shutdown-timeout", "1.5", "-q", "fp8", "--enable-prefix-caching"),
-        *("--admin-api-key", "root"),
+        *("--admin-api-key", "root", "--lora-modules", "a=b", "--lora-modules", "c=d=e"),
     )
     path, server, engine = serve._split(given)
     assert path == model
@@ -533,7 +533,10 @@ def test_flags_become_options(model):
         "cuda_graphs": False,
         "quantization": "fp8",
         "enable_prefix_caching": True,
+        "lora_modules": ["a=b", "c=d=e"],
     }
+    config = EngineConfig(lora_modules=engine["lora_modules"])
+    assert config.lora_modules == {"a": "b", "c": "d=e"}
 
 
 def test_a_built_in_configuration_has_random_weights():
@@ -553,6 +556,8 @@ def test_a_built_in_configuration_has_random_weights():
         ("api-key = [1]", ConfigError, "api_key"),
         ("admin-api-key = 1", ConfigError, "admin_api_key"),
         ("dtype = 2020-01-01", ConfigError, "dtype must be .*date"),
+        ("dtype = ['float16']", ConfigError, "dtype must be"),
+        ("lora_modules = [2020-01-01]", ConfigError, "lora_modules must be .*date"),
         ("memory_utilization = 0.5\ngpu-memory-utilization = 0.5", ConfigError, "not both"),
     ],
 )
