@@ -183,6 +183,8 @@ def test_doctor_lists_the_kernels_of_an_architecture():
     assert text.startswith("sm_100: portable kernels for all of the ") and "never run" in text
     text = _run("doctor", "--arch", "sm_90a", ENGINE_KERNEL_TIER="portable").stdout
     assert text.startswith("sm_90a: portable kernels for all of the ")
+    done = _run("doctor", "--arch", "sm_90a", "--memory", "80GB", status=2)
+    assert "--memory needs --plan" in done.stderr
     done = _run("doctor", "--arch", "hopper", status=2)
     assert "--arch must be an architecture like sm_80 or sm_90a; got 'hopper'" in done.stderr
 

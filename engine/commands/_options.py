@@ -33,7 +33,7 @@ _SAMPLING = {
     "typical_p": (float, "keep tokens of typical information that sum to this probability"),
     "top_n_sigma": (float, "keep logits within this many standard deviations of the largest"),
     "xtc_probability": (float, "how often to drop the most probable of several likely tokens"),
-    "xtc_threshold": (float, "probability from which on a token is likely (default 0.1)"),
+    "xtc_threshold": (float, "smallest probability of a likely token (default 0.1)"),
     "dry_multiplier": (float, "penalty on tokens that continue a repetition; 0: off"),
     "repetition_penalty": (float, "above 1 makes tokens seen before less likely"),
     "presence_penalty": (float, "subtracted once from the logit of each generated token"),

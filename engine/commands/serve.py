@@ -73,7 +73,7 @@ _ENGINE: dict[str, tuple[type, str]] = {
     "debug": (bool, "check all internal tables in each step; slow"),
 }
 _SHORT = {"quantization": "-q"} | {name: flag for name, (flag, *_) in PARALLEL_OPTIONS.items()}
-_ADMIN_HELP = "serve the endpoints that change the engine, to this key only; repeatable"
+_ADMIN_HELP = "enable the endpoints that change the engine, for this key only; repeatable"
 _ALIASES = {"gpu_memory_utilization": "memory_utilization"}
 
 

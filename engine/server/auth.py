@@ -166,7 +166,7 @@ def isolate(request: Request, body: Any) -> None:
         body.cache_salt = salt if given is None else f"{salt}/{given}"
 
 
-def _checked(headers: Headers, accepted: Sequence[bytes], what: str) -> str:
+def _checked(headers: Headers, accepted: Sequence[bytes], key_name: str) -> str:
     """Return the hash of a request's key; every accepted one is compared, even after a match."""
     given = _hash(_key_of(headers))
     found = False
@@ -175,7 +175,7 @@ def _checked(headers: Headers, accepted: Sequence[bytes], what: str) -> str:
     if not found:
         raise APIError(
             401,
-            f"{what} is needed: Authorization: Bearer KEY, or X-API-Key: KEY",
+            f"{key_name} is needed: Authorization: Bearer KEY, or X-API-Key: KEY",
             headers={"WWW-Authenticate": "Bearer"},
         )
     return given.hex()

@@ -116,7 +116,7 @@ class EngineLoop:
         self._pool = ThreadPoolExecutor(_NUM_COMPILERS, "grammar")
         self._prepared: deque[tuple[_Client, m.Add, Exception | None]] = deque()
         self._num_preparing = 0
-        # Adapters that the thread pool has read, or why it could not
+        # Each adapter that the thread pool has read, or the error that it ran into.
         self._read_adapters: deque[tuple[_Client, m.AddAdapter, Any]] = deque()
         self._embeddings: deque[tuple[_Client, int, Iterator[Any], list[Any]]] = deque()
         self._num_clients = 0

@@ -1,4 +1,4 @@
-"""Rerankers: causal models that answer whether a document fits a query, and how to ask them."""
+"""Rerankers: prompts of causal models that answer whether a document fits a query."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from engine.errors import ConfigError
 __all__ = ["COSINE", "RerankFormat", "detect", "get"]
 
 COSINE = "cosine"
-"""Name of the other way to judge a pair: the cosine of the two embeddings."""
+"""Value of the option `reranker` that compares embeddings instead of asking a reranker."""
 
 
 @dataclass(frozen=True)
 class RerankFormat:
-    """How one family of rerankers is asked.
+    """Prompt and answers of one family of rerankers.
 
     The relevance is the probability of `positive` as the next token, if only it and `negative`
     were possible.
@@ -29,7 +29,7 @@ class RerankFormat:
     template : str
         The prompt, with ``{instruction}``, ``{query}`` and ``{document}``.
     instruction : str
-        The instruction unless the request has one.
+        Default of the request's `instruction`.
     positive, negative : str
         Tokens of the two answers.
     """

@@ -20,10 +20,11 @@ from engine.server.field_limits import check_length, check_num_tokens, limited_t
 from engine.server.protocol.errors import APIError, failed_request
 from engine.server.rerankers import RerankFormat
 from engine.server.server_config import ServerConfig
+from engine.server.sse import all_or_none
 
 __all__ = ["Pair", "Scorer", "make_scorer"]
 
-_MOST_LOGPROBS = 20  # so that one request nearly always has both answers
+_MOST_LOGPROBS = 20  # log-probabilities per request; both answers are nearly always among them
 
 Pair = tuple[str, str]
 """Two texts: a query and a document."""
@@ -46,9 +47,9 @@ class Scorer(Protocol):
         ----------
         pairs : sequence of (str, str)
         pooling : str, optional
-            "last" or "mean"; only of embeddings.
+            "last" or "mean"; only with embeddings.
         instruction : str, optional
-            What a document has to do with the query; only of rerankers.
+            The task that the reranker is told; only with rerankers.
         cache_salt : str, optional
             See `EngineClient.generate`.
 
@@ -171,14 +172,7 @@ class _Reranker:
         if instruction is None:
             instruction = self._form.instruction
         prompts = await asyncio.to_thread(self._prompts, pairs, instruction)
-        works = [self._score(ids, cache_salt) for ids in prompts]
-        tasks = [asyncio.ensure_future(work) for work in works]
-        try:
-            found = await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        found = await all_or_none([self._score(ids, cache_salt) for ids in prompts])
         return found, sum(map(len, prompts))
 
     def _prompts(self, pairs: Sequence[Pair], instruction: str) -> list[list[int]]:
@@ -190,7 +184,7 @@ class _Reranker:
             fields = {"instruction": instruction, "query": query, "document": document}
             prompt = tokenizer.fill(self._form.template, **fields)
             num_chars += len(prompt.text)
-            if num_chars > most:  # the query may be long, and is repeated
+            if num_chars > most:  # more than the body's: each prompt repeats the query
                 message = f"the prompts of all pairs must have at most {most} characters"
                 raise APIError(400, f"{message} (max_body_bytes); got more")
             check_length(prompt.text, "a query and its document", self._client)
@@ -204,7 +198,7 @@ class _Reranker:
         answers = {self._positive, self._negative}
         known = await self._logprobs(token_ids, answers, cache_salt)
         missing = answers - known.keys()
-        if missing:  # a second request has its prompt cached
+        if missing:  # the second request finds its prompt cached
             known |= await self._logprobs(token_ids, missing, cache_salt)
         return _sigmoid(known[self._positive] - known[self._negative])
 

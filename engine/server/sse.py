@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from typing import Any, TypeVar
 
 from starlette.responses import Response
@@ -13,7 +13,14 @@ from starlette.types import Receive, Scope, Send
 from engine.server.protocol.errors import APIError, api_error, error_body
 from engine.server.read_ahead import ReadAhead
 
-__all__ = ["DONE", "ClientGone", "EventStream", "unless_disconnected", "until_disconnected"]
+__all__ = [
+    "DONE",
+    "ClientGone",
+    "EventStream",
+    "all_or_none",
+    "unless_disconnected",
+    "until_disconnected",
+]
 
 T = TypeVar("T")
 
@@ -49,6 +56,15 @@ async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:
         return task.result()
     finally:
         await _cancel(task, watcher)
+
+
+async def all_or_none(works: Iterable[Awaitable[T]]) -> list[T]:
+    """Run coroutines concurrently; the first error cancels the others."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        await _cancel(*tasks)
 
 
 async def until_disconnected(receive: Receive) -> None:

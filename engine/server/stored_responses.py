@@ -1,9 +1,9 @@
 """`ResponseStore`: the responses of /v1/responses that clients can ask for again, in memory.
 
-Each API key has a space of its own, so that another key's response is like one that never was. A
-response holds the *turn* that it ended: the items of its input and output. Turns link to the ones
-before them, so that a conversation of many responses is stored once, and a response that was
-dropped or deleted stays readable to those that continue from it.
+Each API key has a space of its own: to other keys its responses do not exist. A response holds the
+*turn* that it ended: the items of its input and output. Turns link to the ones before them, so that
+a conversation of many responses is stored once, and the items of a response that was dropped or
+deleted stay readable to those that continue from it.
 """
 
 from __future__ import annotations
@@ -102,13 +102,13 @@ class StoredResponse:
         self.update(response)
 
     def update(self, response: dict[str, Any]) -> None:
-        """Take over the response's present state."""
+        """Store the response's current state."""
         self.status: str = response["status"]
         self.body = _encode(response)
 
     @property
     def is_finished(self) -> bool:
-        """Whether nothing will change any more."""
+        """Whether the response is final."""
         return self.status not in _UNFINISHED
 
 
@@ -118,7 +118,7 @@ class _Space:
     def __init__(self) -> None:
         self.finished: dict[str, StoredResponse] = {}  # oldest first
         self.running: dict[str, StoredResponse] = {}
-        self.num_bytes = 0  # of the finished ones
+        self.num_bytes = 0  # bytes of the finished responses and their turns
 
     @property
     def is_used(self) -> bool:
@@ -156,9 +156,9 @@ class _Space:
 class ResponseStore:
     """The stored responses of all keys of one API process.
 
-    At most `max_stored_responses` of a key are kept, and `max_stored_bytes` of all keys; beyond it
-    the oldest of the key that has most bytes is dropped. Those in progress are not counted in the
-    bytes: they are requests, and limited as such.
+    Each key keeps its last `max_stored_responses`. Beyond `max_stored_bytes` in all, the oldest
+    response of the key with the most bytes is dropped. The bytes of responses in progress are not
+    counted: they are requests, and limited as such.
 
     Parameters
     ----------

@@ -457,7 +457,8 @@ class ReplicaClient(RequestClient):
         async with self._changing:
             self._router.forget_prefixes()
             found = await _from_all(self._connected(), lambda client: client.update_weights(path))
-            self._updates.pop(path, None)  # its earlier content is gone: it is read once, last
+            # A folder is read once, at its last place: its earlier content is gone.
+            self._updates.pop(path, None)
             self._updates[path] = None
             return found[0]
 

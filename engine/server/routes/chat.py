@@ -201,7 +201,8 @@ async def _frames(
             if not begun[index]:
                 begun[index] = True
                 yield chunks.delta(index, {"role": "assistant", "content": ""})
-            ids = piece.token_ids if returns_ids else None  # until a frame has them
+            # The first frame of a piece carries its ids; the others have an empty list.
+            ids = piece.token_ids if returns_ids else None
             if ids is None and not (piece.calls or piece.reasoning or piece.logprobs is not None):
                 if piece.content:
                     yield chunks.content(index, piece.content)

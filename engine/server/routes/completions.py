@@ -43,7 +43,7 @@ from engine.server.protocol.completion import (
 from engine.server.protocol.errors import APIError, failed_request
 from engine.server.protocol.logprobs import prompt_logprobs
 from engine.server.server_config import ServerConfig
-from engine.server.sse import EventStream, unless_disconnected
+from engine.server.sse import EventStream, all_or_none, unless_disconnected
 
 __all__ = ["ENDPOINTS", "CompletionJob", "answer_completion", "prepare_completion", "routes"]
 
@@ -206,7 +206,7 @@ async def answer_completion(job: CompletionJob) -> CompletionResponse:
         async with contextlib.aclosing(job.outputs(index)) as outputs:
             return [output async for output in outputs][-1]  # the only output: not streamed
 
-    finals = await _gather([one(index) for index in range(len(job.prompts))])
+    finals = await all_or_none([one(index) for index in range(len(job.prompts))])
     if job.has_logprobs:
         return await asyncio.to_thread(_response, job, finals)
     return _response(job, finals)
@@ -223,17 +223,6 @@ def _response(job: CompletionJob, finals: list[RequestOutput]) -> CompletionResp
             choices.append(writer.choice(output, completion))
     total = usage.total(is_without_output=writer.hides_output)
     return CompletionResponse(job.request_id, job.created, job.model, choices, total)
-
-
-async def _gather(works: list[Any]) -> list[Any]:
-    """Run coroutines concurrently; the first error cancels the others."""
-    tasks = [asyncio.ensure_future(work) for work in works]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 # ---- choices

@@ -110,7 +110,7 @@ async def get_response(request: Request) -> Response:
     """Handle GET /v1/responses/{response_id}."""
     stored = _stored(request)
     for name, value in request.query_params.multi_items():
-        is_fine = name.rstrip("[]") == "include" and value in _INCLUDED
+        is_fine = name.removesuffix("[]") == "include" and value in _INCLUDED
         is_fine |= name in ("stream", "include_obfuscation") and value.lower() == "false"
         if not is_fine:
             message = f"{name[:50]} is not supported: a stored response is whole; got {value[:50]}"
