@@ -24,6 +24,7 @@ BODIES = {
     "/v1/completions": {"prompt": "Hi", "max_tokens": 2},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi"}]},
     "/v1/responses": {"input": "Hi"},
+    "/inference/v1/generate": {"token_ids": [5, 9]},
     "/v1/messages": {
         "model": "scripted",
         "messages": [{"role": "user", "content": "Hi"}],
