@@ -590,6 +590,7 @@ def test_a_replica_that_joins_catches_up(replicas):
             for path in ("a", "b", "a"):
                 assert await client.update_weights(path) == ("weight",)
             await client.sleep(1)
+            await client.sleep(2)  # changes nothing: they sleep already
             await client.set_replicas({each.number: each.address for each in found})
             await eventually(lambda: len(client._clients) == 2)
             assert read == ["b", "a"] and found[1].engine.is_sleeping

@@ -497,9 +497,10 @@ class ReplicaClient(RequestClient):
                 self._sleep_level = None
                 await asyncio.gather(*(c.wake_up() for c in clients), return_exceptions=True)
                 raise
-            self._sleep_level = level
-            if level == 2:
-                self._updates.clear()  # `wake_up` reads the checkpoint again
+            if self._sleep_level is None:  # a sleeper sleeps on, at its first level
+                self._sleep_level = level
+                if level == 2:
+                    self._updates.clear()  # `wake_up` reads the checkpoint again
 
     async def wake_up(self) -> None:
         """Wake all replicas up."""
