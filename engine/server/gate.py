@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Collection
@@ -102,7 +103,10 @@ class Gate:
             raise APIError(503, message, headers={"Retry-After": "10", "Connection": "close"})
         if state.client.error is not None:
             raise APIError(503, f"the engine has ended: {state.client.error}")
-        with self._slots.hold(visit.key):
+        with contextlib.ExitStack() as slot:
+            if not (is_admin or path.endswith("/cancel")):  # these end what fills the slots
+                slot.enter_context(self._slots.hold(visit.key))
+            scope["state"]["slot"] = slot  # a background response takes it over
             await self._app(scope, receive, visit.send)
 
     async def _refuse(self, visit: _Visit, error: Exception) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 
 import httpx
@@ -54,6 +55,15 @@ def test_a_reset_frees_the_cached_blocks(config):
         assert cached(server, user) == 0
         assert post(server, "root").json() == {"num_freed_blocks": 4}
         assert post(server, "root").json() == {"num_freed_blocks": 0}
+
+
+def test_a_server_with_no_free_slot_still_obeys_its_admin():
+    config = dataclasses.replace(ADMIN, max_concurrent_requests=1)
+    with serve(lambda: AsyncEngine(make_engine(tiny_model())), config) as server:
+        with server.app.state.slots.hold(None):
+            assert post(server, path="/v1/completions", prompt=[5]).status_code == 429
+            assert post(server, "root").json() == {"num_freed_blocks": 0}
+        assert cached(server) == 0
 
 
 def test_an_admin_key_is_no_api_key():

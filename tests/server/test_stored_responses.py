@@ -274,14 +274,22 @@ def test_a_failed_or_abandoned_response_is_not_stored():
         assert server.app.state.responses.num_bytes == 0
 
 
-def test_a_background_response_outlives_its_connection_and_holds_a_slot():
-    config = ServerConfig(max_concurrent_requests=2)
-    with serve(lambda: CannedClient(*"abc", delay=0.3), config) as server:
+def test_a_background_response_outlives_its_connection():
+    with serve(lambda: CannedClient(*"abc", delay=0.1)) as server:
         first = post(server, {"input": "Hi", "background": True}).json()
-        assert server.app.state.slots.num_active == 1
-        assert post(server, {"input": "Hi", "background": True}).status_code == 429
         found = finished(server, first["id"])
         assert found["output"][0]["content"][0]["text"] == "abc"
+
+
+def test_a_background_response_holds_the_slot_of_its_request():
+    config = ServerConfig(max_concurrent_requests=1)
+    with serve(lambda: CannedClient("a", delay=60), config) as server:
+        first = post(server, {"input": "Hi", "background": True}).json()
+        slots = server.app.state.slots
+        assert slots.num_active == 1
+        assert post(server, {"input": "Hi", "background": True}).status_code == 429
+        found = httpx.post(f"{server.url}{PATH}/{first['id']}/cancel").json()  # takes no slot
+        assert found["status"] == "cancelled" and slots.num_active == 0
         assert post(server, {"input": "Hi", "background": True}).status_code == 200
 
 

@@ -202,7 +202,7 @@ class _Keeper:
         previous: Turn | None,
     ) -> None:
         self._store: ResponseStore = request.app.state.responses
-        self._slots = request.app.state.slots
+        self._slot: contextlib.ExitStack = request.state.slot
         self._key = request.state.key
         self._input = encoded(own_items(body))  # smaller than the items themselves
         self._builder = builder
@@ -220,20 +220,12 @@ class _Keeper:
         self._store.put(self._key, self._stored, turn)
 
     def start(self, answer: _Answer) -> StoredResponse:
-        """Compute the response in the background; it holds a request slot.
-
-        Raises
-        ------
-        APIError
-            429, if no slot is free.
-        """
+        """Compute the response in the background; it takes over the request's slot."""
         response = self._builder.response
         response["status"] = "queued"
         stored = self._stored = StoredResponse(response)
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(self._slots.hold(self._key))
-            self._store.begin(self._key, stored)
-            slot = stack.pop_all()
+        self._store.begin(self._key, stored)
+        slot = self._slot.pop_all()
         response["status"] = "in_progress"
         stored.job = asyncio.ensure_future(self._run(answer))
         stored.job.add_done_callback(lambda _: self._end(stored, slot))
