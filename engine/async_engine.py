@@ -23,7 +23,7 @@ from engine.llm_engine import LLMEngine
 from engine.lora_request import LoRARequest
 from engine.model import LOAD_OPTIONS
 from engine.outputs import RequestOutput
-from engine.sampling_params import RequestOutputKind, SamplingParams
+from engine.sampling_params import RequestOutputKind, SamplingDefaults, SamplingParams
 from engine.shared_engine import SharedEngine
 from engine.signatures import takes_keywords
 from engine.snapshot import snapshot, starts_with
@@ -53,8 +53,8 @@ class ModelInfo:
         Maximum number of tokens per request, prompt plus output.
     vocab_size : int
     eos_token_ids : tuple of int
-    generation_config : dict
-        Sampling parameters recommended by the model's generation_config.json.
+    sampling_defaults : SamplingDefaults
+        Sampling parameters of requests that leave them out.
     hidden_size : int
         Number of values of an embedding.
     """
@@ -63,7 +63,7 @@ class ModelInfo:
     max_model_len: int
     vocab_size: int
     eos_token_ids: tuple[int, ...] = ()
-    generation_config: dict[str, Any] = field(default_factory=dict)
+    sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     hidden_size: int = 0
 
 
@@ -148,9 +148,8 @@ class EngineClient(ABC):
             If the engine fails or is closed before the request is finished.
         """
         if params is None:
-            given = self.model_info.generation_config
             kind = RequestOutputKind.DELTA
-            params = SamplingParams.from_generation_config(given, output_kind=kind)
+            params = self.model_info.sampling_defaults.params(output_kind=kind)
         if request_id is None:
             request_id = f"async-{next(self._request_numbers)}"
         text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
@@ -361,7 +360,7 @@ class AsyncEngine(EngineClient):
             engine.config.scheduler.max_model_len,
             model.config.vocab_size,
             model.eos_token_ids,
-            model.generation_config,
+            model.sampling_defaults,
             model.config.hidden_size,
         )
         self._engine = engine

@@ -81,9 +81,12 @@ class LLM:
 
     @takes_keywords(inspect.signature(SamplingParams).parameters.values())
     def get_default_sampling_params(self, **overrides: Any) -> SamplingParams:
-        """Return the sampling parameters recommended by the model's generation_config.json."""
-        config = self.llm_engine.model.generation_config
-        return SamplingParams.from_generation_config(config, **overrides)
+        """Return the sampling parameters of prompts without any; `overrides` take precedence.
+
+        See `engine.loading.generation_config.sampling_defaults`: those of the model's
+        generation_config.json, or else those recommended for its name, or else mild ones.
+        """
+        return self.llm_engine.model.sampling_defaults.params(**overrides)
 
     def generate(
         self,

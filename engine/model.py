@@ -39,8 +39,8 @@ from engine.loading import page_calibration
 from engine.loading.attention_pattern import layer_patterns
 from engine.loading.decoder import check_arguments, load_decoder
 from engine.loading.download import ModelSource, resolve_model
+from engine.loading.generation_config import sampling_defaults
 from engine.loading.gguf import GgufFile
-from engine.loading.hf_config import generation_config
 from engine.loading.load_config import LoadConfig, resolve_load_config
 from engine.loading.lora import LoraAdapter, read_adapter
 from engine.loading.model_config import load_config
@@ -54,6 +54,7 @@ from engine.models.kernel_set import prepare_quantized_kv
 from engine.models.trace import Trace, trace_decoder
 from engine.models.wrappers import text_name
 from engine.runner.cuda_graph import DecodeGraphs
+from engine.sampling_params import SamplingDefaults
 from engine.signatures import takes_keywords
 from engine.text.tokenizer import Tokenizer, load_tokenizer
 from engine.weights import ALL_LAYERS, Stage
@@ -419,9 +420,11 @@ class Model:
         return tuple(one for one in found if one < self.config.vocab_size)
 
     @cached_property
-    def generation_config(self) -> dict[str, Any]:
-        """Sampling defaults from the model's files; empty if there are none."""
-        return {} if self.source is None else generation_config(self.source.path)
+    def sampling_defaults(self) -> SamplingDefaults:
+        """Sampling parameters of requests that leave them out; none without files."""
+        if self.source is None:
+            return SamplingDefaults()
+        return sampling_defaults(self.source.path)
 
     @property
     def kv_scales(self) -> np.ndarray[Any, np.dtype[np.float32]]:

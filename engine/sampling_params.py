@@ -9,12 +9,12 @@ import enum
 import math
 import numbers
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from engine.checks import checked_text, items_of, shown_with_type, token_ids_of
-from engine.errors import ConfigError, RequestError
+from engine.errors import RequestError
 from engine.signatures import checks_keywords
 from engine.structured.spec import StructuredOutput, structured_output_of
 
@@ -23,6 +23,7 @@ __all__ = [
     "RANGES",
     "NumberRange",
     "RequestOutputKind",
+    "SamplingDefaults",
     "SamplingParams",
 ]
 
@@ -369,35 +370,46 @@ class SamplingParams:
                     f"{name} must be at most {vocab_size} (the vocabulary); got {count}"
                 )
 
-    @classmethod
-    def from_generation_config(cls, config: Mapping[str, Any], **overrides: Any) -> SamplingParams:
-        """Return the sampling parameters recommended by a model's ``generation_config.json``.
 
-        Parameters
-        ----------
-        config : mapping
-            Contents of the file. Its temperature, top_k, top_p, min_p, repetition_penalty and
-            max_new_tokens are used; ``do_sample: false`` means temperature 0.
-        **overrides
-            Fields of `SamplingParams` that override the file.
-
-        Raises
-        ------
-        ConfigError
-            If a value in the file is out of range.
-        """
-        names = {name: name for name in _FROM_GENERATION_CONFIG} | {"max_new_tokens": "max_tokens"}
-        found = {ours: config[key] for key, ours in names.items() if config.get(key) is not None}
-        if config.get("do_sample") is False:
-            found["temperature"] = 0.0
-        try:
-            cls(**found)
-        except RequestError as error:
-            raise ConfigError(f"generation_config.json: {error}") from None
-        return cls(**(found | overrides))
+_WAYS_OF_SAMPLING = frozenset(
+    ("temperature", "top_k", "top_p", "min_p", "typical_p", "top_n_sigma", "xtc_probability")
+)
 
 
-_FROM_GENERATION_CONFIG = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+@dataclass(frozen=True)
+class SamplingDefaults:
+    """Sampling parameters of requests that leave them out.
+
+    Attributes
+    ----------
+    values : dict
+        Field of `SamplingParams` -> value.
+    is_own : bool
+        Whether the model's publisher recommends the values: each stands for the field that a
+        request leaves out. Otherwise they are the engine's choice, for a request that says nothing
+        of how to sample: one for temperature 1 alone must get the model's own distribution.
+
+    Examples
+    --------
+    >>> mild = SamplingDefaults({"temperature": 0.7, "min_p": 0.05}, is_own=False)
+    >>> mild.for_request({"max_tokens": 8})
+    {'temperature': 0.7, 'min_p': 0.05}
+    >>> mild.for_request({"temperature": 1.0})
+    {}
+    """
+
+    values: dict[str, Any] = field(default_factory=dict)
+    is_own: bool = True
+
+    def params(self, **overrides: Any) -> SamplingParams:
+        """Return all values as sampling parameters; `overrides` take precedence."""
+        return SamplingParams(**(self.values | overrides))
+
+    def for_request(self, given: Iterable[str]) -> dict[str, Any]:
+        """Return the values for a request that has the fields `given`."""
+        if self.is_own or _WAYS_OF_SAMPLING.isdisjoint(given):
+            return dict(self.values)
+        return {name: each for name, each in self.values.items() if name not in _WAYS_OF_SAMPLING}
 
 
 def _texts(name: str, value: object, limit: int, max_chars: int) -> tuple[str, ...]:

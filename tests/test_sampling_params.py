@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.errors import ConfigError, RequestError, UnknownOptionError
+from engine.errors import RequestError, UnknownOptionError
 from engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from engine.sampling_params import RANGES, RequestOutputKind, SamplingParams
+from engine.sampling_params import RANGES, RequestOutputKind, SamplingDefaults, SamplingParams
 
 FIELDS = [field.name for field in dataclasses.fields(SamplingParams)]
 INTEGERS = [name for name, allowed in RANGES.items() if allowed.integer]
@@ -267,31 +267,15 @@ def test_ids_within_the_vocabulary_are_accepted():
     ).validate_for(10)
 
 
-def test_generation_config_is_a_default():
-    config = {
-        "do_sample": True,
-        "temperature": 0.6,
-        "top_p": 0.9,
-        "top_k": None,
-        "max_new_tokens": 50,
-        "eos_token_id": [1, 2],
-        "transformers_version": "4",
-    }
-    params = SamplingParams.from_generation_config(config)
-    assert params == SamplingParams(temperature=0.6, top_p=0.9, max_tokens=50)
-    changed = SamplingParams.from_generation_config(config, temperature=0, stop="x")
-    assert changed == SamplingParams(temperature=0, top_p=0.9, max_tokens=50, stop="x")
-    assert SamplingParams.from_generation_config({}) == SamplingParams()
-    assert SamplingParams.from_generation_config({"do_sample": False, "temperature": 0.6}).greedy
-
-
-def test_a_bad_generation_config_is_a_config_error():
-    with pytest.raises(ConfigError, match=r"generation_config\.json: top_p must be"):
-        SamplingParams.from_generation_config({"top_p": 0})
+def test_defaults_are_overridden():
+    defaults = SamplingDefaults({"temperature": 0.6, "max_tokens": 50})
+    changed = defaults.params(temperature=0, stop="x")
+    assert changed == SamplingParams(temperature=0, max_tokens=50, stop="x")
+    assert SamplingDefaults().params() == SamplingParams()
     with pytest.raises(RequestError, match="top_p must be"):
-        SamplingParams.from_generation_config({}, top_p=0)
+        defaults.params(top_p=0)
     with pytest.raises(UnknownOptionError):
-        SamplingParams.from_generation_config({}, topp=1)
+        defaults.params(topp=1)
 
 
 def test_metrics_are_spans_of_time():

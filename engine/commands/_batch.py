@@ -188,7 +188,7 @@ class Batch:
         return body.model or self._names[0]
 
     async def _completion(self, body: CompletionRequest, request_id: str) -> Any:
-        defaults = self._chat.generation_defaults
+        defaults = self._chat.sampling_defaults
         job = await prepare_completion(self._client, body, self._model(body), defaults)
         return await answer_completion(job)
 

@@ -1,4 +1,4 @@
-"""Convert config.json and generation_config.json to a `ModelConfig`.
+"""Convert config.json to a `ModelConfig`.
 
 Files are untrusted: every number's type and range are checked, so a corrupt file raises a
 `ConfigError` that names the key and never causes a huge allocation.
@@ -23,7 +23,7 @@ from engine.errors import ConfigError, WeightsError
 from engine.layers.rotary import attention_factor
 from engine.loading._fields import Fields
 from engine.loading.config_keys import refuse_unread
-from engine.loading.gguf import GgufFile
+from engine.loading.generation_config import generation_config
 from engine.loading.layer_config import full_head_dim, layer_fields
 from engine.loading.mixer_config import mixer_config, with_layer_types
 from engine.loading.mla_config import latent_factors, mla_config, mla_scale, rope_width
@@ -37,7 +37,7 @@ from engine.model_files import is_present, read_json
 from engine.models.family import Family
 from engine.models.registry import family, type_of
 
-__all__ = ["build_config", "config_from_dict", "generation_config", "load_hf_config"]
+__all__ = ["build_config", "config_from_dict", "load_hf_config"]
 
 _MAX_LAYERS = 1024
 _MAX_HEADS = 4096
@@ -51,48 +51,6 @@ _MAX_CHUNKS = 4096
 _NULL_IS_DEFAULT = ("rope_parameters",)
 
 _SWITCHED = ("switched", "max_window_layers", "even_layers", "layers_without_rope")
-
-# Defaults that transformers applies and the engine does not -> values at which they do nothing.
-_UNSUPPORTED_SAMPLING: dict[str, tuple[Any, ...]] = {
-    "num_beams": (1,),
-    "num_beam_groups": (1,),
-    "num_return_sequences": (1,),
-    "min_length": (0,),
-    "min_new_tokens": (0,),
-    "typical_p": (1.0,),
-    "epsilon_cutoff": (0.0,),
-    "eta_cutoff": (0.0,),
-    "top_h": (),
-    "penalty_alpha": (0.0,),
-    "encoder_repetition_penalty": (1.0,),
-    "no_repeat_ngram_size": (0,),
-    "guidance_scale": (1.0,),
-    "bad_words_ids": ([],),
-    "force_words_ids": ([],),
-    "constraints": ([],),
-    "suppress_tokens": ([],),
-    "begin_suppress_tokens": ([],),
-    "sequence_bias": ({}, []),
-    "forced_bos_token_id": (),
-    "forced_eos_token_id": (),
-    "exponential_decay_length_penalty": (),
-    "stop_strings": ([],),
-    "watermarking_config": (),
-    "dola_layers": (),
-    # Of .gguf files only
-    "xtc_probability": (0.0,),
-    "mirostat": (0,),
-    "sequence": (),
-}
-_GGUF_SAMPLING = {
-    "temperature": "general.sampling.temp",
-    "repetition_penalty": "general.sampling.penalty_repeat",
-    **{
-        key: f"general.sampling.{key}"
-        for key in ("top_k", "top_p", "min_p", "xtc_probability", "mirostat", "sequence")
-    },
-}
-_ONLY_THE_BEST = 1e-9  # as a top_p, which must be above 0 in `SamplingParams`
 
 _ENDS = ("embed", "lm_head")
 
@@ -658,66 +616,3 @@ def _layer_types(fields: Fields, num_layers: int, partial: str = "sliding_attent
     ):
         raise fields.error("layer_types", f"{num_layers} of {' or '.join(known)}")
     return [one == partial for one in types]
-
-
-def generation_config(path: str | PathLike[str]) -> dict[str, Any]:
-    """Return the sampling defaults in the model's generation_config.json.
-
-    Parameters
-    ----------
-    path : str or path
-        Model directory with or without a generation_config.json; or a .gguf file, whose
-        general.sampling.* are read.
-
-    Returns
-    -------
-    dict
-        The keys present in the file, among temperature, top_k, top_p, min_p, repetition_penalty
-        (numbers), eos_token_id (list of int), max_new_tokens (int), do_sample (bool).
-
-    Raises
-    ------
-    ConfigError
-        If the file is damaged or a value is out of range.
-
-    Notes
-    -----
-    Defaults that the engine does not support, such as num_beams, are logged as warnings.
-    """
-    root = Path(path)
-    file = root / "generation_config.json"
-    if root.suffix == ".gguf":
-        fields = _sampling_fields(root)
-    elif is_present(file):
-        fields = Fields(read_json(file, root=root), str(file))
-    else:
-        return {}
-    stated = {
-        "temperature": fields.real("temperature", 0.0, 100.0, None),
-        "top_k": fields.integer("top_k", -1, _MAX_VOCAB, None),  # -1 and 0: the whole vocabulary
-        "top_p": fields.real("top_p", 0.0, 1.0, None),
-        "min_p": fields.real("min_p", 0.0, 1.0, None),
-        "repetition_penalty": fields.real("repetition_penalty", 1e-6, 100.0, None),
-        "eos_token_id": list(fields.token_ids("eos_token_id", _MAX_VOCAB)) or None,
-        "max_new_tokens": fields.integer("max_new_tokens", 1, 1 << 62, None),
-        "do_sample": fields.flag("do_sample", False) if fields.has("do_sample") else None,
-    }
-    for key, neutral in _UNSUPPORTED_SAMPLING.items():
-        if (given := fields.raw(key)) is not None and given not in neutral:
-            fields.warn(key, "is not applied: the engine does not support it as a default")
-    if stated["top_p"] == 0.0:
-        stated["top_p"] = _ONLY_THE_BEST
-    if stated["max_new_tokens"] is not None:
-        stated["max_new_tokens"] = min(stated["max_new_tokens"], MAX_POSITIONS)
-    return {key: value for key, value in stated.items() if value is not None}
-
-
-def _sampling_fields(path: Path) -> Fields:
-    """Return the sampling defaults in a .gguf file's metadata, under generation_config.json's keys.
-
-    Numbers are rounded to 6 digits, since the file stores them in float32.
-    """
-    metadata = GgufFile(path).metadata
-    found = {key: metadata[name] for key, name in _GGUF_SAMPLING.items() if name in metadata}
-    values = {key: float(f"{v:.6g}") if type(v) is float else v for key, v in found.items()}
-    return Fields(values, str(path), _GGUF_SAMPLING)

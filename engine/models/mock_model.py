@@ -11,6 +11,7 @@ from engine.device import CPU, Device
 from engine.errors import ConfigError
 from engine.kernels._override.scope import ModelKernels
 from engine.layers.batch import ForwardBatch
+from engine.sampling_params import SamplingDefaults
 
 __all__ = ["MockModel"]
 
@@ -53,7 +54,7 @@ class MockModel:
         self.max_model_len = max_model_len
         self.deterministic = True
         self.eos_token_ids = eos_token_ids
-        self.generation_config: dict[str, Any] = {}
+        self.sampling_defaults = SamplingDefaults()
         self.config = ModelConfig(
             model_type="llama",
             vocab_size=vocab_size,

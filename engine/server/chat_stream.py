@@ -17,7 +17,7 @@ from engine.async_engine import EngineClient
 from engine.errors import unknown_keyword
 from engine.lora_request import LoRARequest
 from engine.outputs import CompletionOutput, RequestOutput
-from engine.sampling_params import SamplingParams
+from engine.sampling_params import SamplingDefaults, SamplingParams
 from engine.server import reasoning, response_template, tool_parsers
 from engine.server.answer_grammar import (
     HARMONY,
@@ -40,7 +40,6 @@ from engine.server.protocol.chat import (
     template_messages,
     template_tools,
 )
-from engine.server.protocol.common import sampling_defaults
 from engine.server.protocol.errors import APIError, failed_request
 from engine.server.protocol.logprobs import TokenLogprob, chat_logprobs
 from engine.server.reasoning import ReasoningReader
@@ -144,8 +143,8 @@ class ChatService:
     client : EngineClient
     tool_parser, reasoning_parser : str or None
         Parser name, `AUTO`, or None to disable parsing.
-    generation_defaults : mapping, optional
-        Default fields of `SamplingParams`; if omitted, from the model's generation_config.json.
+    sampling_defaults : SamplingDefaults, optional
+        If omitted, the model's.
     config : ServerConfig, optional
         Request limits, whether to log prompts, and whether control tokens in contents are read.
     """
@@ -156,7 +155,7 @@ class ChatService:
         *,
         tool_parser: str | None = AUTO,
         reasoning_parser: str | None = AUTO,
-        generation_defaults: Mapping[str, Any] | None = None,
+        sampling_defaults: SamplingDefaults | None = None,
         config: ServerConfig | None = None,
     ) -> None:
         self._config = config
@@ -184,9 +183,7 @@ class ChatService:
         )
         self.tool_parser = tool_parser
         self.reasoning_parser = reasoning_parser
-        if generation_defaults is None:
-            generation_defaults = sampling_defaults(client.model_info.generation_config)
-        self.generation_defaults = generation_defaults
+        self.sampling_defaults = sampling_defaults or client.model_info.sampling_defaults
 
     async def prepare(self, body: ChatCompletionRequest, request_id: str) -> ChatRequest:
         """Render and tokenize a conversation in a worker thread.
@@ -216,7 +213,7 @@ class ChatService:
         overrides: dict[str, Any] = {"structured": structured}
         if readers is not None or self._has_special_markers(tools):
             overrides["skip_special_tokens"] = False
-        params = chat_params(body, self.generation_defaults, **overrides)
+        params = chat_params(body, self.sampling_defaults, **overrides)
         if self._config is not None:
             num_tokens = len(prompt["prompt_token_ids"])
             params = check_answer(params, num_tokens, self.client, self._config)

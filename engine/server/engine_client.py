@@ -130,7 +130,7 @@ class ZmqEngineClient(RequestClient):
                 ready.max_model_len,
                 ready.vocab_size,
                 tuple(ready.eos_token_ids),
-                ready.generation_config,
+                ready.sampling_defaults,
                 ready.hidden_size,
             )
         )

@@ -214,7 +214,7 @@ class EngineLoop:
             engine.config.scheduler.max_model_len,
             model.config.vocab_size,
             list(model.eos_token_ids),
-            model.generation_config,
+            model.sampling_defaults,
             engine.watchdog.timeout,
             engine.config.scheduler.block_size,
             engine.config.scheduler.num_blocks if engine.scheduler.blocks.tree else 0,

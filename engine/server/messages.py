@@ -16,6 +16,7 @@ from engine import errors
 from engine.errors import EngineError
 from engine.model_files import excerpt
 from engine.outputs import Logprob
+from engine.sampling_params import SamplingDefaults
 from engine.scheduler.admission import QueueFullError
 
 __all__ = [
@@ -169,7 +170,7 @@ class Ready(_Message):
     max_model_len: int
     vocab_size: int
     eos_token_ids: list[int]
-    generation_config: dict[str, Any]
+    sampling_defaults: SamplingDefaults
     step_timeout: float | None
     block_size: int = 16
     num_blocks: int = 0

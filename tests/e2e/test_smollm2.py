@@ -191,6 +191,11 @@ def test_beams_are_better_than_greedy(llm):
     assert "Paris" in best.text
 
 
+def test_its_defaults_are_those_that_its_card_recommends(llm):
+    defaults = llm.get_default_sampling_params(max_tokens=4)
+    assert defaults == SamplingParams(temperature=0.2, top_p=0.9, max_tokens=4)
+
+
 def test_chats(llm):
     greedy = SamplingParams(temperature=0.0, max_tokens=8)
     question = [{"role": "user", "content": "What is the capital of France?"}]

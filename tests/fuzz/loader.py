@@ -305,7 +305,7 @@ class Runner:
         assert logits.shape == (1, model.config.vocab_size)
         try:
             model.tokenizer.decode(model.tokenizer.encode("Hello"))
-            model.generation_config  # noqa: B018
+            model.sampling_defaults  # noqa: B018
         except EngineError as error:
             return f"loaded, but {outcome_of(error)}"
         return "loaded"

@@ -17,7 +17,8 @@ from engine.checks import shown
 from engine.config import ModelConfig, RopeConfig
 from engine.errors import ConfigError
 from engine.layers.rotary import attention_factor
-from engine.loading.hf_config import config_from_dict, generation_config
+from engine.loading.generation_config import generation_config
+from engine.loading.hf_config import config_from_dict
 from engine.loading.model_config import load_config
 from engine.models.registry import FAMILIES
 from engine.models.wrappers import WRAPPERS

@@ -14,8 +14,9 @@ from safetensors.numpy import save_file
 from engine.checks import shown
 from engine.errors import ConfigError, EngineError, WeightsError
 from engine.loading.download import resolve_model
+from engine.loading.generation_config import generation_config
 from engine.loading.gguf import GgufFile
-from engine.loading.hf_config import config_from_dict, generation_config
+from engine.loading.hf_config import config_from_dict
 from engine.loading.model_config import load_config
 from engine.loading.safetensors import SafetensorsFile, open_safetensors
 from engine.model import load

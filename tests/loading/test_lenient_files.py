@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 import engine
 from engine.checks import warn_once
 from engine.errors import ConfigError, WeightsError
-from engine.loading.hf_config import generation_config
+from engine.loading.generation_config import generation_config, sampling_defaults
 from engine.loading.model_config import load_config
 from engine.sampling_params import SamplingParams
 from tests.loading.tiny import llama_gguf
@@ -96,6 +96,7 @@ def test_generation_config_may_name_ids_outside_the_vocabulary(make_model):
     assert model.tokenizer.encode("ab") and model.eos_token_ids == ()
 
 
+MILD = {"temperature": 0.7, "top_p": 0.95, "min_p": 0.05}
 SAMPLING = [
     ({"top_k": -1}, {"top_k": -1}),
     ({"top_k": 0}, {"top_k": 0}),
@@ -113,14 +114,16 @@ SAMPLING = [
 @pytest.mark.parametrize(("values", "wanted"), SAMPLING, ids=str)
 def test_sampling_defaults(tmp_path, caplog, values, wanted):
     edit(tmp_path / "generation_config.json", **values)
-    params = SamplingParams.from_generation_config(generation_config(tmp_path))
-    assert params == SamplingParams(**wanted)
+    found = sampling_defaults(tmp_path)
+    assert found.is_own == bool(wanted.keys() - {"max_tokens"})
+    assert found.values == (wanted if found.is_own else wanted | MILD)
+    assert found.params(seed=5) == SamplingParams(**found.values, seed=5)
     assert not caplog.text
 
 
 def test_a_top_p_of_0_keeps_the_best_token(tmp_path):
     edit(tmp_path / "generation_config.json", top_p=0.0)
-    assert 0 < SamplingParams.from_generation_config(generation_config(tmp_path)).top_p < 1e-6
+    assert 0 < sampling_defaults(tmp_path).values["top_p"] < 1e-6
 
 
 @pytest.mark.parametrize(
@@ -143,6 +146,38 @@ def test_sampling_defaults_of_a_gguf(tmp_path, caplog):
     assert found == names and not caplog.text
     generation_config(llama_gguf(tmp_path / "n.gguf", {"general.sampling.mirostat": 2}))
     assert "general.sampling.mirostat is not applied" in caplog.text and "got 2" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("folder", "wanted"),
+    [
+        ("SmolLM2-1.7B-Instruct", {"temperature": 0.2, "top_p": 0.9}),
+        ("Meta-Llama-3-8B", {"temperature": 0.6, "top_p": 0.9}),
+        ("models--deepseek-ai--DeepSeek-R1-Distill-Llama-8B/snapshots/1f", {"temperature": 0.6}),
+        ("Qwen2.5 7B_Instruct", {"repetition_penalty": 1.05}),
+        ("Qwen2x5", {"min_p": 0.05}),
+        ("TinyLlama-3t", {"min_p": 0.05}),
+        ("smollm2/other", {"min_p": 0.05}),
+    ],
+)
+def test_a_model_whose_files_name_no_sampling_gets_what_its_name_recommends(
+    tmp_path, folder, wanted
+):
+    path = tmp_path / folder
+    path.mkdir(parents=True)
+    edit(path / "generation_config.json", do_sample=True, eos_token_id=2)
+    found = sampling_defaults(path)
+    assert wanted.items() <= found.values.items()
+    assert found.is_own == ("min_p" not in wanted)
+    edit(path / "generation_config.json", top_k=7)
+    assert sampling_defaults(path).values == {"top_k": 7}
+
+
+def test_a_gguf_is_known_by_its_metadata(tmp_path):
+    path = llama_gguf(tmp_path / "m.gguf", {"general.basename": "Qwen3", "general.name": 5})
+    assert sampling_defaults(path).values == {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
+    path = llama_gguf(tmp_path / "gemma-3-1b.gguf", {})
+    assert sampling_defaults(path).values["top_k"] == 64
 
 
 def test_an_index_may_name_a_tensor_that_the_model_does_not_need(make_model, caplog):

@@ -12,7 +12,7 @@ seen = []
 sys.addaudithook(lambda event, args: seen.append((event, str(args))) if event in
     ("open", "import", "exec", "compile", "os.system", "subprocess.Popen") else None)
 from engine.loading.download import resolve_model
-from engine.loading.hf_config import generation_config
+from engine.loading.generation_config import generation_config
 from engine.loading.model_config import load_config
 from engine.loading.weights import load_weights
 source = resolve_model(sys.argv[1])

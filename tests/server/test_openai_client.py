@@ -228,7 +228,17 @@ def test_errors_are_the_clients_own(client):
 def test_models(client):
     [model] = client.models.list().data
     assert model.id == "smollm2"
-    assert client.models.retrieve("smollm2").model_extra["max_model_len"] == 512
+    extra = client.models.retrieve("smollm2").model_extra
+    assert extra["max_model_len"] == 512
+    assert extra["default_sampling_params"] == {"temperature": 0.2, "top_p": 0.9}
+
+
+def test_a_request_that_names_no_sampling_gets_the_models_own(client):
+    """At temperature 1 half of the answers to this are nonsense, and no two alike."""
+    choices = client.chat.completions.create(
+        model="smollm2", messages=[{"role": "user", "content": "hi"}], n=8, max_tokens=8, seed=0
+    ).choices
+    assert sum(choice.message.content.startswith("Hello") for choice in choices) >= 7
 
 
 def test_embeddings(client):

@@ -9,7 +9,7 @@ import pytest
 
 from engine.errors import EngineError, RequestError
 from engine.outputs import Logprob
-from engine.sampling_params import RANGES, RequestOutputKind
+from engine.sampling_params import RANGES, RequestOutputKind, SamplingDefaults
 from engine.scheduler.admission import QueueFullError
 from engine.server.protocol.chat import (
     ChatChunks,
@@ -22,7 +22,6 @@ from engine.server.protocol.common import (
     SamplingFields,
     Usage,
     decode_body,
-    sampling_defaults,
     structured_options,
 )
 from engine.server.protocol.completion import (
@@ -35,6 +34,8 @@ from engine.server.protocol.errors import APIError, api_error, error_body
 from engine.server.protocol.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
 from engine.server.protocol.tools import selected_tools, tools_schema
 from engine.server.tool_parsers import Function
+
+NONE = SamplingDefaults()
 
 
 def _completion(**fields):
@@ -90,11 +91,11 @@ def test_what_is_no_json_is_refused(body):
 
 def test_null_is_the_default_of_every_field_but_the_prompt():
     names = [f.encode_name for f in msgspec.structs.fields(CompletionRequest) if not f.required]
-    assert completion_params(_completion(**dict.fromkeys(names)), {}) == completion_params(
-        _completion(), {}
+    assert completion_params(_completion(**dict.fromkeys(names)), NONE) == completion_params(
+        _completion(), NONE
     )
     names = [f.encode_name for f in msgspec.structs.fields(ChatCompletionRequest) if not f.required]
-    assert chat_params(_chat(**dict.fromkeys(names)), {}) == chat_params(_chat(), {})
+    assert chat_params(_chat(**dict.fromkeys(names)), NONE) == chat_params(_chat(), NONE)
 
 
 def test_every_number_of_sampling_params_is_a_field():
@@ -114,53 +115,72 @@ def test_every_number_of_sampling_params_is_a_field():
     ],
 )  # fmt: skip
 def test_a_field_reaches_the_sampling(field, value):
-    found = getattr(completion_params(_completion(**{field: value}), {}), field)
+    found = getattr(completion_params(_completion(**{field: value}), NONE), field)
     assert (list(found) if isinstance(found, tuple) else found) == value
 
 
 def test_fields_with_other_shapes_reach_the_sampling():
-    params = completion_params(_completion(logit_bias={"5": -100, "6": 2.5}, stop="x"), {})
+    params = completion_params(_completion(logit_bias={"5": -100, "6": 2.5}, stop="x"), NONE)
     assert params.logit_bias == {5: -100.0, 6: 2.5}
     assert params.stop == ("x",)
     assert params.output_kind is RequestOutputKind.FINAL_ONLY
-    assert completion_params(_completion(stream=True), {}).output_kind is RequestOutputKind.DELTA
-    assert chat_params(_chat(max_tokens=3, max_completion_tokens=5), {}).max_tokens == 5
-    assert chat_params(_chat(), {}).max_tokens is None
-    assert completion_params(_completion(), {}).max_tokens == 16
-    assert chat_params(_chat(logprobs=True), {}).logprobs == 0
-    assert chat_params(_chat(logprobs=True, top_logprobs=3), {}).logprobs == 3
-    assert chat_params(_chat(logprobs=False, top_logprobs=0), {}).logprobs is None
+    assert completion_params(_completion(stream=True), NONE).output_kind is RequestOutputKind.DELTA
+    assert chat_params(_chat(max_tokens=3, max_completion_tokens=5), NONE).max_tokens == 5
+    assert chat_params(_chat(), NONE).max_tokens is None
+    assert completion_params(_completion(), NONE).max_tokens == 16
+    assert chat_params(_chat(logprobs=True), NONE).logprobs == 0
+    assert chat_params(_chat(logprobs=True, top_logprobs=3), NONE).logprobs == 3
+    assert chat_params(_chat(logprobs=False, top_logprobs=0), NONE).logprobs is None
 
 
 def test_echo_with_logprobs_asks_for_those_of_the_prompt():
-    params = completion_params(_completion(echo=True, logprobs=2, max_tokens=0), {})
+    params = completion_params(_completion(echo=True, logprobs=2, max_tokens=0), NONE)
     assert (params.prompt_logprobs, params.logprobs, params.max_tokens) == (2, 2, 1)
     with pytest.raises(RequestError, match="max_tokens"):
-        completion_params(_completion(max_tokens=0), {})
+        completion_params(_completion(max_tokens=0), NONE)
 
 
 def test_the_models_defaults_apply_where_nothing_is_given():
-    defaults = sampling_defaults({"temperature": 0.6, "top_k": 20, "max_new_tokens": 50})
-    assert defaults == {"temperature": 0.6, "top_k": 20, "max_tokens": 50}
+    defaults = SamplingDefaults({"temperature": 0.6, "top_k": 20, "max_tokens": 50})
     params = chat_params(_chat(top_k=5), defaults)
     assert (params.temperature, params.top_k, params.max_tokens) == (0.6, 5, 50)
     assert completion_params(_completion(), defaults).max_tokens == 16  # OpenAI's
-    assert sampling_defaults({"do_sample": False}) == {"temperature": 0.0}
+
+
+@pytest.mark.parametrize("given", [{}, {"seed": 1, "max_tokens": 4, "repetition_penalty": 1.1}])
+def test_the_engines_own_defaults_apply_to_a_request_that_says_nothing_of_sampling(given):
+    mild = SamplingDefaults({"temperature": 0.7, "min_p": 0.05, "max_tokens": 50}, is_own=False)
+    for params in (
+        chat_params(_chat(**given), mild),
+        completion_params(_completion(**given), mild),
+    ):
+        assert (params.temperature, params.min_p) == (0.7, 0.05)
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_p", "top_n_sigma"])
+def test_and_to_no_other(name):
+    mild = SamplingDefaults({"temperature": 0.7, "min_p": 0.05, "max_tokens": 50}, is_own=False)
+    params = chat_params(_chat(**{name: 0.9}), mild)
+    assert getattr(params, name) == 0.9 and (params.min_p, params.max_tokens) == (0.0, 50)
+    assert name == "temperature" or params.temperature == 1.0
 
 
 @pytest.mark.parametrize(
     "make, words",
     [
-        (lambda: completion_params(_completion(top_p=2), {}), "top_p must be a number"),
-        (lambda: completion_params(_completion(logit_bias={"x": 1}), {}), "logit_bias"),
-        (lambda: completion_params(_completion(suffix="s"), {}), "suffix is not supported"),
-        (lambda: completion_params(_completion(logprobs=21), {}), "logprobs must be"),
-        (lambda: completion_params(_completion(best_of=2, stream=True), {}), "best_of > n cannot"),
-        (lambda: chat_params(_chat(top_logprobs=3), {}), "top_logprobs needs logprobs"),
-        (lambda: chat_params(_chat(logprobs=True, top_logprobs=99), {}), "top_logprobs must"),
-        (lambda: chat_params(_chat(functions=[]), {}), "functions is not supported, use tools"),
-        (lambda: chat_params(_chat(modalities=["audio"]), {}), "modalities must be"),
-        (lambda: chat_params(_chat(store=True), {}), "store must be false"),
+        (lambda: completion_params(_completion(top_p=2), NONE), "top_p must be a number"),
+        (lambda: completion_params(_completion(logit_bias={"x": 1}), NONE), "logit_bias"),
+        (lambda: completion_params(_completion(suffix="s"), NONE), "suffix is not supported"),
+        (lambda: completion_params(_completion(logprobs=21), NONE), "logprobs must be"),
+        (
+            lambda: completion_params(_completion(best_of=2, stream=True), NONE),
+            "best_of > n cannot",
+        ),
+        (lambda: chat_params(_chat(top_logprobs=3), NONE), "top_logprobs needs logprobs"),
+        (lambda: chat_params(_chat(logprobs=True, top_logprobs=99), NONE), "top_logprobs must"),
+        (lambda: chat_params(_chat(functions=[]), NONE), "functions is not supported, use tools"),
+        (lambda: chat_params(_chat(modalities=["audio"]), NONE), "modalities must be"),
+        (lambda: chat_params(_chat(store=True), NONE), "store must be false"),
     ],
 )
 def test_what_cannot_be_served_is_refused(make, words):

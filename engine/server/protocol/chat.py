@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -9,7 +10,7 @@ from typing import Any, Literal
 import msgspec
 
 from engine.checks import shown
-from engine.sampling_params import SamplingParams
+from engine.sampling_params import SamplingDefaults, SamplingParams
 from engine.server.protocol.common import (
     UNREAD,
     Chunks,
@@ -196,7 +197,7 @@ class ChatCompletionResponse(msgspec.Struct):
 
 
 def chat_params(
-    body: ChatCompletionRequest, defaults: Mapping[str, Any], **overrides: Any
+    body: ChatCompletionRequest, defaults: SamplingDefaults, **overrides: Any
 ) -> SamplingParams:
     """Return the sampling parameters of a request; `overrides` that are not None take precedence.
 
@@ -209,7 +210,7 @@ def chat_params(
     max_tokens = body.max_completion_tokens
     if max_tokens is None:
         max_tokens = body.max_tokens
-    own = {"max_tokens": None, **defaults}
+    own = dataclasses.replace(defaults, values={"max_tokens": None, **defaults.values})
     logprobs = _num_logprobs(body)
     return sampling_params(body, own, logprobs=logprobs, max_tokens=max_tokens, **overrides)
 

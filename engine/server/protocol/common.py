@@ -14,7 +14,7 @@ import msgspec
 
 from engine.checks import shown
 from engine.errors import RequestError
-from engine.sampling_params import RequestOutputKind, SamplingParams
+from engine.sampling_params import RequestOutputKind, SamplingDefaults, SamplingParams
 from engine.server.protocol.errors import APIError
 from engine.server.protocol.unknown_fields import field_names, structs_in, without_unknown
 
@@ -30,7 +30,6 @@ __all__ = [
     "is_given",
     "only_output",
     "refuse_fields",
-    "sampling_defaults",
     "sampling_options",
     "sampling_params",
     "shown_field",
@@ -348,32 +347,15 @@ def _structs_at(kind: Any, path: str) -> list[type[msgspec.Struct]]:
 # ---- sampling
 
 
-def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of `SamplingParams` that a model's generation_config.json sets.
-
-    Examples
-    --------
-    >>> sampling_defaults({"temperature": 0.6, "top_k": 20, "eos_token_id": 2})
-    {'temperature': 0.6, 'top_k': 20}
-    """
-    plain = SamplingParams()
-    found = SamplingParams.from_generation_config(generation_config)
-    return {
-        name: getattr(found, name)
-        for name in _SAMPLING_NAMES
-        if getattr(found, name) != getattr(plain, name)
-    }
-
-
 def sampling_params(
-    body: SamplingFields, defaults: Mapping[str, Any], **overrides: Any
+    body: SamplingFields, defaults: SamplingDefaults, **overrides: Any
 ) -> SamplingParams:
     """Return the sampling parameters of a request.
 
     Parameters
     ----------
     body : SamplingFields
-    defaults : mapping
+    defaults : SamplingDefaults
         Values for fields that the request leaves out.
     **overrides
         Fields of `SamplingParams` that take precedence unless they are None.
@@ -391,7 +373,7 @@ def sampling_params(
     if body.stream and (given.get("best_of") or 0) > given.get("n", 1):
         raise APIError(400, "best_of > n cannot be streamed", param="best_of")
     kind = RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY
-    return SamplingParams(**{**defaults, **given, "output_kind": kind})
+    return SamplingParams(**{**defaults.for_request(given), **given, "output_kind": kind})
 
 
 def sampling_options(body: SamplingOptions) -> dict[str, Any]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+import dataclasses
+from collections.abc import Sequence
+from typing import Literal
 
 import msgspec
 
 from engine.checks import shown
-from engine.sampling_params import SamplingParams
+from engine.sampling_params import SamplingDefaults, SamplingParams
 from engine.server.protocol.common import (
     Chunks,
     SamplingFields,
@@ -102,7 +103,7 @@ def prompts_of(
     return list(prompt)  # type: ignore[arg-type]
 
 
-def completion_params(body: CompletionRequest, defaults: Mapping[str, Any]) -> SamplingParams:
+def completion_params(body: CompletionRequest, defaults: SamplingDefaults) -> SamplingParams:
     """Return the sampling parameters of a request.
 
     With `echo` and `max_tokens` 0, one token is generated, but the response omits it.
@@ -120,10 +121,10 @@ def completion_params(body: CompletionRequest, defaults: Mapping[str, Any]) -> S
     if body.echo and body.logprobs is not None and prompt_logprobs is None:
         prompt_logprobs = body.logprobs
     max_tokens = 1 if body.echo and body.max_tokens == 0 else body.max_tokens
-    own = {name: value for name, value in defaults.items() if name != "max_tokens"}
+    own = {name: value for name, value in defaults.values.items() if name != "max_tokens"}
     return sampling_params(
         body,
-        own,
+        dataclasses.replace(defaults, values=own),
         logprobs=body.logprobs,
         prompt_logprobs=prompt_logprobs,
         max_tokens=max_tokens,

@@ -18,7 +18,7 @@ from starlette.routing import Route
 
 from engine.async_engine import EngineClient
 from engine.outputs import CompletionOutput, RequestOutput
-from engine.sampling_params import SamplingParams
+from engine.sampling_params import SamplingDefaults, SamplingParams
 from engine.server.auth import isolate
 from engine.server.choice_logprobs import ChoiceLogprobs
 from engine.server.field_limits import (
@@ -72,7 +72,7 @@ async def create_completion(request: Request) -> Response:
     model = check_model(body.model, request)
     check_fields(body, state.config)
     isolate(request, body)
-    defaults = state.chat.generation_defaults
+    defaults = state.chat.sampling_defaults
     job = await prepare_completion(state.client, body, model, defaults, state.config)
     if state.config.log_prompts:
         for prompt in job.prompts:
@@ -132,7 +132,7 @@ async def prepare_completion(
     client: EngineClient,
     body: CompletionRequest,
     model: str,
-    defaults: Any,
+    defaults: SamplingDefaults,
     config: ServerConfig | None = None,
 ) -> CompletionJob:
     """Validate a request without sending anything to the engine.

@@ -74,6 +74,7 @@ def _card(name: str, request: Request) -> dict[str, Any]:
         "root": state.model_names[0] if name in state.model_names else name,
         "parent": None if name in state.model_names else state.model_names[0],
         "max_model_len": state.client.model_info.max_model_len,
+        "default_sampling_params": state.chat.sampling_defaults.values,
     }
 
 
