@@ -11,6 +11,7 @@
 # %%
 import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.colors import LogNorm
 
 import engine
 from engine import kernels
@@ -67,10 +68,11 @@ np.testing.assert_allclose(weights, trace.attention[0], rtol=1e-3, atol=1e-6)
 # %%
 figure, axes = plt.subplots(1, 3, figsize=(12, 4.6), layout="constrained")
 for axis, head in zip(axes, (0, 4, 8), strict=True):
-    axis.imshow(weights[head], cmap="viridis")
+    picture = axis.imshow(weights[head], cmap="viridis", vmin=0, vmax=1)
     axis.set_title(f"layer 0, head {head}")
     axis.set_xticks(range(T), words, rotation=90)
     axis.set_yticks(range(T), words)
+figure.colorbar(picture, ax=axes, label="weight", shrink=0.7)
 figure.savefig("heads.png", dpi=80)
 
 # %% [markdown]
@@ -189,19 +191,22 @@ print(f"mean weight on the first token: {sink:.0%}")
 
 # %%
 layers = [0, len(trace.attention) // 3, 2 * len(trace.attention) // 3, len(trace.attention) - 1]
+means = [trace.attention[index].mean(0)[1:, 1:] for index in layers]
 figure, axes = plt.subplots(1, len(layers), figsize=(4 * len(layers), 4.6), layout="constrained")
-for axis, index in zip(axes, layers, strict=True):
-    axis.imshow(trace.attention[index].mean(0)[1:, 1:], cmap="viridis")
+for axis, index, mean in zip(axes, layers, means, strict=True):
+    picture = axis.imshow(mean, cmap="viridis", vmin=0, vmax=np.max(means))
     axis.set_title(f"layer {index}, mean of {trace.attention[index].shape[0]} heads")
     axis.set_xticks(range(T - 1), words[1:], rotation=90)
     axis.set_yticks(range(T - 1), words[1:])
+figure.colorbar(picture, ax=axes, label="weight", shrink=0.7)
 figure.savefig("attention.png", dpi=80)
 
 # %% [markdown]
 # ## When is the next word decided?
 #
 # Apply the output layer to the residual stream after every layer (the *logit lens*). Colour: the
-# probability of the word that the last layer will choose.
+# probability of the word that the last layer will choose, on a logarithmic scale, since most layers
+# give it very little. Text: the layer's own choice.
 
 # %%
 lens = np.stack([model.read_residual(hidden) for hidden in trace.hidden])  # (layers, T, V)
@@ -214,13 +219,19 @@ logits = model.step(ids[None], model.new_cache(1, 64), logits="all")[0]
 assert (logits.argmax(-1) == final).all()  # the last layer's row is the model's own answer
 
 # %%
-figure, axis = plt.subplots(figsize=(9, 6), layout="constrained")
-picture = axis.imshow(certainty, aspect="auto", origin="lower", cmap="magma", vmin=0, vmax=1)
+figure, axis = plt.subplots(figsize=(12, 9), layout="constrained")
+norm = LogNorm(1e-6, 1, clip=True)
+picture = axis.imshow(certainty, aspect="auto", origin="lower", cmap="viridis", norm=norm)
+for (layer, position), best in np.ndenumerate(probabilities.argmax(-1)):
+    colour = "black" if certainty[layer, position] > 1e-2 else "white"
+    text = model.tokenizer.decode([int(best)]).strip()
+    text = text[:9] if text.isascii() else "·"  # glyphs that the font lacks
+    axis.text(position, layer, text, ha="center", va="center", fontsize=7, color=colour)
 following = [model.tokenizer.decode([int(i)]).strip() for i in final]
 labels = [f"{word} → {next_word}" for word, next_word in zip(words, following, strict=True)]
 axis.set_xticks(range(T), labels, rotation=90)
 axis.set_ylabel("layer")
-figure.colorbar(picture, label="probability of the final choice")
+figure.colorbar(picture, label="probability of the final choice", extend="min")
 figure.savefig("logits.png", dpi=80)
 for label, p in zip(labels, certainty[-1], strict=True):
     print(f"{label:>24} {p:.2f}")
