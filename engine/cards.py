@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 
 from engine.checks import shown
-from engine.errors import ConfigError
+from engine.errors import ConfigError, did_you_mean
 
 __all__ = ["CARDS", "Card", "find_card"]
 
@@ -110,6 +109,5 @@ def find_card(name: str) -> Card:
     """
     if (card := CARDS.get(name.lower())) is not None:
         return card
-    close = difflib.get_close_matches(name.lower(), CARDS, 1)
-    hint = f"; did you mean {close[0]}?" if close else ""
+    hint = did_you_mean(name.lower(), CARDS)
     raise ConfigError(f"GPU must be one of {', '.join(CARDS)}; got {shown(name)}{hint}")

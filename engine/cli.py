@@ -12,25 +12,58 @@ import sys
 from collections.abc import Sequence
 
 from engine._version import __version__
+from engine.commands._parser import CommandParser
 from engine.commands._streams import discard_errors, discard_output, prepare_streams
-from engine.errors import EngineError
+from engine.errors import EngineError, did_you_mean
 
 __all__ = ["main"]
 
 COMMANDS = {
-    "generate": "continue a prompt from an argument, a file or standard input",
-    "chat": "talk to a model in the terminal",
-    "serve": "serve a model over HTTP: OpenAI's and Anthropic's protocols, and a web page",
-    "run-batch": "answer the requests in an OpenAI batch file",
-    "pull": "download a model into the cache",
-    "quantize": "write a model with 8- or 4-bit weights, for this engine and others",
-    "stage": "run one pipeline stage for an engine on another host",
-    "doctor": "check this machine and say what to install next",
-    "plan": "predict a model's memory use and speed on GPUs you do not need to have",
-    "bench": "measure latency, throughput, prefill or startup of a model",
-    "eval": "measure a model's quality: perplexity on a text, KL divergence from another model",
-    "kernels": "list every kernel: tier, dtypes, registers, shared memory, cache state",
+    "chat": ("talk to a model in the terminal", "engine chat smollm2"),
+    "generate": (
+        "continue a prompt from an argument, a file or standard input",
+        'engine generate "Once upon a time"',
+    ),
+    "serve": (
+        "serve a model over HTTP: OpenAI's and Anthropic's protocols, and a web page",
+        "engine serve smollm2 --port 8000",
+    ),
+    "run-batch": (
+        "answer the requests in an OpenAI batch file",
+        "engine run-batch in.jsonl -o out.jsonl",
+    ),
+    "pull": ("download a model into the cache", "engine pull smollm2"),
+    "quantize": (
+        "write a model with 8- or 4-bit weights, for this engine and others",
+        "engine quantize FOLDER OUT --format int8",
+    ),
+    "stage": (
+        "run one pipeline stage for an engine on another host",
+        "engine stage --connect HOST:PORT --stage 1",
+    ),
+    "doctor": ("check this machine and say what to install next", "engine doctor"),
+    "plan": (
+        "predict a model's memory use and speed on GPUs you do not need to have",
+        "engine plan llama-3.1-8b --gpu h100",
+    ),
+    "bench": (
+        "measure latency, throughput, prefill or startup of a model",
+        "engine bench latency smollm2",
+    ),
+    "eval": (
+        "measure a model's quality: perplexity on a text, KL divergence from another model",
+        "engine eval smollm2 --file text.txt",
+    ),
+    "kernels": (
+        "list every kernel: tier, dtypes, registers, shared memory, cache state",
+        "engine kernels rmsnorm",
+    ),
 }
+"""Command -> description and an example."""
+
+_OTHER_WORDS = {"run": "chat", "list": "ls", "delete": "rm", "remove": "rm", "download": "pull"}
+"""Words of other tools -> our command."""
+
 _SUBCOMMANDS = {
     ("bench", "serve"): (
         "bench_serve.command",
@@ -47,16 +80,38 @@ _SUBCOMMANDS = {
 
 
 def _parser() -> argparse.ArgumentParser:
+    width = max(map(len, COMMANDS)) + 2
+    lines = [
+        f"  {name:{width}}{text}\n  {'':{width}}$ {example}\n"
+        for name, (text, example) in COMMANDS.items()
+    ]
     parser = argparse.ArgumentParser(
         prog="engine",
+        usage="%(prog)s COMMAND ...",
         description="LLM inference without PyTorch.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="commands:\n" + "".join(f"  {name:10}{text}\n" for name, text in COMMANDS.items()),
+        epilog=f"commands (engine COMMAND --help):\n{''.join(lines)}",
     )
     parser.add_argument("--version", action="version", version=f"engine {__version__}")
-    parser.add_argument("command", choices=COMMANDS, metavar="command")
+    parser.add_argument("command", nargs="?", help=argparse.SUPPRESS)
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Return the command and its arguments; without a command, print the help."""
+    parser = _parser()
+    options = parser.parse_args(argv)
+    name = options.command
+    if name is None:
+        parser.print_help()
+        parser.exit(0)
+    if name not in COMMANDS:
+        other = _OTHER_WORDS.get(name)
+        known = ", ".join(COMMANDS)
+        hint = did_you_mean(other or name, COMMANDS, f"commands: {known}")
+        parser.exit(2, f"engine: there is no command {name!r:.100}{hint}\n")
+    return options
 
 
 def _kinds(command: Sequence[str]) -> str:
@@ -92,24 +147,24 @@ def _run(argv: Sequence[str] | None) -> tuple[int, str]:
     name = "engine"
     try:
         try:
-            options = _parser().parse_args(argv)
+            options = _parse(argv)
             name = f"engine {options.command}"
             words = options.arguments
             module = options.command.replace("-", "_")
-            description = COMMANDS[options.command]
+            description = COMMANDS[options.command][0]
             if (kind := (options.command, *words[:1])) in _SUBCOMMANDS:
                 module, description = _SUBCOMMANDS[kind]
                 name = f"{name} {words[0]}"
                 words = words[1:]
             command = importlib.import_module(f"engine.commands.{module}")
-            parser = argparse.ArgumentParser(
+            parser = CommandParser(
                 prog=name,
                 description=description,
                 formatter_class=argparse.RawDescriptionHelpFormatter,
                 epilog=_kinds(kind),
             )
             command.add_arguments(parser)
-            status = command.run(parser.parse_args(words))
+            status = command.run(parser.read(words))
         except SystemExit as done:  # argparse has already printed help, the version or an error
             status = done.code if isinstance(done.code, int) else 2
         sys.stdout.flush()

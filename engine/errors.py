@@ -45,6 +45,7 @@ __all__ = [
     "TemplateError",
     "UnknownOptionError",
     "WeightsError",
+    "did_you_mean",
     "unknown_keyword",
 ]
 
@@ -175,6 +176,19 @@ class OutOfMemoryError(EngineError, MemoryError):
     """Memory ran out; the message lists each use of memory, and what would fit."""
 
 
+def did_you_mean(name: str, known: Iterable[str], otherwise: str = "") -> str:
+    """Return the end of a message about an unknown name: the nearest known one, or `otherwise`.
+
+    Examples
+    --------
+    >>> did_you_mean("genrate", ["generate", "chat"]), did_you_mean("x", ["chat"], "see --help")
+    ("; did you mean 'generate'?", '; see --help')
+    """
+    near = difflib.get_close_matches(name[:80], list(known), n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]!r}?" if near else otherwise
+    return f"; {hint}" if hint else ""
+
+
 def unknown_keyword(owner: str, name: str, known: Iterable[str]) -> UnknownOptionError:
     """Build the error for keyword `name`, which `owner` does not accept.
 
@@ -184,6 +198,5 @@ def unknown_keyword(owner: str, name: str, known: Iterable[str]) -> UnknownOptio
     "SamplingParams got an unknown keyword 'temprature'; did you mean 'temperature'?"
     """
     known = sorted(known)
-    near = difflib.get_close_matches(name[:80], known, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}?" if near else f"known keywords: {', '.join(known) or 'none'}"
-    return UnknownOptionError(f"{owner} got an unknown keyword {name[:80]!r}; {hint}")
+    hint = did_you_mean(name, known, f"known keywords: {', '.join(known) or 'none'}")
+    return UnknownOptionError(f"{owner} got an unknown keyword {name[:80]!r}{hint}")

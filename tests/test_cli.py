@@ -7,10 +7,12 @@ are what is tested.
 from __future__ import annotations
 
 import argparse
+import importlib
 import io
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -18,7 +20,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from engine.cli import main
+from engine.cli import COMMANDS, main
+from engine.commands._parser import CommandParser
 
 ENGINE = [sys.executable, "-m", "engine"]
 GREEDY = ["--device", "cpu", "--temperature", "0", "--max-tokens", "8", "--max-model-len", "512"]
@@ -57,6 +60,76 @@ def test_help_names_every_command(command):
     for name in ("generate", "chat", "run-batch", "pull", "doctor", "plan", "bench", "eval",
                  "kernels"):  # fmt: skip
         assert name in text and "usage" in command(name, "--help").stdout
+
+
+def test_without_a_command_the_help_has_an_example_of_each(command):
+    text = command().stdout
+    for name, (about, example) in COMMANDS.items():
+        assert f"  {name}" in text and about in text and f"$ {example}\n" in text
+        words = shlex.split(example)[1:]
+        assert words[0] == name
+        parser = CommandParser()
+        importlib.import_module(f"engine.commands.{name.replace('-', '_')}").add_arguments(parser)
+        parser.read(words[1:])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (("genrate", "x"), "there is no command 'genrate'; did you mean 'generate'?"),
+        (("run", "smollm2"), "there is no command 'run'; did you mean 'chat'?"),
+        (("zzz",), "there is no command 'zzz'; commands: chat, generate"),
+        (("generate", "--temprature=1", "x"), "--temprature=1; did you mean '--temperature'?"),
+        (("bench", "thruput"), "got 'thruput'; did you mean 'throughput'?"),
+        (("bench", "smollm2", "thruput"), "got 'thruput'; did you mean 'throughput'?"),
+        (("eval", "perplexty", "--file", "x"), "got 'perplexty'; did you mean 'perplexity'?"),
+        (("kernels", "rmsnrom", "--arch", "sm_90a"), "did you mean 'rmsnorm'?"),
+        (("kernels", "bench", "rmsnrom"), "did you mean 'rmsnorm'?"),
+        (("plan", "smollm2", "--gpu", "h220"), "did you mean 'h200'?"),
+        (("generate", "x", "--model", "smolm2"), "did you mean 'smollm2'?"),
+        (("bench", "qwen3-0.6", "--device", "cpu"), "did you mean 'qwen3-0.6b'?"),
+    ],
+)
+def test_an_unknown_name_is_answered_with_the_nearest(command, arguments, hint):
+    done = command(*arguments, status=2)
+    assert hint in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["chat", "generate", "serve", "bench", "eval", "plan"])
+def test_every_command_takes_the_model_as_its_argument_or_as_an_option(name):
+    parser = CommandParser(prog=name)
+    importlib.import_module(f"engine.commands.{name}").add_arguments(parser)
+    needed = {"eval": ["--file", "x"], "plan": ["--gpu", "h200"], "generate": ["x"]}.get(name, [])
+    first = parser.read(["one", *needed])
+    assert (getattr(first, "kind", None) or first.named_model) == "one"
+    option = parser.read(["--model", "one", *needed])
+    assert option.model == "one"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("chat", "one", "--model", "two"),
+        ("generate", "one", "x", "--model", "two"),
+        ("serve", "one", "--model", "two"),
+        ("bench", "latency", "one", "--model", "two"),
+        ("bench", "one", "--model", "two"),
+        ("eval", "one", "--model", "two", "--file", "x"),
+        ("plan", "one", "--model", "two", "--gpu", "h200"),
+    ],
+)
+def test_two_models_are_an_error(command, arguments):
+    assert "give one model; got 'one' and --model 'two'" in command(*arguments, status=2).stderr
+
+
+def test_generate_takes_a_model_a_prompt_or_both(command):
+    prompt = "The capital of France is"
+    both = command("generate", "smollm2", *GREEDY, prompt).stdout
+    assert "Paris" in both
+    assert command("generate", "smollm2", *GREEDY, text=prompt).stdout == both
+    assert command("generate", "--model", "smollm2", prompt, *GREEDY).stdout == both
+    done = command("generate", "someone/model", *GREEDY, status=2)
+    assert "may be a model or a prompt: engine generate MODEL PROMPT" in done.stderr
 
 
 def test_version():

@@ -136,7 +136,7 @@ def test_wrong_options_say_what_was_wanted(capsys, arguments, message):
 def test_an_unknown_card_names_the_nearest(capsys):
     with pytest.raises(SystemExit) as done:
         main(["plan", "llama-3.1-8b", "--gpu", "h20"])
-    assert done.value.code == 2 and "did you mean h200?" in capsys.readouterr().err
+    assert done.value.code == 2 and "did you mean 'h200'?" in capsys.readouterr().err
 
 
 def test_planning_needs_neither_a_gpu_nor_the_server():

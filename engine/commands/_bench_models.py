@@ -50,7 +50,7 @@ def named_config(name: str) -> tuple[ModelConfig, ModelSource | None]:
     """Return a model's configuration and source files (None for a built-in configuration)."""
     if name in built_in_names():
         return built_in_config(name), None
-    source = resolve_model(name, progress=sys.stderr.isatty())
+    source = resolve_model(name, progress=sys.stderr.isatty(), others=built_in_names())
     return load_config(source), source
 
 
@@ -88,7 +88,7 @@ def _loading(
     """Return the model's name and the keyword arguments for `load`."""
     name = arguments.model
     is_built_in = arguments.model in built_in_names()
-    config = built_in_config(name) if is_built_in else load_config(resolve_model(name))
+    config = named_config(name)[0]
     most = config.max_position_embeddings
     if max_model_len is not None and max_model_len > most:
         raise ConfigError(

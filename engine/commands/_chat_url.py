@@ -39,8 +39,8 @@ def add_url_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options for a remote server."""
     parser.add_argument(
         "--url",
-        help="chat with a model of the server at this URL (http://127.0.0.1:8000); --model is "
-        "its name there (default: the first that the server lists)",
+        help="chat with a model of the server at this URL (http://127.0.0.1:8000); MODEL "
+        "is its name there (default: the first that the server lists)",
     )
     parser.add_argument("--api-key", help="sent as a bearer token (default: OPENAI_API_KEY)")
 

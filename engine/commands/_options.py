@@ -8,6 +8,7 @@ from typing import Any
 
 from engine.commands._overrides import add_override_arguments, override_options
 from engine.commands._parallel import add_parallel_argument, parallel_option
+from engine.commands._parser import MODEL_HELP
 from engine.commands._quantization import add_quantization_argument, quantization_option
 from engine.commands._speculation import add_speculation_argument, speculation_option
 from engine.llm import LLM
@@ -44,7 +45,7 @@ _SAMPLING = {
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `engine.load`."""
-    parser.add_argument("--model", default="smollm2", help="name, folder, .gguf file or hub id")
+    parser.add_argument("--model", help=f"{MODEL_HELP} (default: smollm2)")
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 or auto")
     parser.add_argument("--dtype", default="auto", help="float32, float16, bfloat16 or auto")
     parser.add_argument("--load-format", default="auto", help="dummy: random weights")

@@ -1,4 +1,4 @@
-"""`engine bench latency | throughput | prefill | startup`: measure a model on this machine.
+"""`engine bench latency | throughput | prefill | startup [MODEL]`: measure a model here.
 
 `engine bench serve` is a separate command; see `bench_serve/`.
 """
@@ -11,6 +11,7 @@ from typing import Any
 
 from engine.commands._overrides import add_override_arguments
 from engine.commands._parallel import add_parallel_argument, parallel_option
+from engine.commands._parser import MODEL_HELP, add_positional_model, chosen_model, split_kind
 from engine.commands._quantization import add_quantization_argument, quantization_option
 from engine.commands._record import check_json_file, write_record
 from engine.commands._speculation import add_speculation_argument
@@ -48,14 +49,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.epilog = "`engine bench serve --help`: benchmark a server that is already running."
     kinds = "; ".join(f"{name}: {text}" for name, text in _KINDS.items())
-    parser.add_argument("kind", choices=_KINDS, metavar="kind", help=kinds)
-    parser.add_argument(
-        "--model",
-        default="qwen3-0.6b",
-        help="a built-in configuration (random weights): qwen2.5-0.5b, qwen3-0.6b, llama-3.2-1b, "
-        "llama-3.1-8b, gpt-oss-20b, qwen3-30b-a3b, qwen3.6-35b-a3b, mixtral-8x7b; or a name, "
-        "folder, .gguf file or hub id",
+    parser.add_argument("kind", nargs="?", help=f"{kinds} (default: latency)")
+    add_positional_model(
+        parser,
+        "a built-in configuration (random weights): qwen2.5-0.5b, qwen3-0.6b (default), "
+        "llama-3.2-1b, llama-3.1-8b, gpt-oss-20b, qwen3-30b-a3b, qwen3.6-35b-a3b, mixtral-8x7b; "
+        f"or a {MODEL_HELP}",
     )
+    parser.add_argument("--model", help="the same as MODEL")
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 or auto")
     parser.add_argument("--dtype", default="auto", help="float32, float16, bfloat16 or auto")
     parser.add_argument("--load-format", default="auto", help="dummy: random weights")
@@ -79,6 +80,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the benchmark, print a table, and write the --json file."""
+    arguments.kind, named = split_kind((arguments.kind, arguments.named_model), [*_KINDS])
+    arguments.model = chosen_model(named, arguments.model, "qwen3-0.6b")
     # Imported lazily: a child process times the import of the engine itself.
     from engine.commands import _bench_startup
 

@@ -15,6 +15,7 @@ from engine.commands._options import (
     sampling_params,
     summary,
 )
+from engine.commands._parser import MODEL_HELP, add_positional_model, chosen_model
 from engine.commands._streams import read_input
 from engine.errors import ConfigError, EngineError
 from engine.llm import LLM
@@ -28,21 +29,22 @@ _HELP = "/reset forgets the conversation, /exit leaves; Ctrl-C stops an answer, 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
+    add_positional_model(parser, f"{MODEL_HELP} (default: smollm2); with --url, its name there")
     parser.add_argument("--system", help="system message")
     add_url_arguments(parser)
     add_model_arguments(parser)
     add_sampling_arguments(parser)
-    parser.set_defaults(model=None)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Answer each input line until end of file."""
+    default = _MODEL if arguments.url is None else None
+    arguments.model = chosen_model(arguments.named_model, arguments.model, default)
     if arguments.url is not None:
         _converse(arguments.system, RemoteChat.from_arguments(arguments).turn)
         return 0
     if arguments.api_key is not None:
         raise ConfigError("--api-key needs --url")
-    arguments.model = arguments.model or _MODEL
     with make_llm(arguments) as llm:
         params = sampling_params(llm, arguments)
         _converse(arguments.system, functools.partial(_turn, llm, params))

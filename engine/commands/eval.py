@@ -1,4 +1,4 @@
-"""`engine eval perplexity --file TEXT`: measure a model's quality on a text."""
+"""`engine eval perplexity MODEL --file TEXT`: measure a model's quality on a text."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from engine.commands._parser import MODEL_HELP, add_positional_model, chosen_model, split_kind
 from engine.commands._quantization import add_quantization_argument, quantization_option
 from engine.commands._record import check_json_file, write_record
 from engine.commands._streams import read_input
@@ -31,9 +32,10 @@ _METHOD = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.epilog = _METHOD
-    parser.add_argument("kind", choices=("perplexity",), metavar="kind", help="perplexity")
+    parser.add_argument("kind", nargs="?", metavar="perplexity", help="what to measure (default)")
+    add_positional_model(parser, f"{MODEL_HELP} (default: smollm2)")
     parser.add_argument("--file", required=True, help="the text, in UTF-8; - is standard input")
-    parser.add_argument("--model", default="smollm2", help="name, folder, .gguf file or hub id")
+    parser.add_argument("--model", help="the same as MODEL")
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 or auto")
     parser.add_argument("--dtype", default="auto", help="float32, float16, bfloat16 or auto")
     add_quantization_argument(parser)
@@ -57,6 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Evaluate, print the result, and write the --json file."""
+    _, named = split_kind((arguments.kind, arguments.named_model), ("perplexity",))
+    arguments.model = chosen_model(named, arguments.model)
     if arguments.max_tokens is not None and arguments.max_tokens < 1:
         raise ConfigError(f"--max-tokens must be at least 1; got {arguments.max_tokens}")
     if arguments.json is not None:

@@ -1,4 +1,4 @@
-"""`engine generate [PROMPT]`: continue a text or, with `--chat`, answer a question."""
+"""`engine generate [MODEL] [PROMPT]`: continue a text or, with `--chat`, answer a question."""
 
 from __future__ import annotations
 
@@ -15,20 +15,27 @@ from engine.commands._options import (
     sampling_params,
     summary,
 )
+from engine.commands._parser import MODEL_HELP, add_positional_model, chosen_model
 from engine.commands._streams import read_input
 from engine.errors import RequestError
 from engine.llm import LLM
+from engine.loading.download import is_hub_id, names_model
 from engine.model_files import excerpt
 from engine.outputs import RequestOutput
 
 __all__ = ["add_arguments", "run"]
 
+_PROMPT_HELP = (
+    "the prompt; - or omitted: read standard input. Without MODEL, a text that names a model "
+    "(smollm2, or a path of one) is the MODEL"
+)
 _MAX_PROMPT_BYTES = 64 << 20  # far above any context; stops at endless files such as /dev/zero
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("prompt", nargs="?", help="the prompt; - or omitted: read standard input")
+    add_positional_model(parser, f"{MODEL_HELP} (default: smollm2)")
+    parser.add_argument("prompt", nargs="?", metavar="PROMPT", help=_PROMPT_HELP)
     parser.add_argument("--file", type=Path, help="read the prompt from this file")
     parser.add_argument("--chat", action="store_true", help="apply the chat template to the prompt")
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
@@ -38,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Stream the answer to stdout, then print one line of statistics to stderr."""
+    _settle_words(arguments)
     prompt: Any = _read_prompt(arguments)
     if arguments.chat:
         prompt = [{"role": "user", "content": prompt}]
@@ -59,6 +67,29 @@ def run(arguments: argparse.Namespace) -> int:
             print()
             print(summary(llm, output, len(ids)), file=sys.stderr)
         return 1 if output.outputs[0].finish_reason == "error" else 0
+
+
+def _settle_words(arguments: argparse.Namespace) -> None:
+    """Tell MODEL from PROMPT if only one of them is given.
+
+    It is the prompt, unless this comes from `--file` or the text is the name of a model.
+
+    Raises
+    ------
+    RequestError
+        If it may be either.
+    """
+    text = arguments.named_model
+    if text is not None and arguments.prompt is None and arguments.file is None:
+        if arguments.model is None and is_hub_id(text):
+            raise RequestError(
+                f"{text!r:.120} may be a model or a prompt: engine generate MODEL PROMPT takes "
+                "both, and - as the prompt reads standard input"
+            )
+        if arguments.model is not None or not names_model(text):
+            arguments.prompt = text
+            arguments.named_model = None
+    arguments.model = chosen_model(arguments.named_model, arguments.model)
 
 
 def _read_prompt(arguments: argparse.Namespace) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 
 from engine import device, kernels
 from engine.dtypes import FLOAT_NAMES
-from engine.errors import CompileError, ConfigError
+from engine.errors import CompileError, ConfigError, did_you_mean
 from engine.kernels._module import (
     CompiledModule,
     ModuleSpec,
@@ -77,6 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             f"op must be one of {', '.join(op_names())}, or follow a command "
             f"(check, bench, profile, headers); got {unknown[0]!r}"
+            f"{did_you_mean(unknown[0], [*op_names(), 'check', 'bench', 'profile', 'headers'])}"
         )
     print(f"architecture {arch}")
     if arguments.op or arguments.all:
@@ -89,7 +90,8 @@ def run(arguments: argparse.Namespace) -> int:
 def _print_headers(names: Sequence[str]) -> None:
     known = kernels.headers()
     if unknown := sorted(set(names) - set(known)):
-        raise ConfigError(f"header must be one of {[*known]}; got {unknown[0]!r}")
+        hint = did_you_mean(unknown[0], known)
+        raise ConfigError(f"header must be one of {[*known]}; got {unknown[0]!r}{hint}")
     if names:
         print("\n\n".join(str(known[name]) for name in names))
         return

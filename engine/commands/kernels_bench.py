@@ -15,7 +15,7 @@ from engine.commands._kernel_options import dtype_names, sizes_of
 from engine.commands._record import check_json_file, write_record
 from engine.commands.kernels import op_names
 from engine.device import Device, resolve_device
-from engine.errors import ConfigError
+from engine.errors import ConfigError, did_you_mean
 from engine.kernels._module import source_dir
 from engine.kernels._tools.bench import bench_cases
 from engine.kernels._tools.bench_report import BenchReport
@@ -101,7 +101,10 @@ def _catalog(arguments: argparse.Namespace, device: Device) -> BenchReport:
     """Measure the cases of an op's benchmark, which a checkout holds in tests/bench/."""
     op = arguments.target
     if op not in op_names():
-        raise ConfigError(f"must be a Python file or one of {', '.join(op_names())}; got {op!r}")
+        hint = did_you_mean(op, op_names())
+        raise ConfigError(
+            f"must be a Python file or one of {', '.join(op_names())}; got {op!r}{hint}"
+        )
     if arguments.sizes or arguments.dtype or arguments.against or arguments.warm:
         raise ConfigError("--sizes, --dtype, --against and --warm are for a kernel of your own")
     root = source_dir().parent

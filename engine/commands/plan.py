@@ -10,6 +10,7 @@ from typing import Any
 
 from engine.checks import shown
 from engine.commands._bench_models import named_config
+from engine.commands._parser import add_positional_model, chosen_model
 from engine.commands._quantization import add_quantization_argument
 from engine.config import ModelConfig
 from engine.device import Device
@@ -39,8 +40,9 @@ _PAGES = ("auto", "fp8", "int8")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("model", help="a folder, a .gguf file, a name, or a built-in "
-                        "configuration of engine bench")  # fmt: skip
+    add_positional_model(parser, "a folder, a .gguf file, a name, or a built-in configuration of "
+                         "engine bench (default: smollm2)")  # fmt: skip
+    parser.add_argument("--model", help="the same")
     parser.add_argument("--gpu", required=True, help=f"kind of GPU: {', '.join(CARDS)}")
     parser.add_argument("--gpus", type=int, default=1, help="number of GPUs (default 1)")
     parser.add_argument("--gpus-per-host", type=int, default=8, help="default 8")
@@ -68,6 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the plan; return 0 if any division of the model fits."""
+    arguments.model = chosen_model(arguments.named_model, arguments.model)
     plan = _plan(arguments)
     if arguments.json:
         print(json.dumps({"model": arguments.model, **plan.as_dict()}))

@@ -49,6 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-o", "--output-file", type=Path, required=True, metavar="OUT", help="output file"
     )
     add_model_arguments(parser)
+    parser.set_defaults(model="smollm2")
     parser.add_argument(
         "--served-model-name",
         action="append",

@@ -12,6 +12,7 @@ from typing import Any
 from engine.checks import shown
 from engine.commands._overrides import KERNELS_HELP, PROCESSORS_HELP, parsed_overrides
 from engine.commands._parallel import EXPERT_HELP, PARALLEL_OPTIONS
+from engine.commands._parser import MODEL_HELP, add_positional_model, chosen_model
 from engine.commands._speculation import SPECULATION_HELP, parsed_config
 from engine.errors import ConfigError, unknown_keyword
 from engine.model_files import excerpt, read_file
@@ -80,7 +81,8 @@ _ALIASES = {"gpu_memory_utilization": "memory_utilization"}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options: those of the server, and those of the engine."""
     parser.argument_default = argparse.SUPPRESS  # only given options override the file
-    parser.add_argument("model", nargs="?", help="name, folder, .gguf file or hub id (smollm2)")
+    add_positional_model(parser, f"{MODEL_HELP} (default: smollm2)")
+    parser.add_argument("--model", help="the same")
     parser.add_argument("--config", type=Path, help="TOML file with these options")
     server = parser.add_argument_group("server")
     server.add_argument("--api-key", action="append", help="an accepted API key; repeatable")
@@ -102,6 +104,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("the server needs Linux or macOS; on Windows, run it in WSL")
     given = vars(arguments)
     file = given.pop("config", None)
+    if model := chosen_model(given.pop("named_model", None), given.get("model"), None):
+        given["model"] = model
     options = ({} if file is None else _read(file)) | given
     model, server, engine = _split(options)
     name = "engine.server.supervisor"

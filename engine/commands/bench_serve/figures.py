@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -13,7 +12,7 @@ import numpy as np
 
 from engine.commands.bench_serve.connection import Answer
 from engine.commands.bench_serve.workload import Job
-from engine.errors import ConfigError
+from engine.errors import ConfigError, did_you_mean
 
 __all__ = ["METRICS", "RequestTimes", "describe", "parse_goodput", "summarize", "table"]
 
@@ -68,9 +67,8 @@ def parse_goodput(given: Sequence[str]) -> dict[str, float]:
     for word in given:
         name, _, text = word.partition(":")
         if name not in _GOALS:
-            near = difflib.get_close_matches(name[:80], _GOALS, n=1, cutoff=0.4)
-            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(_GOALS)}"
-            raise ConfigError(f"--goodput got an unknown name {name[:80]!r}; {hint}")
+            hint = did_you_mean(name, _GOALS, f"known: {', '.join(_GOALS)}")
+            raise ConfigError(f"--goodput got an unknown name {name[:80]!r}{hint}")
         try:
             value = float(text)
         except ValueError:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import gc
 import re
 import typing
@@ -13,7 +12,7 @@ from typing import Any, ClassVar, TypeVar
 import msgspec
 
 from engine.checks import shown
-from engine.errors import RequestError
+from engine.errors import RequestError, did_you_mean
 from engine.sampling_params import RequestOutputKind, SamplingDefaults, SamplingParams
 from engine.server.protocol.errors import APIError
 from engine.server.protocol.unknown_fields import field_names, structs_in, without_unknown
@@ -326,11 +325,10 @@ def _invalid(message: str, kind: Any) -> APIError:
     path = unknown[2] or ""
     structs = _structs_at(kind, path)
     known = sorted({field for struct in structs for field in field_names(struct)})
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}?" if near else f"known fields: {', '.join(known)}"
+    hint = did_you_mean(name, known, f"known fields: {', '.join(known)}")
     where = f"{path.lstrip('.')} has" if path else "the body has"
     param = f"{path}.{name}".lstrip(".")
-    return APIError(400, f"{where} an unknown field {name!r}; {hint}", param=param)
+    return APIError(400, f"{where} an unknown field {name!r}{hint}", param=param)
 
 
 def _structs_at(kind: Any, path: str) -> list[type[msgspec.Struct]]:

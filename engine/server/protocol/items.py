@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
 from engine.checks import shown
-from engine.errors import RequestError
+from engine.errors import RequestError, did_you_mean
 from engine.server.protocol.unknown_fields import is_dropped
 
 __all__ = ["media_hint", "text_of", "typed_item", "typed_items"]
@@ -67,9 +66,8 @@ def typed_item(
             if is_dropped(f"{where} ({kind})", name, fields[name]):
                 del fields[name]
                 continue
-            near = difflib.get_close_matches(name[:80], known, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
-            raise RequestError(f"{where} ({kind}) has an unknown field {shown(name)}; {hint}")
+            hint = did_you_mean(name, known, f"known are {', '.join(known)}")
+            raise RequestError(f"{where} ({kind}) has an unknown field {shown(name)}{hint}")
     try:
         return msgspec.convert(fields, struct)
     except msgspec.ValidationError as error:

@@ -7,10 +7,9 @@ gpt-oss's messages have a reader of their own.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 
-from engine.errors import ConfigError
+from engine.errors import ConfigError, did_you_mean
 from engine.server import harmony
 from engine.server.reasoning._parser import ReasoningParser, ReasoningReader
 from engine.server.reasoning.formats import FORMATS, Block
@@ -66,8 +65,7 @@ def get(
     ('Hm.', 'Yes')
     """
     if name not in NAMES:
-        near = difflib.get_close_matches(name[:80], NAMES, n=1)
-        hint = f". Did you mean {near[0]!r}?" if near else ""
+        hint = did_you_mean(name, NAMES)
         raise ConfigError(
             f"reasoning parser must be one of {', '.join(NAMES)}; got {name[:80]!r}{hint}"
         )

@@ -9,10 +9,9 @@ after part of them has been streamed, the call ends with `is_damaged=True`.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Collection, Sequence
 
-from engine.errors import ConfigError
+from engine.errors import ConfigError, did_you_mean
 from engine.server.tool_parsers._parser import MAX_CALLS
 from engine.server.tool_parsers.call_grammar import CallFormat, Function
 from engine.server.tool_parsers.events import (
@@ -88,8 +87,7 @@ def get(
     ['{"a": 1}']
     """
     if name not in FORMATS:
-        near = difflib.get_close_matches(name[:80], NAMES, n=1)
-        hint = f". Did you mean {near[0]!r}?" if near else ""
+        hint = did_you_mean(name, NAMES)
         raise ConfigError(f"tool parser must be one of {', '.join(NAMES)}; got {name[:80]!r}{hint}")
     parser = FORMATS[name].parser(names)
     if follows_text:

@@ -1,0 +1,97 @@
+"""Command lines: options between positional arguments, hints for typing errors, the model."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from engine.errors import ConfigError, did_you_mean
+
+__all__ = ["MODEL_HELP", "CommandParser", "add_positional_model", "chosen_model", "split_kind"]
+
+MODEL_HELP = "name, folder, .gguf file or hub id"
+
+
+class CommandParser(argparse.ArgumentParser):
+    """Parser of one command; the error about an unknown option names the nearest known one."""
+
+    def read(self, words: Sequence[str]) -> argparse.Namespace:
+        """Parse `words`; options may stand between positional arguments.
+
+        Raises
+        ------
+        SystemExit
+            If they are invalid; argparse has printed why.
+        """
+        self.usage = self._short_usage()
+        arguments, extra = self.parse_known_intermixed_args(words)
+        if extra:
+            options = [word.partition("=")[0] for word in extra if word.startswith("--")]
+            known = [name for name in self._option_string_actions if name.startswith("--")]
+            hint = did_you_mean(options[0], known) if options else ""
+            self.error(f"unrecognized arguments: {' '.join(extra)}{hint}")
+        return arguments
+
+    def error(self, message: str) -> NoReturn:
+        """Print one line, without the usage, and exit with status 2."""
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+    def _short_usage(self) -> str:
+        """Return the usage with all positional arguments, and of the options the required ones."""
+        needed = [one for one in self._actions if one.required or not one.option_strings]
+        formatter = self._get_formatter()
+        formatter.add_usage(None, needed, [], prefix="")
+        words = formatter.format_help().strip().removeprefix(self.prog)
+        return f"%(prog)s [options]{words}"
+
+
+def add_positional_model(parser: Any, help: str = MODEL_HELP) -> None:
+    """Declare the positional MODEL of a command that also has `--model`; see `chosen_model`."""
+    parser.add_argument("named_model", nargs="?", metavar="MODEL", help=help)
+
+
+def chosen_model(
+    positional: str | None, option: str | None, default: str | None = "smollm2"
+) -> str | None:
+    """Return the model that is given as MODEL or as `--model MODEL`.
+
+    Raises
+    ------
+    ConfigError
+        If both are given, and differ.
+
+    Examples
+    --------
+    >>> chosen_model("qwen3-0.6b", None), chosen_model(None, None)
+    ('qwen3-0.6b', 'smollm2')
+    """
+    if positional is not None and option not in (None, positional):
+        raise ConfigError(f"give one model; got {positional!r:.100} and --model {option!r:.100}")
+    return next((name for name in (option, positional) if name is not None), default)
+
+
+def split_kind(words: Sequence[str | None], kinds: Sequence[str]) -> tuple[str, str | None]:
+    """Return the kind, by default the first, and the model, of words given in either order.
+
+    Raises
+    ------
+    ConfigError
+        If there are two models, or a word that is rather a kind with a typing error.
+
+    Examples
+    --------
+    >>> split_kind(["smollm2", "prefill"], ["latency", "prefill"])
+    ('prefill', 'smollm2')
+    """
+    given = [word for word in words if word is not None]
+    kind = next((word for word in given if word in kinds), None)
+    models = [word for word in given if word != kind]
+    is_path = bool(models) and ("/" in models[0] or os.path.exists(models[0]))
+    is_typo = kind is None and not is_path and any(did_you_mean(word, kinds) for word in models)
+    if len(models) > 1 or is_typo:
+        word = next((word for word in models if did_you_mean(word, kinds)), models[0])
+        hint = did_you_mean(word, kinds)
+        raise ConfigError(f"kind must be one of {', '.join(kinds)}; got {word!r:.100}{hint}")
+    return kind or kinds[0], models[0] if models else None
