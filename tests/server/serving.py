@@ -62,14 +62,14 @@ def serve(make_client, config=None, **uvicorn_options):
     thread = threading.Thread(target=lambda: asyncio.run(main()), name="test server")
     thread.start()
     try:
-        assert ready.wait(30)
+        assert ready.wait(120)
         if found.error is not None:
             raise found.error
         yield found
     finally:
         if found.error is None:
             found.server.should_exit = True
-        thread.join(20)
+        thread.join(60)
         assert not thread.is_alive()
 
 
