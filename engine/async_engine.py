@@ -17,6 +17,7 @@ import numpy as np
 
 from engine.core.input_processor import Prompt, PromptInput
 from engine.core.stats import EngineStats
+from engine.core.token_meter import METER
 from engine.engine_config import CONFIG_OPTIONS
 from engine.errors import EngineError
 from engine.llm_engine import LLMEngine
@@ -158,6 +159,8 @@ class EngineClient(ABC):
             given_prompt = await asyncio.to_thread(self._encode, prompt, cache_salt)
         if params.structured is not None:  # compiling a grammar may take a second
             await asyncio.to_thread(self._prepare, params)
+        meter = METER.get()
+        output = None
         request = self._start(
             request_id,
             given_prompt,
@@ -176,6 +179,8 @@ class EngineClient(ABC):
                 yield output
         finally:
             self.drop(request)
+            if meter is not None and output is not None:
+                meter.add(output)
 
     async def embed(
         self, prompts: Sequence[Prompt], pooling: str = "last", *, normalize: bool = True
@@ -203,7 +208,10 @@ class EngineClient(ABC):
         """
         inputs = await asyncio.to_thread(lambda: [self._encode(each) for each in prompts])
         ids = [each.token_ids for each in inputs]
-        return await self.embed_ids(ids, pooling, normalize=normalize)
+        found = await self.embed_ids(ids, pooling, normalize=normalize)
+        if (meter := METER.get()) is not None:
+            meter.num_prompt_tokens += sum(map(len, ids))
+        return found
 
     @abstractmethod
     async def embed_ids(

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from engine.commands import serve
-from engine.server import metrics
+from engine.server import load_log, metrics
 from engine.server.routes import health
 
 ROOT = Path(__file__).parents[1]
@@ -208,6 +208,27 @@ def test_a_panel_shows_metrics_that_the_server_has(title, query):
     for name in names:
         is_counted = name.endswith(("_total", "_bucket", "_sum", "_count"))
         assert is_counted == (f"rate({name}" in query), "counters are shown as rates, gauges not"
+
+
+def test_the_dashboard_has_the_figures_of_the_log_in_the_same_words():
+    targets = [target for panel in _dashboard()["panels"] for target in panel["targets"]]
+    queries = {target["legendFormat"]: target["expr"] for target in targets}
+    figures = {
+        "prompt_tokens_per_s": ("vllm:prompt_tokens_total",),
+        "output_tokens_per_s": ("vllm:generation_tokens_total",),
+        "running": ("vllm:num_requests_running",),
+        "waiting": ("vllm:num_requests_waiting",),
+        "kv_cache_used": ("vllm:kv_cache_usage_perc",),
+        "prefix_hits": ("vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total"),
+        "accepted_drafts": (
+            "vllm:spec_decode_num_accepted_tokens_total",
+            "vllm:spec_decode_num_draft_tokens_total",
+        ),
+    }
+    assert figures.keys() == load_log.WORDS.keys()
+    for field, names in figures.items():
+        query = queries[load_log.WORDS[field]]
+        assert tuple(re.findall(r"vllm:\w+", query)) == names, field
 
 
 def test_the_dashboard_holds_together():

@@ -196,6 +196,8 @@ class OutputStreams:
             if stream.is_quiet:
                 continue
             group = stream.group
+            if group.metrics.first_token_time is None:
+                self._stats.prompt_tokens += request.num_prompt_tokens
             is_one = is_last and len(token_ids) == 1
             if is_one and stream.is_plain and request.status is _RUNNING and group not in changed:
                 output = stream.next_output(token_ids, now)
@@ -243,9 +245,7 @@ class OutputStreams:
             self._deadlines.discard(group)
             group.metrics.finished_time = time.monotonic()
             group.metrics.num_generation_tokens = group.num_generation_tokens
-            self._stats.add_request(
-                request.num_prompt_tokens, request.finish_reason or "error", group.metrics
-            )
+            self._stats.add_request(request.finish_reason or "error", group.metrics)
 
 
 class _Deadlines:

@@ -59,7 +59,8 @@ class EngineStats:
     scheduler : SchedulerStats
         Queues, blocks, prefix cache, preemptions.
     prompt_tokens, generation_tokens : int
-        Totals over all requests, including prompt tokens found in the prefix cache.
+        Totals over all requests: prompts count once their first token is generated, including the
+        tokens found in the prefix cache.
     request_success : mapping of str to int
         Finish reason -> number of requests ("abort" and "error" included, as in vLLM).
     admission_rejections : int
@@ -196,9 +197,8 @@ class StatsCollector:
         self._first_load = self.expert_load()
         self._first_runs = self.kernel_runs()
 
-    def add_request(self, num_prompt_tokens: int, finish_reason: str, m: RequestMetrics) -> None:
+    def add_request(self, finish_reason: str, m: RequestMetrics) -> None:
         """Count a finished request."""
-        self.prompt_tokens += num_prompt_tokens
         self.request_success[finish_reason] += 1
         bins = self._bins
         bins["time_to_first_token_seconds"].add(m.ttft)

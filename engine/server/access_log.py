@@ -1,31 +1,22 @@
-"""Access log: one line per request, as text or JSON; never prompts or keys."""
+"""Access log: one line per request; never prompts or keys."""
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import secrets
-import sys
-import time
 from typing import Any
 
 from starlette.datastructures import Headers
 
-__all__ = ["configure_logging", "log_request", "request_id_of"]
+from engine.core.token_meter import TokenMeter
+from engine.server.logs import ACCESS, log_fields
+
+__all__ = ["log_request", "request_id_of"]
 
 _ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 
-# Loggers of the server's process, and the lowest level of their lines. The libraries' own lines
-# of lower levels tell what every start and every end consists of.
-_LOGGERS = {
-    "engine.server": logging.DEBUG,
-    "uvicorn": logging.WARNING,
-    "asyncio": logging.WARNING,
-    "py.warnings": logging.WARNING,
-}
-
-_access = logging.getLogger("engine.server.access")
+_access = logging.getLogger(ACCESS)
 
 
 def request_id_of(headers: Headers) -> str:
@@ -50,11 +41,30 @@ def log_request(
     seconds: float,
     num_bytes: int,
     key: str | None,
+    meter: TokenMeter | None = None,
+    ttft: float | None = None,
 ) -> None:
-    """Log one request; `key` is a prefix of the key's hash; the path is truncated and escaped."""
+    """Log one request.
+
+    Parameters
+    ----------
+    request_id, method, path : str
+        The path is truncated and escaped.
+    status : int
+    seconds : float
+        From the request's head to the end of the answer.
+    num_bytes : int
+        Size of the answer's body.
+    key : str or None
+        Prefix of the key's hash.
+    meter : TokenMeter, optional
+        Logged if it counts any tokens.
+    ttft : float, optional
+        Seconds to the first token.
+    """
     if not _access.isEnabledFor(logging.INFO):
         return
-    fields = {
+    fields: dict[str, Any] = {
         "request_id": request_id,
         "method": method[:16],
         "path": path[:200].encode("unicode_escape").decode("ascii"),
@@ -62,48 +72,11 @@ def log_request(
         "ms": round(seconds * 1e3, 1),
         "bytes": num_bytes,
     }
+    if meter is not None and meter.num_prompt_tokens:
+        fields["prompt_tokens"] = meter.num_prompt_tokens
+        fields["output_tokens"] = meter.num_output_tokens
+    if ttft is not None:
+        fields["ttft_ms"] = round(ttft * 1e3, 1)
     if key is not None:
         fields["key"] = key
-    text = " ".join(f"{name}={value}" for name, value in fields.items())
-    _access.info(text, extra={"fields": fields})
-
-
-class JsonFormatter(logging.Formatter):
-    """Formats each record as one line of JSON."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        """Return the record as a line of JSON."""
-        found: dict[str, Any] = {
-            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
-            + f".{int(record.msecs):03d}Z",
-            "level": record.levelname.lower(),
-            "logger": record.name,
-        }
-        fields = getattr(record, "fields", None)
-        found |= fields if fields is not None else {"message": record.getMessage()}
-        if record.exc_info:
-            found["exception"] = self.formatException(record.exc_info)
-        return json.dumps(found)
-
-
-def configure_logging(level: str, *, json_logs: bool, access_log: bool) -> None:
-    """Configure the server's loggers to write to stderr.
-
-    Parameters
-    ----------
-    level : str
-        "debug", "info", "warning" or "error".
-    json_logs : bool
-        Write each record as one line of JSON.
-    access_log : bool
-        Whether to log requests.
-    """
-    handler = logging.StreamHandler(sys.stderr)
-    text = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
-    handler.setFormatter(JsonFormatter() if json_logs else text)
-    for name, lowest in _LOGGERS.items():
-        logger = logging.getLogger(name)
-        logger.handlers[:] = [handler]
-        logger.propagate = False
-        logger.setLevel(max(logging.getLevelName(level.upper()), lowest))
-    _access.disabled = not access_log
+    log_fields(_access, " ".join(f"{name}={value}" for name, value in fields.items()), fields)

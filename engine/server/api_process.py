@@ -23,7 +23,6 @@ from engine.errors import ConfigError, TemplateError
 from engine.loading.download import resolve_model
 from engine.loading.gguf import GgufFile
 from engine.model_files import excerpt, is_present, read_file
-from engine.server.access_log import configure_logging
 from engine.server.app import begin_drain, build_app, num_active_requests
 from engine.server.auth import read_keys
 from engine.server.child import ChildConfig, Report
@@ -31,6 +30,7 @@ from engine.server.connection_pool import fitting_pool
 from engine.server.engine_client import ZmqEngineClient
 from engine.server.http_protocol import http_protocol
 from engine.server.listeners import BACKLOG
+from engine.server.logs import configure_logging
 from engine.server.replicas.client import ReplicaClient
 from engine.server.server_config import ServerConfig
 from engine.server.warm_up import warm_up

@@ -21,7 +21,7 @@ from typing import IO, Any
 from engine.distributed.log_stream import drain_stderr, use_bounded_stderr
 from engine.errors import EngineError
 
-__all__ = ["ChildConfig", "Report", "run_child", "say"]
+__all__ = ["ChildConfig", "Report", "duration", "run_child", "say"]
 
 _MAX_LINE = 1 << 20
 
@@ -69,9 +69,12 @@ class Report:
         """Report that the child is serving requests."""
         self._write({"ready": True})
 
-    def alive(self) -> None:
-        """Report that the child is not hanging."""
-        self._write({"alive": True})
+    def alive(self, totals: dict[str, int]) -> None:
+        """Report that the child is not hanging, and its counters since its start, by their names.
+
+        The supervisor sums them over all children.
+        """
+        self._write({"totals": totals})
 
     def failed(self, reason: str, status: int) -> None:
         """Report why the child fails, and the exit status for the server."""
@@ -118,6 +121,24 @@ def say(text: str) -> None:
     with contextlib.suppress(OSError):
         sys.stderr.write(f"engine: {text}\n")
         sys.stderr.flush()
+
+
+def duration(seconds: float) -> str:
+    """Return a duration in its two largest units.
+
+    Examples
+    --------
+    >>> duration(7384.2), duration(0.2)
+    ('2 h 3 min', '0 s')
+    """
+    units = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
+    left = round(seconds)
+    parts: list[str] = []
+    for name, size in units:
+        count, left = divmod(left, size)
+        if count or (name == "s" and not parts):
+            parts.append(f"{count} {name}")
+    return " ".join(parts[:2])
 
 
 def _end_with_parent() -> None:

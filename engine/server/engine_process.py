@@ -17,6 +17,9 @@ from engine.llm_engine import LLMEngine
 from engine.server.child import ChildConfig, Report
 from engine.server.engine_loop import EngineLoop
 from engine.server.gpus import engine_gpus, replica_gpus
+from engine.server.load_log import LoadLog, totals_of
+from engine.server.logs import configure_logging
+from engine.server.server_config import ServerConfig
 from engine.server.sockets import bound_socket
 
 __all__ = ["main", "replica_device"]
@@ -27,16 +30,25 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 def main(config: ChildConfig, report: Report) -> None:
     """Serve until SIGTERM."""
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))  # there is no request to finish yet
+    server = ServerConfig.from_options(config.server)
+    configure_logging(server.log_level, json_logs=server.json_logs, access_log=False)
     socket = bound_socket(config.addresses[config.number], config.token)
     options = dict(config.engine)
-    if len(config.addresses) > 1:
+    replica = config.number if len(config.addresses) > 1 else None
+    if replica is not None:
         num_ranks = engine_gpus(options)
         if num_ranks > 1:  # must be set before CUDA is initialized
-            os.environ[_VISIBLE] = replica_gpus(config.number, num_ranks, os.environ.get(_VISIBLE))
+            os.environ[_VISIBLE] = replica_gpus(replica, num_ranks, os.environ.get(_VISIBLE))
         device = options.get("device", "auto")
-        options["device"] = replica_device(device, config.number, num_ranks)
+        options["device"] = replica_device(device, replica, num_ranks)
     engine = LLMEngine.from_name(config.model, **options)
-    loop = EngineLoop(engine, socket, config.token, report.alive)
+    log = LoadLog(engine, server.log_stats_interval, replica)
+
+    def beat() -> None:
+        report.alive(totals_of(engine))
+        log.tick()
+
+    loop = EngineLoop(engine, socket, config.token, beat)
 
     def stop(*_: Any) -> None:
         loop.stop()
@@ -47,6 +59,7 @@ def main(config: ChildConfig, report: Report) -> None:
     try:
         loop.run()
     finally:
+        report.alive(totals_of(engine))
         socket.close()  # sends pending messages for at most the linger time
         socket.context.term()
     engine.close()

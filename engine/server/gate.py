@@ -12,6 +12,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from engine.core.token_meter import METER, TokenMeter
 from engine.server.access_log import log_request, request_id_of
 from engine.server.auth import KeyRing
 from engine.server.connection_pool import ALWAYS_SERVED
@@ -74,6 +75,7 @@ class Gate:
         headers = Headers(scope=scope)
         visit = _Visit(scope, send, request_id_of(headers))
         scope.setdefault("state", {})["request_id"] = visit.request_id
+        token = METER.set(visit.meter)
         try:
             await self._enter(scope, receive, visit, headers)
         except ClientGone:
@@ -81,6 +83,7 @@ class Gate:
         except Exception as error:
             await self._refuse(visit, error)
         finally:
+            METER.reset(token)
             visit.log()
 
     async def _enter(self, scope: Scope, receive: Receive, visit: _Visit, headers: Headers) -> None:
@@ -165,6 +168,7 @@ class _Visit:
         self.request_id = request_id
         self.key: str | None = None
         self.status = 0
+        self.meter = TokenMeter()
         self._send = send
         self._num_bytes = 0
         self._begin = time.monotonic()
@@ -186,6 +190,7 @@ class _Visit:
         """Write this request's access log line."""
         scope = self.scope
         seconds = time.monotonic() - self._begin
+        first = self.meter.first_token_time
         log_request(
             self.request_id,
             scope["method"],
@@ -194,4 +199,6 @@ class _Visit:
             seconds,
             self._num_bytes,
             self.key and self.key[:_KEY_CHARS],
+            self.meter,
+            None if first is None else first - self._begin,
         )

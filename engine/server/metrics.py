@@ -46,7 +46,7 @@ GAUGES = (
 
 COUNTERS = (
     _Value("vllm:num_preemptions", "num_preemptions", "Preemptions."),
-    _Value("vllm:prompt_tokens", "prompt_tokens", "Prompt tokens of finished requests."),
+    _Value("vllm:prompt_tokens", "prompt_tokens", "Prompt tokens, once computed or found."),
     _Value("vllm:generation_tokens", "generation_tokens", "Tokens generated."),
     _Value("vllm:prefix_cache_queries", "prefix_cache_queries", "Tokens looked up."),
     _Value("vllm:prefix_cache_hits", "prefix_cache_hits", "Tokens found in the prefix cache."),

@@ -34,6 +34,7 @@ RANGES = {
     "body_timeout": NumberRange(0, 86400, low_open=True),
     "send_timeout": NumberRange(0, 86400, low_open=True),
     "sse_keep_alive": NumberRange(0, 86400, low_open=True),
+    "log_stats_interval": NumberRange(0, 86400),
     "max_body_bytes": NumberRange(1, 2**40, integer=True),
     "max_header_bytes": NumberRange(256, 2**24, integer=True),
     "max_connections": NumberRange(1, 2**20, integer=True),
@@ -197,6 +198,9 @@ class ServerConfig:
         False, "serve the special tokens and the chat template at /tokenizer_info"
     )
     access_log: bool = _option(True, "log each request on stderr")
+    log_stats_interval: float = _option(
+        10.0, "seconds between log lines about the load while the engine is busy; 0: none"
+    )
     json_logs: bool = _option(False, "write logs as JSON")
     log_prompts: bool = _option(False, "log prompts")
     log_level: str = _option("info", "debug, info, warning or error")

@@ -20,14 +20,14 @@ import tempfile
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from engine.checks import parse_object
 from engine.distributed.log_stream import bounded_stderr
 from engine.errors import ConfigError, EngineError
 from engine.model_files import excerpt
-from engine.server.child import ChildConfig, say
+from engine.server.child import ChildConfig, duration, say
 from engine.server.listeners import listening_sockets
 from engine.server.messages import BEAT_SECONDS
 from engine.server.server_config import ServerConfig
@@ -63,6 +63,7 @@ class _Child:
     reason: str = ""
     status: int = 1
     is_ending: bool = False  # whether it was told to exit
+    totals: dict[str, int] = field(default_factory=dict)  # counters of its last report
 
     def ending(self) -> str:
         """Return why it exited."""
@@ -96,6 +97,8 @@ class Supervisor:
         self._failed_starts: Counter[int] = Counter()  # replica index -> consecutive failed starts
         self._is_announced = False
         self._num_signals = 0
+        self._signal = ""  # name of the first signal
+        self._totals: Counter[str] = Counter()  # of the children that have exited
         self._is_ending = asyncio.Event()
         self._ended: asyncio.Queue[_Child] = asyncio.Queue()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -109,20 +112,24 @@ class Supervisor:
         self._config = ChildConfig(model, server.options(), engine, addresses, token)
 
     async def run(self, listeners: list[list[socket.socket]]) -> int:
-        """Serve until a signal arrives or the engine exits; return the exit status.
+        """Serve until a signal arrives or the engine exits; say why, and return the exit status.
 
         `listeners` holds each API process's listening sockets.
         """
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(signum, self._on_signal)
+            loop.add_signal_handler(signum, self._on_signal, signum)
         try:
             for number in range(self._server.data_parallel_size):
                 await self._spawn_engine(number)
             for index, sockets in enumerate(listeners):
                 await self._spawn(_API, index, sockets)
             self._watch(self._announce(list(self._children)))
-            return await self._watch_over()
+            status = await self._watch_over()
+            reason = f"ended by {self._signal}"
+        except _Ended as error:
+            status = error.status
+            reason = str(error)
         finally:
             self._kill()
             for task in self._tasks:
@@ -130,6 +137,16 @@ class Supervisor:
             for child in self._children:
                 await child.process.wait()
             shutil.rmtree(self._folder, ignore_errors=True)
+        say(f"{reason}{self._summary() if self._is_announced else ''}")
+        return status
+
+    def _summary(self) -> str:
+        """Return what has been served and for how long, as the end of a sentence."""
+        totals = self._totals.copy()
+        for child in self._children:
+            totals.update(child.totals)
+        counts = ", ".join(f"{count} {name}" for name, count in totals.items()) or "nothing"
+        return f"; served {counts} in {duration(time.monotonic() - self._start)}"
 
     async def _watch_over(self) -> int:
         """Restart processes until the server must stop; stop it and return the exit status."""
@@ -275,12 +292,15 @@ class Supervisor:
                 break
             child.seen = time.monotonic()
             message = parse_object(line) or {}
-            if message.get("ready"):
+            if "totals" in message:
+                child.totals = message["totals"]
+            elif message.get("ready"):
                 child.ready.set()
             elif "reason" in message:
                 child.reason = str(message["reason"])
                 child.status = 2 if message.get("status") == 2 else 1
         await child.process.wait()
+        self._totals.update(child.totals)
         self._children.discard(child)
         self._ended.put_nowait(child)
 
@@ -326,8 +346,9 @@ class Supervisor:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _on_signal(self) -> None:
+    def _on_signal(self, number: signal.Signals) -> None:
         self._num_signals += 1
+        self._signal = self._signal or number.name
         self._is_ending.set()
 
     def _kill(self, children: list[_Child] | None = None) -> None:
@@ -363,9 +384,6 @@ def supervise(model: str, server: ServerConfig, engine: dict[str, Any]) -> int:
     with bounded_stderr():
         try:
             return asyncio.run(main())
-        except _Ended as error:
-            say(str(error))
-            return error.status
         finally:
             for listener in itertools.chain(*listeners):
                 listener.close()

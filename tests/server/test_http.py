@@ -15,9 +15,9 @@ import pytest
 from engine import __version__
 from engine.errors import EngineError, RequestError
 from engine.scheduler.admission import QueueFullError
-from engine.server.access_log import configure_logging
 from engine.server.app import begin_drain
 from engine.server.limits import RequestSlots
+from engine.server.logs import configure_logging
 from engine.server.protocol.errors import APIError
 from engine.server.server_config import ServerConfig, key_hash
 from tests.server.serving import CannedClient, serve

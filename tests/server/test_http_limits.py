@@ -15,9 +15,9 @@ import time
 import pytest
 
 from engine.server import connection_pool, http_protocol, limits
-from engine.server.access_log import configure_logging
 from engine.server.connection_pool import ConnectionPool
 from engine.server.hosts import AllowedHosts
+from engine.server.logs import configure_logging
 from engine.server.protocol.errors import APIError
 from engine.server.server_config import ServerConfig, key_hash
 from tests.server.serving import CannedClient, serve

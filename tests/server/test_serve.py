@@ -184,8 +184,12 @@ def small(model):
 
 @pytest.mark.kills
 def test_sigterm_drains(small):
-    """The running stream ends whole, new requests get 503, the exit status is 0."""
-    with serving(*small, "--shutdown-timeout", "20") as server:
+    """The running stream ends whole, new requests get 503, the exit status is 0.
+
+    The log tells of the load, and at the end of everything that was served.
+    """
+    options = ("--shutdown-timeout", "20", "--log-stats-interval", "0.1")
+    with serving(*small, *options) as server:
         response = _stream(server, 1500)
         server.process.send_signal(signal.SIGTERM)
         refused = None
@@ -193,7 +197,15 @@ def test_sigterm_drains(small):
             refused = _post(server, _body(1))
         assert refused.status == 503 and refused.headers["Retry-After"]
         assert response.read().rstrip().endswith(b"data: [DONE]")
-        assert _end(server)[0] == 0
+        status, errors = _end(server)
+        assert status == 0
+        load = re.findall(r"engine\.server\.load: prompt .* running (\d), waiting 0, .*", errors)
+        assert load and set(load) <= {"0", "1"}
+        last = errors.splitlines()[-1]
+        assert last.startswith("engine: ended by SIGTERM; served ") and last.endswith(" s")
+        answered = re.findall(r"status=200 .* prompt_tokens=3 output_tokens=(\d+) ttft_ms=", errors)
+        assert f"served {len(answered)} requests, {3 * len(answered)} prompt tokens" in last
+        assert f" {sum(map(int, answered))} output tokens in " in last
 
 
 @pytest.mark.kills
@@ -280,7 +292,8 @@ def test_a_dead_engine_ends_the_server_with_its_reason(small):
         rest = _rest(response)
         assert b"the engine's process has ended" in rest
         status, errors = _end(server)
-        assert status == 1 and "the engine's process ended: killed by SIGKILL" in errors
+        assert status == 1
+        assert "engine: the engine's process ended: killed by SIGKILL; served 0 requests" in errors
         assert time.monotonic() - start < 10
 
 

@@ -19,7 +19,10 @@ from engine.distributed.ray_launch import RemoteDirectory, import_ray
 from engine.errors import EngineError
 from engine.llm_engine import LLMEngine
 from engine.server.engine_loop import EngineLoop
+from engine.server.load_log import LoadLog
+from engine.server.logs import configure_logging
 from engine.server.replicas.autoscaling import METRIC
+from engine.server.server_config import ServerConfig
 from engine.server.sockets import bound_socket
 
 __all__ = ["RayReplica"]
@@ -39,10 +42,17 @@ class RayReplica:
         Keyword arguments of `LLMEngine.from_name`.
     directory, token : str
         Name of the replica directory, and the secret that clients send first.
+    server : dict
+        Options of `ServerConfig`; those of the log are used.
     """
 
     async def __init__(  # type: ignore[misc]  # Ray Serve awaits it
-        self, model: str, options: dict[str, Any], directory: str, token: str
+        self,
+        model: str,
+        options: dict[str, Any],
+        directory: str,
+        token: str,
+        server: dict[str, Any],
     ) -> None:
         self.name = uuid.uuid4().hex
         self.address = ""
@@ -53,7 +63,7 @@ class RayReplica:
         self._engine: LLMEngine | None = None
         self._is_ready = threading.Event()
         self._thread = threading.Thread(
-            target=self._run, args=(model, options, token), name="engine", daemon=True
+            target=self._run, args=(model, options, token, server), name="engine", daemon=True
         )
         self._thread.start()
         await asyncio.to_thread(self._is_ready.wait)
@@ -102,15 +112,18 @@ class RayReplica:
             except Exception as error:  # if the directory has died, the next call restarts it
                 _log.warning("the directory of replicas cannot be reached: %s", error)
 
-    def _run(self, model: str, options: dict[str, Any], token: str) -> None:
+    def _run(self, model: str, options: dict[str, Any], token: str, server: dict[str, Any]) -> None:
         """Load the model and serve it; runs in its own thread."""
         socket = None
         try:
+            logs = ServerConfig.from_options(server)
+            configure_logging(logs.log_level, json_logs=logs.json_logs, access_log=False)
             host = import_ray("ray.util").get_node_ip_address()
             socket = bound_socket(f"tcp://{host}:*", token)
             self.address = bytes(socket.last_endpoint).decode()  # type: ignore[arg-type]
             self._engine = LLMEngine.from_name(model, **options)
-            self._loop = EngineLoop(self._engine, socket, token)
+            log = LoadLog(self._engine, logs.log_stats_interval)
+            self._loop = EngineLoop(self._engine, socket, token, log.tick)
             self._is_ready.set()
             self._loop.run()
         except BaseException as error:

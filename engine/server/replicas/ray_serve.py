@@ -20,10 +20,10 @@ from engine.checks import shown
 from engine.distributed.ray_launch import RemoteDirectory, actor_options, import_ray
 from engine.errors import ConfigError, EngineError, unknown_keyword
 from engine.sampling_params import NumberRange
-from engine.server.access_log import configure_logging
 from engine.server.api_process import load_model_tokenizer
 from engine.server.app import build_app
 from engine.server.gpus import engine_gpus
+from engine.server.logs import configure_logging
 from engine.server.replicas.autoscaling import replicas_by_requests
 from engine.server.replicas.client import ReplicaClient
 from engine.server.replicas.ray_replica import RayReplica
@@ -260,5 +260,5 @@ def build(arguments: dict[str, Any]) -> Any:
         config.model,
         config.server | {"max_stored_responses": stored},
         *names,
-        replicas.bind(config.model, config.engine, *names),
+        replicas.bind(config.model, config.engine, *names, config.server),
     )

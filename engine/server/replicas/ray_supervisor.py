@@ -10,7 +10,7 @@ from typing import Any
 
 from engine.distributed.ray_launch import import_ray
 from engine.errors import ConfigError
-from engine.server.child import say
+from engine.server.child import duration, say
 from engine.server.gpus import engine_gpus
 from engine.server.replicas.ray_serve import RayServeConfig, build
 from engine.server.server_config import ServerConfig
@@ -45,12 +45,18 @@ def supervise_on_ray(model: str, server: ServerConfig, engine: dict[str, Any]) -
     serve = import_ray("ray.serve")
     start = time.monotonic()
     ending = threading.Event()
+    reasons: list[str] = []
+
+    def end(number: int, _: Any) -> None:
+        reasons.append(signal.Signals(number).name)
+        ending.set()
+
     try:
         ray.init(address=_ADDRESS, log_to_driver=False, logging_level="warning")
     except ConnectionError as error:
         raise ConfigError(f"nodes needs a running Ray cluster (ray start): {error}") from error
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: ending.set())
+        signal.signal(number, end)
     try:
         if not _wait_for_nodes(ray, server.nodes, ending):
             return 0
@@ -59,6 +65,7 @@ def supervise_on_ray(model: str, server: ServerConfig, engine: dict[str, Any]) -
         say(f"ready at {server.url}, on every machine ({time.monotonic() - start:.1f} s)")
         ending.wait()
         serve.delete(_NAME)
+        say(f"ended by {reasons[0]} after {duration(time.monotonic() - start)}")
         return 0
     except RuntimeError as error:  # Ray Serve has already logged the details
         say(f"the application could not start: {error}")
