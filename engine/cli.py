@@ -160,8 +160,8 @@ def _run(argv: Sequence[str] | None) -> tuple[int, str]:
             parser = CommandParser(
                 prog=name,
                 description=description,
-                formatter_class=argparse.RawDescriptionHelpFormatter,
                 epilog=_kinds(kind),
+                shown_defaults=getattr(command, "shown_defaults", dict),
             )
             command.add_arguments(parser)
             status = command.run(parser.read(words))

@@ -258,7 +258,7 @@ def test_the_ray_serve_application_is_understood():
     assert module == ray_serve.__name__ and callable(getattr(ray_serve, name))
     config = ray_serve.RayServeConfig.from_options(application["args"])
     assert config.max_replicas > config.min_replicas
-    assert set(config.engine) <= set(serve._ENGINE)
+    assert set(config.engine) <= set(serve.LLM_OPTIONS)
 
 
 def test_the_ray_cluster_mounts_the_application_and_installs_the_extras():

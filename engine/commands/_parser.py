@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
+from engine.commands._help import HELP_TEXT, HelpFormatter, matching_help
 from engine.errors import ConfigError, did_you_mean
 
 __all__ = ["MODEL_HELP", "CommandParser", "add_positional_model", "chosen_model", "split_kind"]
@@ -15,7 +18,27 @@ MODEL_HELP = "name, folder, .gguf file or hub id"
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Parser of one command; the error about an unknown option names the nearest known one."""
+    """Parser of one command; the error about an unknown option names the nearest known one.
+
+    `--help` shows the defaults of options, and `--help=WORD` only what matches.
+
+    Parameters
+    ----------
+    shown_defaults : callable, optional
+        See `HelpFormatter`.
+    **options
+        As of `ArgumentParser`.
+    """
+
+    def __init__(
+        self, *, shown_defaults: Callable[[], Mapping[str, Any]] = dict, **options: Any
+    ) -> None:
+        super().__init__(add_help=False, **options)
+        self._shown_defaults = shown_defaults
+        self.add_argument("-h", "--help", action="help", default=argparse.SUPPRESS, help=HELP_TEXT)
+
+    def _get_formatter(self) -> HelpFormatter:
+        return HelpFormatter(self.prog, self._shown_defaults)
 
     def read(self, words: Sequence[str]) -> argparse.Namespace:
         """Parse `words`; options may stand between positional arguments.
@@ -26,6 +49,9 @@ class CommandParser(argparse.ArgumentParser):
             If they are invalid; argparse has printed why.
         """
         self.usage = self._short_usage()
+        for word in itertools.takewhile(lambda word: word != "--", words):
+            if word.startswith("--help="):
+                self._print_matching(word.removeprefix("--help="))
         arguments, extra = self.parse_known_intermixed_args(words)
         if extra:
             options = [word.partition("=")[0] for word in extra if word.startswith("--")]
@@ -33,6 +59,15 @@ class CommandParser(argparse.ArgumentParser):
             hint = did_you_mean(options[0], known) if options else ""
             self.error(f"unrecognized arguments: {' '.join(extra)}{hint}")
         return arguments
+
+    def _print_matching(self, word: str) -> NoReturn:
+        groups = [(group.title or "", group._group_actions) for group in self._action_groups]
+        try:
+            text = matching_help(groups, self._get_formatter(), word)
+        except ValueError as error:
+            self.error(str(error))
+        self._print_message(text, sys.stdout)
+        self.exit(0)
 
     def error(self, message: str) -> NoReturn:
         """Print one line, without the usage, and exit with status 2."""

@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="dtype of the KV cache: auto (the model's), fp8 or int8",
     )
-    parser.add_argument("--context", type=int, default=512, help="tokens per window (default 512)")
+    parser.add_argument("--context", type=int, default=512, help="tokens per window")
     parser.add_argument("--stride", type=int, help="tokens between the starts of two windows")
     parser.add_argument("--max-tokens", type=int, help="use only this many tokens of the text")
     parser.add_argument(

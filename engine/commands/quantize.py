@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--calibration-tokens",
         type=int,
         default=32768,
-        help="number of calibration tokens (default 32768)",
+        help="number of calibration tokens",
     )
     parser.add_argument(
         "--ignore",

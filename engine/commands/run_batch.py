@@ -57,12 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--max-num-seqs", type=int, help="maximum number of running requests")
     parser.add_argument("--max-num-batched-tokens", type=int, help="token budget per step")
-    parser.add_argument(
-        "--tool-call-parser", default="auto", help="format of tool calls (default: auto)"
-    )
-    parser.add_argument(
-        "--reasoning-parser", default="auto", help="format of reasoning (default: auto)"
-    )
+    parser.add_argument("--tool-call-parser", default="auto", help="format of tool calls")
+    parser.add_argument("--reasoning-parser", default="auto", help="format of reasoning")
     parser.add_argument(
         "--ignore-unknown-fields",
         action="store_true",

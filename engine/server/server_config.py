@@ -99,7 +99,7 @@ class ServerConfig:
         "address or host name to listen on; 0.0.0.0: all networks",
     )
     port: int = _option(8000, "port to listen on; 0: any free port")
-    root_path: str = _option("", "path under which a proxy exposes this server")
+    root_path: str = _option("", "path under which a proxy exposes this server (default: none)")
     api_server_count: int = _option(1, "processes for HTTP, tokenization and detokenization")
     data_parallel_size: int = _option(1, "engine replicas, each with its own process and GPUs")
     nodes: int = _option(
@@ -108,11 +108,14 @@ class ServerConfig:
     shutdown_timeout: float = _option(30.0, "seconds for running requests to finish after SIGTERM")
     hang_timeout: float | None = _option(
         None,
-        "maximum seconds per step; a slower replica is killed, and the server ends with the last",
+        "maximum seconds per step; a slower replica is killed, and the server ends with the last "
+        "(default: no limit)",
     )
 
-    served_model_name: tuple[str, ...] = _option((), "model names in the API; repeatable")
-    chat_template: str | None = _option(None, "file with a chat template, instead of the model's")
+    served_model_name: tuple[str, ...] = _option(
+        (), "model names in the API; repeatable (default: the model's)"
+    )
+    chat_template: str | None = _option(None, "file with a chat template (default: the model's)")
     allow_special_in_content: bool = _option(
         False, "read control tokens that messages, tools and documents spell; else they are text"
     )
@@ -128,7 +131,9 @@ class ServerConfig:
 
     api_key_hashes: tuple[str, ...] = ()
     admin_key_hashes: tuple[str, ...] = ()
-    api_key_file: str | None = _option(None, "file with one key per line; reloaded when it changes")
+    api_key_file: str | None = _option(
+        None, "file with one key per line; reloaded when it changes (default: none)"
+    )
     allowed_hosts: tuple[str, ...] = _option(
         (),
         "host under which the server may be addressed (Host header), or * for all; repeatable "
@@ -143,13 +148,17 @@ class ServerConfig:
     weights_root: str | None = _option(
         None, "folder of the weights that an admin may load while serving (default: none)"
     )
-    allowed_origins: tuple[str, ...] = _option((), "CORS: allowed origins; repeatable")
+    allowed_origins: tuple[str, ...] = _option(
+        (), "CORS: allowed origins; repeatable (default: none)"
+    )
     allowed_methods: tuple[str, ...] = _option(("GET", "POST"), "CORS: allowed methods; repeatable")
     allowed_headers: tuple[str, ...] = _option(("*",), "CORS: allowed headers; repeatable")
     allow_credentials: bool = _option(False, "CORS: allow cookies")
-    ssl_certfile: str | None = _option(None, "TLS certificate, in PEM")
-    ssl_keyfile: str | None = _option(None, "TLS key, in PEM")
-    ssl_ca_certs: str | None = _option(None, "TLS: clients must present a certificate of these CAs")
+    ssl_certfile: str | None = _option(None, "TLS certificate, in PEM (default: no TLS)")
+    ssl_keyfile: str | None = _option(None, "TLS key, in PEM (default: no TLS)")
+    ssl_ca_certs: str | None = _option(
+        None, "TLS: clients must present a certificate of these CAs (default: they need none)"
+    )
 
     max_body_bytes: int = _option(
         8 << 20, "maximum bytes of a request body, and of the text that an answer repeats"
@@ -186,7 +195,9 @@ class ServerConfig:
     ignore_unknown_fields: bool = _option(
         False, "drop the fields of a request that the server does not know, with a warning"
     )
-    request_timeout: float | None = _option(None, "seconds after which a request is aborted")
+    request_timeout: float | None = _option(
+        None, "seconds after which a request is aborted (default: no limit)"
+    )
     body_timeout: float = _option(30.0, "maximum seconds for a request body to arrive")
     send_timeout: float = _option(60.0, "seconds without reading after which a client is dropped")
     timeout_keep_alive: float = _option(30.0, "seconds after which an idle connection is closed")

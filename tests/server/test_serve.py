@@ -514,12 +514,12 @@ def test_clients_must_have_a_certificate(small, certificate):
 def _options(*arguments):
     parser = serve.argparse.ArgumentParser()
     serve.add_arguments(parser)
-    return vars(parser.parse_args(arguments))
+    return serve._given(parser.parse_args(arguments))
 
 
 def test_every_option_of_the_engine_has_a_flag():
     fields = {f.name for f in dataclasses.fields(EngineConfig)}
-    assert set(serve._ENGINE) == fields | set(LOAD_OPTIONS) - {"config", "progress"}
+    assert set(serve.LLM_OPTIONS) == fields | set(LOAD_OPTIONS) - {"config", "progress"}
 
 
 def test_flags_become_options(model):

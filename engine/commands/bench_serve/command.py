@@ -63,17 +63,17 @@ def _add_server_arguments(parser: argparse.ArgumentParser) -> None:
     add("--endpoint", default=COMPLETIONS, choices=(COMPLETIONS, CHAT), help="API endpoint")
     add("--model", help="the model's name on the server (default: the first that it lists)")
     add("--api-key", help="sent as a bearer token (default: OPENAI_API_KEY)")
-    add("--timeout", type=float, default=600.0, help="maximum seconds per request (default 600)")
+    add("--timeout", type=float, default=600.0, help="maximum seconds per request")
 
 
 def _add_load_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--num-prompts", type=int, default=1000, help="requests per run (default 1000)")
+    add("--num-prompts", type=int, default=1000, help="requests per run")
     add(
         "--request-rate",
         type=float,
         default=math.inf,
-        help="requests per second; inf (default): all at once",
+        help="requests per second; inf: all at once",
     )
     add(
         "--burstiness",
@@ -88,7 +88,7 @@ def _add_load_arguments(parser: argparse.ArgumentParser) -> None:
         help="maximum requests in flight; one run per value",
     )
     add("--num-warmups", type=int, default=1, help="unmeasured requests before the runs")
-    add("--workers", type=int, default=1, help="processes that generate the load (default 1)")
+    add("--workers", type=int, default=1, help="processes that generate the load")
     add("--seed", type=int, default=0, help="seed for prompts, lengths and intervals")
 
 
