@@ -39,7 +39,7 @@ VARIABLES: tuple[Variable, ...] = (
     Variable(
         "ENGINE_CACHE_DIR",
         "$XDG_CACHE_HOME/engine or ~/.cache/engine",
-        "folder of downloaded models and compiled kernels",
+        "folder of downloaded models, compiled kernels, and the chat's history",
     ),
     Variable(
         "ENGINE_KERNEL_TIER",

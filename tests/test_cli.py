@@ -13,6 +13,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ import pytest
 
 from engine.cli import COMMANDS, main
 from engine.commands._parser import CommandParser
+from tests.attack.target import write_tiny_model
 
 ENGINE = [sys.executable, "-m", "engine"]
 GREEDY = ["--device", "cpu", "--temperature", "0", "--max-tokens", "8", "--max-model-len", "512"]
@@ -160,6 +162,57 @@ def test_generate_json(command):
     assert record["ttft_seconds"] > 0 and len(record["token_ids"]) <= 8
 
 
+@pytest.fixture
+def tiny(tmp_path):
+    """Folders of a model, of one without a chat template, and of a damaged one."""
+    folders = [tmp_path / name for name in ("tiny", "plain", "damaged")]
+    for folder in folders:
+        write_tiny_model(folder, has_template=folder.name != "plain")
+    (folders[0] / "generation_config.json").write_text('{"temperature": 0.3, "do_sample": true}')
+    (folders[2] / "config.json").write_text('{"model_type": "llama"}')
+    return folders
+
+
+TINY = ("--device", "cpu", "--load-format", "dummy", "--max-tokens", "3", "--seed", "1")
+
+
+def test_chat_goes_on_with_another_model(command, tiny):
+    model, plain, damaged = tiny
+    other = model.with_name("other")
+    shutil.copytree(model, other)
+    lines = ("one", "/model nowhere", f"/model {damaged}", f"/model {plain}", "two")
+    lines = (*lines, f"/model {other}", "three", "/model")
+    done = command("chat", str(model), *TINY, text="\n".join(lines))
+    first, second, third = map(int, re.findall(r"3 tokens after (\d+)", done.stderr))
+    assert first < second < third  # the whole conversation goes to the new model
+    errors = [line for line in done.stderr.splitlines() if line.startswith("engine chat: ")]
+    assert "model 'nowhere' is not known" in errors[0] and "config.json" in errors[1]
+    assert "no chat template" in errors[2] and len(errors) == 3
+    assert done.stderr.count(f"model: {other}") == 2
+
+
+def test_set_tells_the_defaults_of_the_model(command, tiny):
+    done = command("chat", str(tiny[0]), *TINY, text="/set\n/set top_k 3\n/set temperature")
+    rows = [line.split(maxsplit=2) for line in done.stderr.splitlines()]
+    assert ["temperature", "0.3", "the model's default"] in rows[:-2]
+    assert ["top_p", "1.0"] in rows and ["max_tokens", "3", "set here"] in rows
+    assert rows[-2:] == [["top_k", "3", "set here"], ["temperature", "0.3", "the model's default"]]
+
+
+@pytest.mark.parametrize(
+    ("words", "advice"),
+    [
+        (("generate", "--chat", "x"), "leave out --chat to continue the prompt as text"),
+        (("chat",), "engine generate MODEL PROMPT continues a text"),
+    ],
+)
+def test_a_model_without_a_template_is_answered_with_advice(command, tiny, words, advice):
+    done = command(*words, "--model", str(tiny[1]), *TINY, status=2)
+    assert advice in done.stderr and "load_tokenizer" not in done.stderr
+    if words[0] == "generate":
+        assert command("generate", "x", "--model", str(tiny[1]), *TINY).stdout
+
+
 def test_unencodable_characters_are_replaced():
     done = _run("generate", "--chat", "Write an emoji and é", *GREEDY, PYTHONIOENCODING="ascii")
     assert "?" in done.stdout
@@ -216,7 +269,11 @@ def test_ctrl_c_stops_the_answer_and_not_the_program():
         (("chat", "--device", "cpu", "--quantization", "int3"), "got 'int3'"),
         (("bench", "latency", "--device", "cpu", "-q", "int3"), "quantization must be one of"),
         (("bench", "startup", "--device", "cpu", "-q", "int3"), "quantization must be one of"),
-        (("kernels", "--arch", "hopper"), "--arch must be an architecture like sm_80"),
+        *(
+            (("kernels", "--arch", arch), f"like sm_80 or sm_90a; got '{arch}' (compute capability")
+            for arch in ("hopper", "sm_75", "sm_60a", "sm_81", "sm_999", "sm_90b", "sm_")
+        ),
+        (("doctor", "--arch", "sm_75"), "got 'sm_75' (compute capability 8.0 or newer: sm_80, "),
     ],
 )
 def test_bad_usage_is_one_line_and_status_2(command, arguments, message):

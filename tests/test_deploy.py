@@ -268,3 +268,14 @@ def test_the_ray_cluster_mounts_the_application_and_installs_the_extras():
     extras = re.search(r"rawengine\[(.*)\]", " ".join(cluster["setup_commands"]))[1].split(",")
     known = re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     assert {"serve", "cluster"} <= set(extras) <= set(known)
+
+
+def test_the_metadata_names_urls_and_operating_systems():
+    """The systems of docs/platforms.md, and every minor version of Python up to the newest one."""
+    text = _pyproject()
+    systems = re.findall(r'"Operating System :: (.*)"', text)
+    assert systems == ["MacOS", "Microsoft :: Windows", "POSIX :: Linux"]
+    oldest = re.search(r'requires-python = ">=3\.(\d+)"', text)
+    minors = re.findall(r'"Programming Language :: Python :: 3\.(\d+)"', text)
+    assert minors[0] == oldest[1] and [*map(int, minors)] == [*range(int(minors[0]), 14)]
+    assert re.search(r'\[project\.urls\]\n(\w+ = "https://\S+"\n)+', text)

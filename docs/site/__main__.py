@@ -21,7 +21,7 @@ _BENCHMARKS = sorted(
 )
 _FRAMEWORKS = sorted(path.stem for path in (ROOT / "docs" / "integrations").glob("*.md"))
 NAVIGATION = {
-    "Start": ["quickstart", "platforms"],
+    "Start": ["quickstart", "command_line", "platforms"],
     "Course": ["course/index", *(f"course/{name}" for name in course.names())],
     "Guides": [
         *("serving", "page", "clients", "tools_and_reasoning", "structured_output"),

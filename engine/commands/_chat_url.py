@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
+from engine.commands._chat_session import Message
+from engine.commands._chat_terminal import printable
 from engine.commands._http import Server, api_key
 from engine.commands._options import given_sampling
-from engine.errors import ConfigError, EngineError
+from engine.errors import ConfigError, EngineError, did_you_mean
 from engine.sampling_params import SamplingParams
 
 __all__ = ["RemoteChat", "add_url_arguments"]
@@ -30,10 +33,6 @@ _LOCAL = {
 
 _MAX_TOKENS = 1 << 40  # largest plausible token count in a usage
 
-# Control characters are replaced: an answer must not control the terminal.
-_CONTROL = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), *range(127, 160))}
-_CONTROL = {code: to for code, to in _CONTROL.items() if chr(code) not in "\n\t"}
-
 
 def add_url_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options for a remote server."""
@@ -51,19 +50,14 @@ class RemoteChat:
     Parameters
     ----------
     server : Server
-    model : str
-    fields : dict
-        Request fields other than the messages.
+    name : str
+        Name of the model.
     """
 
-    def __init__(self, server: Server, model: str, fields: dict[str, Any]) -> None:
+    def __init__(self, server: Server, name: str) -> None:
+        self.name = name
         self._server = server
-        self._fields = {
-            "model": model,
-            **fields,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
+        self._summary = ""
 
     @classmethod
     def from_arguments(cls, arguments: argparse.Namespace) -> RemoteChat:
@@ -80,38 +74,56 @@ class RemoteChat:
             if getattr(arguments, name) != default:
                 option = f"--{name.replace('_', '-')}"
                 raise ConfigError(f"{option} applies to a model here, not to --url")
-        fields = given_sampling(arguments)
-        SamplingParams(**fields)  # reject invalid values before sending anything
-        if not arguments.ignore_eos:
-            del fields["ignore_eos"]  # other servers may reject the field
+        SamplingParams(**given_sampling(arguments))  # reject invalid values before sending anything
         server = Server.parse("--url", arguments.url, key=api_key(arguments.api_key))
-        return cls(server, arguments.model or server.first_model(), fields)
+        return cls(server, arguments.model or server.models()[0])
 
-    def turn(self, history: list[dict[str, str]], question: str) -> None:
-        """Answer one question; on an error, report it and leave `history` unchanged."""
-        asked = [*history, {"role": "user", "content": question}]
-        stream = _Stream(self._server.stream("/v1/chat/completions", self._body(asked)))
-        pieces: list[str] = []
-        try:
+    def answer(
+        self, messages: Sequence[Message], sampling: dict[str, Any]
+    ) -> Generator[str, None, None]:
+        """Yield the text of the answer; reasoning goes to standard error."""
+        body = {
+            "messages": messages,
+            "model": self.name,
+            **sampling,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        self._summary = ""
+        with contextlib.closing(self._server.stream("/v1/chat/completions", body)) as events:
+            stream = _Stream(events)
             try:
-                for piece in stream.text():
-                    pieces.append(piece)
-                    print(piece.translate(_CONTROL), end="", flush=True)
-            except KeyboardInterrupt:
-                print(" [stopped]", end="")
-            finally:
-                stream.close()
-            print()
-            print(stream.summary(), file=sys.stderr)
-        except EngineError as error:
-            if pieces:
-                print()
-            print(f"engine chat: {error}", file=sys.stderr)
-            return
-        history[:] = [*asked, {"role": "assistant", "content": "".join(pieces)}]
+                yield from stream.text()
+            finally:  # the server tells the figures of a stopped answer, too
+                self._summary = stream.summary()
 
-    def _body(self, messages: list[dict[str, str]]) -> dict[str, Any]:
-        return {"messages": messages, **self._fields}
+    def summary(self) -> str:
+        """Return the statistics of the last answer."""
+        return self._summary
+
+    def defaults(self) -> None:
+        """The server's values are not known."""
+
+    def switch(self, name: str) -> None:
+        """Go on with another model of the server.
+
+        Raises
+        ------
+        ConfigError
+            If the server lists no such model.
+        """
+        known = self._server.models()
+        if name not in known:
+            hint = did_you_mean(name, known, f"it has {', '.join(known[:20])}")
+            raise ConfigError(f"{self._server.url} has no model {name!r:.100}{hint}")
+        self.name = name
+
+    def names(self) -> list[str]:
+        """Return the models of the server."""
+        try:
+            return self._server.models()
+        except EngineError:
+            return []
 
 
 class _Stream:
@@ -132,7 +144,7 @@ class _Stream:
             except (AttributeError, TypeError, ValueError, LookupError) as error:
                 raise EngineError(f"the server's event is no chunk of a chat: {error}") from error
             if thought:
-                print(thought.translate(_CONTROL), end="", file=sys.stderr, flush=True)
+                print(printable(thought), end="", file=sys.stderr, flush=True)
             if piece:
                 yield piece
 
@@ -151,10 +163,6 @@ class _Stream:
             raise TypeError("its content must be text")
         return thought, piece
 
-    def close(self) -> None:
-        """Close the connection; the server then aborts the request."""
-        self._events.close()
-
     def summary(self) -> str:
         """Return the statistics line printed after an answer."""
         now = time.perf_counter()
@@ -167,7 +175,7 @@ class _Stream:
             rate = f", {(made - 1) / seconds:.1f} tokens/s" if made > 1 and seconds else ""
             parts.insert(0, f"{made} tokens after {read}{rate}")
         if self._reason not in ("", "stop"):
-            parts.append(str(self._reason)[:80].translate(_CONTROL))
+            parts.append(printable(str(self._reason)[:80]))
         return ", ".join(parts)
 
 

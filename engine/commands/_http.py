@@ -7,7 +7,7 @@ import http.client
 import json
 import os
 import urllib.parse
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,8 +94,8 @@ class Server:
         name = f"[{self.host}]" if ":" in self.host else self.host
         return f"{'https' if self.tls else 'http'}://{name}:{self.port}{self.prefix}"
 
-    def first_model(self) -> str:
-        """Return the first model that the server lists.
+    def models(self) -> list[str]:
+        """Return the names of the models that the server lists, at least one.
 
         Raises
         ------
@@ -105,14 +105,14 @@ class Server:
         with self._answer("GET", "/v1/models", None) as response:
             body = _read(response, _MAX_BODY)
         try:
-            name = json.loads(body)["data"][0]["id"]
+            names = [each["id"] for each in json.loads(body)["data"]]
         except (ValueError, TypeError, LookupError, RecursionError):
-            name = None
-        if not isinstance(name, str):
+            names = []
+        if not names or not all(isinstance(name, str) for name in names):
             raise EngineError(f"{self.url}/v1/models must list a model; got {_text(body)}")
-        return name
+        return names
 
-    def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    def stream(self, path: str, body: dict[str, Any]) -> Generator[dict[str, Any], None, None]:
         """POST `body`, and yield the response's events up to [DONE].
 
         Closing the iterator closes the connection, which aborts the request.

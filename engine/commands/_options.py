@@ -11,21 +11,27 @@ from engine.commands._parallel import add_parallel_argument, parallel_option
 from engine.commands._parser import MODEL_HELP
 from engine.commands._quantization import add_quantization_argument, quantization_option
 from engine.commands._speculation import add_speculation_argument, speculation_option
+from engine.errors import TemplateError
 from engine.llm import LLM
 from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
 
 __all__ = [
+    "DEFAULT_MAX_TOKENS",
+    "SAMPLING_TYPES",
     "add_model_arguments",
     "add_sampling_arguments",
+    "check_has_template",
     "given_sampling",
     "make_llm",
     "sampling_params",
     "summary",
 ]
 
+DEFAULT_MAX_TOKENS = 256
+
 _SAMPLING = {
-    "max_tokens": (int, "maximum number of tokens to generate (default 256)"),
+    "max_tokens": (int, f"maximum number of tokens to generate (default {DEFAULT_MAX_TOKENS})"),
     "min_tokens": (int, "generate at least this many tokens"),
     "temperature": (float, "0: always the most probable token"),
     "top_p": (float, "keep the most probable tokens that sum to this probability"),
@@ -41,6 +47,11 @@ _SAMPLING = {
     "frequency_penalty": (float, "subtracted from the logit once per occurrence"),
     "seed": (int, "the same seed gives the same text"),
 }
+
+
+SAMPLING_TYPES: dict[str, type] = {name: kind for name, (kind, _) in _SAMPLING.items()}
+SAMPLING_TYPES |= {"stop": str, "ignore_eos": bool}
+"""Sampling parameters that can be given, and their types; `stop` is a list of texts."""
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -83,15 +94,29 @@ def make_llm(arguments: argparse.Namespace) -> LLM:
     )
 
 
+def check_has_template(llm: LLM, instead: str) -> None:
+    """Check that the model can chat.
+
+    Raises
+    ------
+    TemplateError
+        If it has no chat template; the message says what to do `instead`.
+    """
+    if llm.tokenizer.chat_template is None:
+        raise TemplateError(f"the model has no chat template, so it cannot chat: {instead}")
+
+
 def sampling_params(llm: LLM, arguments: argparse.Namespace) -> SamplingParams:
     """Return the model's default sampling parameters, overridden by the given options."""
-    return llm.get_default_sampling_params(**given_sampling(arguments))
+    return llm.get_default_sampling_params(
+        **({"max_tokens": DEFAULT_MAX_TOKENS} | given_sampling(arguments))
+    )
 
 
 def given_sampling(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the given sampling options as keyword arguments, with a default `max_tokens`."""
-    given = {name: getattr(arguments, name) for name in (*_SAMPLING, "stop", "ignore_eos")}
-    return {"max_tokens": 256} | {k: value for k, value in given.items() if value is not None}
+    """Return the given sampling options as keyword arguments."""
+    given = {name: getattr(arguments, name) for name in SAMPLING_TYPES}
+    return {k: value for k, value in given.items() if value is not None and value is not False}
 
 
 def summary(llm: LLM, output: RequestOutput, num_tokens: int) -> str:
@@ -101,4 +126,6 @@ def summary(llm: LLM, output: RequestOutput, num_tokens: int) -> str:
     seconds = (metrics.decode_time or 0.0) if metrics is not None else 0.0
     rate = f"{(num_tokens - 1) / seconds:.1f} tokens/s" if seconds and num_tokens > 1 else "-"
     prompt = len(output.prompt_token_ids)
-    return f"{num_tokens} tokens after {prompt}, {rate}, {model.device}, {model.dtype}"
+    line = f"{num_tokens} tokens after {prompt}, {rate}, {model.device}, {model.dtype}"
+    is_cut = output.outputs[0].finish_reason == "length"
+    return f"{line}; cut off at max_tokens {num_tokens}" if is_cut else line

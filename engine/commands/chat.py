@@ -1,34 +1,40 @@
-"""`engine chat`: chat in the terminal with a local model or, with `--url`, a remote one."""
+"""`engine chat [MODEL]`: chat in the terminal with a model here or, with `--url`, on a server."""
 
 from __future__ import annotations
 
 import argparse
-import functools
-import sys
-from collections.abc import Callable
+import contextlib
+import os
+from collections.abc import Generator, Sequence
+from typing import Any
 
+from engine.commands._chat_session import ChatModel, Message, Session
+from engine.commands._chat_terminal import Interrupt, held_typing
 from engine.commands._chat_url import RemoteChat, add_url_arguments
 from engine.commands._options import (
+    SAMPLING_TYPES,
     add_model_arguments,
     add_sampling_arguments,
+    check_has_template,
+    given_sampling,
     make_llm,
-    sampling_params,
     summary,
 )
 from engine.commands._parser import MODEL_HELP, add_positional_model, chosen_model
-from engine.commands._streams import read_input
 from engine.errors import ConfigError, EngineError
 from engine.llm import LLM
-from engine.sampling_params import SamplingParams
+from engine.loading.download import resolve_model
 
 __all__ = ["add_arguments", "run"]
 
-_MODEL = "smollm2"
-_HELP = "/reset forgets the conversation, /exit leaves; Ctrl-C stops an answer, Ctrl-D leaves"
+_EPILOG = (
+    "In the chat, /help lists commands: /set temperature 0.2, /system, /save, /load, /model ..."
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
+    parser.epilog = _EPILOG
     add_positional_model(parser, f"{MODEL_HELP} (default: smollm2); with --url, its name there")
     parser.add_argument("--system", help="system message")
     add_url_arguments(parser)
@@ -37,70 +43,105 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Answer each input line until end of file."""
-    default = _MODEL if arguments.url is None else None
+    """Answer each entry until the end of the input."""
+    default = "smollm2" if arguments.url is None else None
     arguments.model = chosen_model(arguments.named_model, arguments.model, default)
     if arguments.url is not None:
-        _converse(arguments.system, RemoteChat.from_arguments(arguments).turn)
+        _converse(arguments, RemoteChat.from_arguments(arguments))
         return 0
     if arguments.api_key is not None:
         raise ConfigError("--api-key needs --url")
-    with make_llm(arguments) as llm:
-        params = sampling_params(llm, arguments)
-        _converse(arguments.system, functools.partial(_turn, llm, params))
+    with held_typing():
+        chat = LocalChat(arguments)
+    try:
+        _converse(arguments, chat)
+    finally:
+        chat.close()
     return 0
 
 
-def _converse(system: str | None, turn: Callable[[list[dict[str, str]], str], None]) -> None:
-    """Read lines; `turn` answers each, and appends the question and answer to the history."""
-    first = [{"role": "system", "content": system}] if system else []
-    history = list(first)
-    if sys.stdin.isatty():
-        print(_HELP, file=sys.stderr)
-    while (line := _read_line()) is not None:
-        if line == "/exit":
-            break
-        if line == "/reset":
-            history = list(first)
-            print("(forgotten)", file=sys.stderr)
-        elif line:
-            turn(history, line)
+def _converse(arguments: argparse.Namespace, model: ChatModel) -> None:
+    Session(model, arguments.system, given_sampling(arguments)).run()
 
 
-def _read_line() -> str | None:
-    """Return the next line, or None at end of file; Ctrl-C clears the line, as in a shell."""
-    while True:
-        try:
-            if sys.stdin.isatty():
-                return input("> ").strip()
-            line = read_input(line=True)
-            return line.strip() if line else None
-        except EOFError:
-            return None
-        except KeyboardInterrupt:
-            print(file=sys.stderr)
+class LocalChat:
+    """Chat with a model on this machine.
 
+    Parameters
+    ----------
+    arguments : argparse.Namespace
+        The command's options.
+    """
 
-def _turn(llm: LLM, params: SamplingParams, history: list[dict[str, str]], question: str) -> None:
-    """Answer one question; on an error, report it and leave `history` unchanged."""
-    asked = [*history, {"role": "user", "content": question}]
-    pieces: list[str] = []
-    ids = 0
-    try:
-        stream = llm.stream(asked, params)
-        output = None
-        try:
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self._arguments = arguments
+        self._llm = _load(arguments)
+        self._summary = ""
+
+    @property
+    def name(self) -> str:
+        """Name of the model."""
+        return str(self._arguments.model)
+
+    def answer(
+        self, messages: Sequence[Message], sampling: dict[str, Any]
+    ) -> Generator[str, None, None]:
+        """Yield the text of the answer; Ctrl-C raises KeyboardInterrupt between two steps."""
+        self._summary = ""
+        num_ids = 0
+        params = self._llm.get_default_sampling_params(**sampling)
+        with (
+            Interrupt() as interrupt,
+            contextlib.closing(self._llm.stream(messages, params)) as stream,
+        ):
             for output in stream:
-                pieces.append(output.outputs[0].text)
-                ids += len(output.outputs[0].token_ids)
-                print(pieces[-1], end="", flush=True)
-        except KeyboardInterrupt:
-            stream.close()
-            print(" [stopped]", end="")
-        print()
-        if output is not None and output.finished:
-            print(summary(llm, output, ids), file=sys.stderr)
-    except EngineError as error:
-        print(f"engine chat: {error}", file=sys.stderr)
-        return
-    history[:] = [*asked, {"role": "assistant", "content": "".join(pieces)}]
+                num_ids += len(output.outputs[0].token_ids)
+                if output.finished:
+                    self._summary = summary(self._llm, output, num_ids)
+                yield output.outputs[0].text
+                if interrupt.is_set and not output.finished:
+                    raise KeyboardInterrupt
+
+    def summary(self) -> str:
+        """Return the statistics of the last answer; "" if it was stopped."""
+        return self._summary
+
+    def defaults(self) -> dict[str, Any]:
+        """Return the model's value of each sampling parameter."""
+        params = self._llm.get_default_sampling_params()
+        return {name: getattr(params, name) for name in SAMPLING_TYPES}
+
+    def switch(self, name: str) -> None:
+        """Load another model; if it cannot be loaded, load the former one again.
+
+        The former one is closed first, as a GPU has no room for two.
+        """
+        resolve_model(name, progress=True)  # a name that is unknown closes nothing
+        former = self._arguments
+        self._llm.close()
+        self._arguments = argparse.Namespace(**{**vars(former), "model": name})
+        try:
+            self._llm = _load(self._arguments)
+        except EngineError:
+            self._arguments = former
+            self._llm = _load(former)
+            raise
+
+    def names(self) -> list[str]:
+        """Return the models that need no download."""
+        return ["smollm2", *sorted(name for name in os.listdir() if name.endswith(".gguf"))]
+
+    def close(self) -> None:
+        """Free the model's memory."""
+        self._llm.close()
+
+
+def _load(arguments: argparse.Namespace) -> LLM:
+    llm = make_llm(arguments)
+    try:
+        check_has_template(llm, "engine generate MODEL PROMPT continues a text; or take an "
+                           "instruct model")  # fmt: skip
+    except EngineError:
+        llm.close()
+        raise
+    return llm

@@ -11,6 +11,7 @@ from typing import Any
 from engine.commands._options import (
     add_model_arguments,
     add_sampling_arguments,
+    check_has_template,
     make_llm,
     sampling_params,
     summary,
@@ -50,6 +51,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.chat:
         prompt = [{"role": "user", "content": prompt}]
     with make_llm(arguments) as llm:
+        if arguments.chat:
+            check_has_template(llm, "leave out --chat to continue the prompt as text, or take an "
+                               "instruct model")  # fmt: skip
         pieces: list[str] = []
         ids: list[int] = []
         output = None

@@ -15,6 +15,7 @@ from engine import device, kernels
 from engine.dtypes import FLOAT_NAMES
 from engine.errors import CompileError, ConfigError, did_you_mean
 from engine.kernels._module import (
+    KNOWN_ARCHITECTURES,
     CompiledModule,
     ModuleSpec,
     cached_module,
@@ -55,16 +56,26 @@ def op_specs(op: str, dtype: str) -> tuple[ModuleSpec, ...]:
 
 
 def checked_arch(arch: str) -> str:
-    """Return `arch`, the value of --arch.
+    """Return the value of --arch as the engine names it: sm_90a, and sm_100 for sm_100a.
 
     Raises
     ------
     ConfigError
-        If it is not the name of an architecture.
+        If it is not an architecture of compute capability 8.0 or newer that NVRTC knows.
+
+    Examples
+    --------
+    >>> checked_arch("sm_90"), checked_arch("sm_120a")
+    ('sm_90a', 'sm_120')
     """
-    if not re.fullmatch(r"sm_\d{2,3}a?", arch):
-        raise ConfigError(f"--arch must be an architecture like sm_80 or sm_90a; got {arch!r}")
-    return arch
+    name = re.sub("[af]$", "", arch)
+    name = "sm_90a" if name == "sm_90" else name
+    if name not in KNOWN_ARCHITECTURES:
+        raise ConfigError(
+            f"--arch must be an architecture like sm_80 or sm_90a; got {arch!r:.40} (compute "
+            f"capability 8.0 or newer: {', '.join(KNOWN_ARCHITECTURES)})"
+        )
+    return name
 
 
 def run(arguments: argparse.Namespace) -> int:

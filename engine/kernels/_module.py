@@ -46,6 +46,13 @@ __all__ = [
 ]
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_103", "sm_120")
+"""Architectures for which CI compiles every kernel."""
+
+KNOWN_ARCHITECTURES = (
+    *("sm_80", "sm_86", "sm_87", "sm_88", "sm_89", "sm_90a", "sm_100", "sm_101", "sm_103"),
+    *("sm_110", "sm_120", "sm_121"),
+)
+"""Architectures from sm_80 on that NVRTC 12.9 or 13 compiles for."""
 
 INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"', re.MULTILINE)
 """Finds the first-party headers that a source includes."""

@@ -74,10 +74,7 @@ class Target:
 
     def _start(self) -> None:
         model = self.folder / "model"
-        model.mkdir()
-        (model / "config.json").write_text(json.dumps(_CONFIG))
-        (model / "tokenizer.json").write_text(json.dumps(_tokenizer()))
-        (model / "chat_template.jinja").write_text(_TEMPLATE)
+        write_tiny_model(model)
         self._log = self.folder / "stderr"
         code = (
             f"import sys; sys.path[0] = {str(self._source)!r}\nfrom engine.cli import main; main()"
@@ -181,6 +178,15 @@ class Target:
             taken += [seconds for _, seconds in answers]
             if begins is not None:
                 begins += [begin for begin, _ in answers]
+
+
+def write_tiny_model(folder: Path, *, has_template: bool = True) -> None:
+    """Write a model without weights, for `--load-format dummy`, into a new folder."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(_CONFIG))
+    (folder / "tokenizer.json").write_text(json.dumps(_tokenizer()))
+    if has_template:
+        (folder / "chat_template.jinja").write_text(_TEMPLATE)
 
 
 def _command(pid: int) -> str:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 import os
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -218,3 +220,106 @@ def test_ctrl_c_closes_the_connection_and_not_the_program():
         finally:
             process.kill()
     assert process.returncode == 0 and "[stopped]" in out, err
+
+
+@pytest.fixture
+def talk(capsys, monkeypatch, tmp_path):
+    """A function that enters lines in a chat with `_echo`; returns requests, output and errors."""
+    monkeypatch.setenv("ENGINE_CACHE_DIR", str(tmp_path))
+
+    def talk(*lines, words=()):
+        with ScriptedServer(_echo) as server:
+            text = "".join(f"{line}\n" for line in lines)
+            status, out, err = _chat(capsys, monkeypatch, text, "--url", server.url, *words)
+        assert status == 0
+        return [each for each in server.requests if each.method == "POST"], out, err
+
+    return talk
+
+
+def test_set_changes_and_lists_the_sampling_parameters(talk):
+    requests, _, err = talk(
+        *("/set temperature 0.2", '/set stop "\\n\\n"', "/set ignore_eos true", "one"),
+        *("/set temperature default", "/set ignore_eos default", "/set", "two"),
+        words=("--top-k", "7"),
+    )
+    first, second = (each.body for each in requests)
+    assert (first["temperature"], first["stop"], first["top_k"]) == (0.2, ["\n\n"], 7)
+    assert first["ignore_eos"] is True and first["max_tokens"] == 256
+    assert "temperature" not in second and "ignore_eos" not in second and second["top_k"] == 7
+    rows = {line.split()[0]: line.split()[1:] for line in err.splitlines() if line[:1].isalpha()}
+    assert rows["top_k"] == ["7", "set", "here"] and rows["max_tokens"] == ["256"]
+    assert rows["min_p"] == ["-", "the", "server's", "default"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("/savee x", "there is no command '/savee'; did you mean '/save'? (a space before"),
+        ("/zzz", "there is no command '/zzz'; /help lists them"),
+        ("/set temprature 1", "no sampling parameter 'temprature'; did you mean 'temperature'?"),
+        ("/set temperature hot", "temperature must be a number; got 'hot'"),
+        ("/set top_p 2", "top_p must be a number"),
+        ("/set top_k 1.5", "top_k must be a whole number; got '1.5'"),
+        ("/set ignore_eos 1", "ignore_eos must be true or false; got '1'"),
+        ("/save", "a conversation's name must be letters"),
+        ("/save ../../x", "a conversation's name must be letters"),
+        ("/load ../x", "a conversation's name must be letters"),
+        ("/load none", "there is no conversation 'none'; saved are none"),
+        ("/model frist", "has no model 'frist'; did you mean 'first'?"),
+        ('"""never closed', 'a block that """ begins must end with """'),
+    ],
+)
+def test_a_wrong_command_is_an_error_and_sends_nothing(talk, tmp_path, line, message):
+    requests, _, err = talk(line)
+    assert not requests and err.startswith("engine chat: ") and message in err
+    assert not [*tmp_path.rglob("*.json")]
+
+
+def test_entries_of_several_lines_and_of_a_slash(talk):
+    requests, _, err = talk(
+        '"""', "def f():", "    return 1", '"""', " /etc/hosts?", '/system """be', 'brief"""', "x"
+    )
+    contents = [each.body["messages"][-1]["content"] for each in requests]
+    assert contents == ["def f():\n    return 1", "/etc/hosts?", "x"]
+    assert requests[-1].body["messages"][0] == {"role": "system", "content": "be\nbrief"}
+    assert "system message: be\nbrief" in err
+
+
+def test_a_conversation_is_saved_and_loaded(talk, tmp_path):
+    talk("/system be kind", "one", "/set top_k 5", "/save talk", "/save talk")
+    file = tmp_path / "chats" / "talk.json"
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    record = json.loads(file.read_text())
+    assert record["model"] == "first" and record["sampling"] == {"top_k": 5}
+    assert [m["role"] for m in record["messages"]] == ["system", "user", "assistant"]
+    requests, _, err = talk("/load", "lost", "/load talk", "two", "/model second", "three")
+    assert "talk" in err.splitlines() and "2 messages of talk" in err
+    bodies = [each.body for each in requests]
+    assert [each["model"] for each in bodies] == ["first", "first", "second"]
+    contents = [m["content"] for m in bodies[1]["messages"]]
+    assert contents == ["be kind", "one", "2 one", "two"] and bodies[1]["top_k"] == 5
+    assert len(bodies[2]["messages"]) == 6  # the other model sees the whole conversation
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"messages": "x", "sampling": {}}, "messages must be a list"),
+        ({"messages": [{"role": "tool", "content": "x"}], "sampling": {}}, "messages must be"),
+        ({"messages": [], "sampling": []}, "sampling must be an object"),
+        ({"messages": [], "sampling": {"top_p": 7}}, "top_p must be a number"),
+        ({"messages": [], "sampling": {"topp": 0.1}}, "did you mean 'top_p'?"),
+    ],
+)
+def test_a_damaged_conversation_changes_nothing(talk, tmp_path, record, message):
+    (tmp_path / "chats").mkdir()
+    (tmp_path / "chats" / "bad.json").write_text(json.dumps(record))
+    requests, out, err = talk("one", "/load bad", "two")
+    assert message in err and out.splitlines() == ["1 one", "3 two"]
+    assert "top_p" not in requests[-1].body
+
+
+def test_clear_keeps_the_system_message(talk):
+    out = talk("one", "/clear", "two", words=("--system", "be brief"))[1]
+    assert out.splitlines() == ["2 one", "2 two"]

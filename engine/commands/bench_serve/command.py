@@ -257,7 +257,7 @@ def _target(arguments: argparse.Namespace, extra: dict[str, Any]) -> Target:
         tls=server.tls,
         path=server.prefix + arguments.endpoint,
         endpoint=arguments.endpoint,
-        model=arguments.model or server.first_model(),
+        model=arguments.model or server.models()[0],
         api_key=key,
         body=body | extra,
         timeout=arguments.timeout,
