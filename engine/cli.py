@@ -44,7 +44,7 @@ COMMANDS = {
     "doctor": ("check this machine and say what to install next", "engine doctor"),
     "plan": (
         "predict a model's memory use and speed on GPUs you do not need to have",
-        "engine plan llama-3.1-8b --gpu h100",
+        "engine plan llama-3.1-8b",
     ),
     "bench": (
         "measure latency, throughput, prefill or startup of a model",

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 from engine.checks import shown
@@ -20,7 +21,17 @@ from engine.loading.gguf import GgufFile
 from engine.loading.load_config import resolve_load_config
 from engine.loading.quantized.scheme import load_scheme
 from engine.model_files import excerpt
-from engine.scaling import CARDS, Constants, Division, StepModel, Workload, divisions, find_card
+from engine.scaling import (
+    CARDS,
+    Card,
+    Constants,
+    Division,
+    StepModel,
+    Workload,
+    divisions,
+    find_card,
+)
+from engine.scaling.card_table import CardTable, Planner, card_table
 from engine.scaling.plan import ScalingPlan, plan_scaling
 from engine.weights import FORMATS
 
@@ -35,6 +46,7 @@ _WAYS = {
 }
 _MOST = 10**6
 _MOST_GPUS = 1024
+_MOST_GIGABYTES = 10000
 _PAGES = ("auto", "fp8", "int8")
 
 
@@ -43,9 +55,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_positional_model(parser, "a folder, a .gguf file, a name, or a built-in configuration of "
                          "engine bench (default: smollm2)")  # fmt: skip
     parser.add_argument("--model", help="the same")
-    parser.add_argument("--gpu", required=True, help=f"kind of GPU: {', '.join(CARDS)}")
-    parser.add_argument("--gpus", type=int, default=1, help="number of GPUs (default 1)")
-    parser.add_argument("--gpus-per-host", type=int, default=8, help="default 8")
+    parser.add_argument("--gpu", help=f"kind of GPU: {', '.join(CARDS)} (default: a table of all)")
+    parser.add_argument("--memory", type=float, metavar="GB",
+                        help="a table of cards with this memory (default: of all)")  # fmt: skip
+    parser.add_argument("--gpus", type=int, default=1, help="number of GPUs")
+    parser.add_argument("--gpus-per-host", type=int, default=8, help="number of GPUs per host")
     for name, meaning in _WAYS.items():
         parser.add_argument(f"--{name}-parallel-size", type=int, metavar="N",
                             help=f"only plans with N {meaning}")  # fmt: skip
@@ -56,10 +70,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv-cache-dtype", default="auto", help=f"{', '.join(_PAGES)}")
     parser.add_argument("--max-model-len", type=int, help="longest sequence (default: the model's)")
     parser.add_argument("--max-num-seqs", type=int, default=256,
-                        help="maximum running requests per replica (default 256)")  # fmt: skip
-    parser.add_argument(
-        "--num-requests", type=int, default=256, help="total requests (default 256)"
-    )
+                        help="maximum running requests per replica")  # fmt: skip
+    parser.add_argument("--num-requests", type=int, default=256, help="total requests")
     parser.add_argument("--prompt-len", type=int, help="tokens per prompt (default: 100 to "
                         "1024, and 4096 for prompt tokens/s)")  # fmt: skip
     parser.add_argument("--output-len", type=int, help="tokens per output (default: 100 to 1024)")
@@ -71,18 +83,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the plan; return 0 if any division of the model fits."""
     arguments.model = chosen_model(arguments.named_model, arguments.model)
-    plan = _plan(arguments)
-    if arguments.json:
-        print(json.dumps({"model": arguments.model, **plan.as_dict()}))
+    plan = _planner(arguments)
+    found: ScalingPlan | CardTable
+    if arguments.gpu is None:
+        found = card_table(plan, *_cards(arguments.memory))
+        fits = any(row.fits for row in found.rows)
+    elif arguments.memory is not None:
+        raise ConfigError("give --gpu or --memory, not both")
     else:
-        print(f"{_title(arguments, plan)}\n{plan}")
-    if not plan.possible:
-        print("engine plan: the model fits in no way", file=sys.stderr)
+        found = plan(find_card(arguments.gpu))
+        fits = bool(found.possible)
+    if arguments.json:
+        print(json.dumps({"model": arguments.model, **found.as_dict()}))
+    else:
+        print(f"{_title(arguments, found)}\n{found}")
+    if not fits:
+        where = "in no way" if arguments.gpu else "on none of these cards"
+        print(f"engine plan: the model fits {where}", file=sys.stderr)
         return 1
     return 0
 
 
-def _plan(arguments: argparse.Namespace) -> ScalingPlan:
+def _cards(gigabytes: float | None) -> tuple[list[Card], Card | None]:
+    """Return the cards of a table, and one that stands for any card of this memory."""
+    if gigabytes is None:
+        return list(CARDS.values()), None
+    if not 1 <= gigabytes <= _MOST_GIGABYTES:
+        raise ConfigError(f"--memory must be from 1 to {_MOST_GIGABYTES} GB; got {gigabytes:g}")
+    memory = round(gigabytes * 1e9)
+    title = f"any card of {gigabytes:g} GB"
+    known = [card for card in CARDS.values() if card.memory == memory]
+    return known, replace(CARDS["h200"], name="", title=title, memory=memory)
+
+
+def _planner(arguments: argparse.Namespace) -> Planner:
+    """Return a function that plans the model on a card, in the given format or its own."""
     for name in ("gpus", "gpus_per_host", "max_num_seqs", "num_requests", "prompt_len",
                  "output_len", *(f"{way}_parallel_size" for way in _WAYS)):  # fmt: skip
         _check_positive(name, getattr(arguments, name))
@@ -91,29 +126,32 @@ def _plan(arguments: argparse.Namespace) -> ScalingPlan:
             f"--kv-cache-dtype must be one of {', '.join(_PAGES)}; "
             f"got {shown(arguments.kv_cache_dtype)}"
         )
-    card = find_card(arguments.gpu)
     config, source = named_config(arguments.model)
-    how = resolve_load_config(
-        config,
-        source,
-        (Device("cuda", 0), ""),
-        arguments.dtype,
-        "dummy",  # no weights are loaded, so the load format does not matter
-        arguments.max_model_len,
-        arguments.quantization or _stored_format(source),
-    )
-    quantization = None if how.quantization == "none" else how.quantization
+    stored = arguments.quantization or _stored_format(source)
     page_itemsize = 2 if arguments.kv_cache_dtype == "auto" else 1
-    model = StepModel(config, how.dtype, page_itemsize, quantization, card, Constants())
-    return plan_scaling(
-        model,
-        _ways(arguments, config),
-        _workload(arguments, how.max_model_len),
-        max_model_len=how.max_model_len,
-        prompt_len=arguments.prompt_len or min(_PROMPT_LEN, how.max_model_len),
-        max_num_seqs=arguments.max_num_seqs,
-        gpus_per_host=arguments.gpus_per_host,
-    )
+
+    def plan(card: Card, quantization: str | None = None) -> ScalingPlan:
+        how = resolve_load_config(
+            config,
+            source,
+            (Device("cuda", 0), ""),
+            arguments.dtype,
+            "dummy",  # no weights are loaded, so the load format does not matter
+            arguments.max_model_len,
+            quantization or stored,
+        )
+        form = None if how.quantization == "none" else how.quantization
+        return plan_scaling(
+            StepModel(config, how.dtype, page_itemsize, form, card, Constants()),
+            _ways(arguments, config),
+            _workload(arguments, how.max_model_len),
+            max_model_len=how.max_model_len,
+            prompt_len=arguments.prompt_len or min(_PROMPT_LEN, how.max_model_len),
+            max_num_seqs=arguments.max_num_seqs,
+            gpus_per_host=arguments.gpus_per_host,
+        )
+
+    return plan
 
 
 def _stored_format(source: ModelSource | None) -> str | None:
@@ -190,7 +228,8 @@ def _workload(arguments: argparse.Namespace, max_model_len: int) -> Workload:
     return Workload(arguments.num_requests, prompt, output)
 
 
-def _title(arguments: argparse.Namespace, plan: ScalingPlan) -> str:
+def _title(arguments: argparse.Namespace, found: ScalingPlan | CardTable) -> str:
+    plan = found.plan if isinstance(found, CardTable) else found
     model = plan.model
     work = plan.work
     names: dict[str, Any] = {"prompts": work.prompt, "outputs": work.output}
@@ -198,15 +237,16 @@ def _title(arguments: argparse.Namespace, plan: ScalingPlan) -> str:
         f"{name} of {low if low == high else f'{low} to {high}'}"
         for name, (low, high) in names.items()
     )
-    measured = (
-        "constants measured on this kind of card"
-        if model.card.is_measured
-        else "constants measured on an H200, scaled by the data sheets"
-    )
+    measured = "constants measured on an H200, scaled by the data sheets"
+    place = f"{plan.num_gpus} x {model.card.title}"
+    if isinstance(found, CardTable):
+        place = "one card" if plan.num_gpus == 1 else f"{plan.num_gpus} cards of a kind"
+    elif model.card.is_measured:
+        measured = "constants measured on this kind of card"
     pages = "16-bit" if model.page_itemsize == 2 else "8-bit"
     return (
         f"{excerpt(arguments.model)} in {model.quantization or model.dtype}, {pages} pages, on "
-        f"{plan.num_gpus} x {model.card.title}. Predicted, not measured ({measured}).\n"
+        f"{place}. Predicted, not measured ({measured}).\n"
         f"{work.num_requests} requests with {lengths} tokens; prompt/s: prompts of "
         f"{plan.prompt_len} tokens; one request: {work.mean_prompt + work.mean_output / 2:.0f} keys"
     )
