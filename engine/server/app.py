@@ -37,6 +37,7 @@ _OPTIONAL = {
     "weights": "admin_key_hashes",
     "admin": "admin_key_hashes",
     "page": "enable_page",
+    "docs": "enable_page",
     "watch": "enable_page",
     "metrics": "enable_metrics",
     "tokenizer_info": "enable_tokenizer_info_endpoint",

@@ -10,6 +10,7 @@ import msgspec
 
 from engine import __version__
 from engine.sampling_params import RANGES
+from engine.server.api_examples import example_of
 from engine.server.protocol.errors import ErrorResponse
 
 __all__ = ["Endpoint", "document"]
@@ -49,7 +50,9 @@ class Endpoint:
     is_admin: bool = False
 
 
-def document(endpoints: tuple[Endpoint, ...], *, has_keys: bool) -> dict[str, Any]:
+def document(
+    endpoints: tuple[Endpoint, ...], *, has_keys: bool, model: str = "model"
+) -> dict[str, Any]:
     """Return the OpenAPI document.
 
     Parameters
@@ -57,6 +60,8 @@ def document(endpoints: tuple[Endpoint, ...], *, has_keys: bool) -> dict[str, An
     endpoints : tuple of Endpoint
     has_keys : bool
         Whether the server requires API keys.
+    model : str
+        Name of the model, for the examples.
     """
     types = [t for e in endpoints for t in (e.request, e.response) if t is not None]
     types.append(ErrorResponse)
@@ -66,7 +71,7 @@ def document(endpoints: tuple[Endpoint, ...], *, has_keys: bool) -> dict[str, An
         _add_ranges(schema)
     paths: dict[str, dict[str, Any]] = {}
     for endpoint in endpoints:
-        operation = _operation(endpoint, by_type, has_keys)
+        operation = _operation(endpoint, by_type, has_keys, model)
         paths.setdefault(endpoint.path, {})[endpoint.method] = operation
     components: dict[str, Any] = {"schemas": schemas}
     if has_keys or any(endpoint.is_admin for endpoint in endpoints):
@@ -79,7 +84,9 @@ def document(endpoints: tuple[Endpoint, ...], *, has_keys: bool) -> dict[str, An
     }
 
 
-def _operation(endpoint: Endpoint, refs: Mapping[Any, Any], has_keys: bool) -> dict[str, Any]:
+def _operation(
+    endpoint: Endpoint, refs: Mapping[Any, Any], has_keys: bool, model: str
+) -> dict[str, Any]:
     schema = refs[endpoint.response] if endpoint.response is not None else {}
     content = {endpoint.media_type: {"schema": schema}}
     if endpoint.streams:
@@ -94,8 +101,10 @@ def _operation(endpoint: Endpoint, refs: Mapping[Any, Any], has_keys: bool) -> d
         },
     }
     if endpoint.request is not None:
-        body = {"application/json": {"schema": refs[endpoint.request]}}
-        found["requestBody"] = {"required": True, "content": body}
+        body = {"schema": refs[endpoint.request]}
+        if (example := example_of(endpoint.path, model)) is not None:
+            body["example"] = example
+        found["requestBody"] = {"required": True, "content": {"application/json": body}}
     if endpoint.is_admin or (has_keys and endpoint.needs_key):
         found["security"] = [{"key": []}]
     names = [part[1:-1] for part in endpoint.path.split("/") if part.startswith("{")]

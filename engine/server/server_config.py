@@ -203,7 +203,7 @@ class ServerConfig:
     timeout_keep_alive: float = _option(30.0, "seconds after which an idle connection is closed")
     sse_keep_alive: float = _option(15.0, "seconds between comments on an idle stream")
 
-    enable_page: bool = _option(True, "serve the web page at /")
+    enable_page: bool = _option(True, "serve the web pages at / and /docs")
     enable_metrics: bool = _option(True, "serve Prometheus metrics at /metrics")
     enable_tokenizer_info_endpoint: bool = _option(
         False, "serve the special tokens and the chat template at /tokenizer_info"

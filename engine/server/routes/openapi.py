@@ -22,5 +22,5 @@ def routes() -> list[Route]:
 async def openapi(request: Request) -> Response:
     """Return the OpenAPI document of all endpoints."""
     state = request.app.state
-    found = document(state.endpoints, has_keys=state.config.needs_key)
+    found = document(state.endpoints, has_keys=state.config.needs_key, model=state.model_names[0])
     return Response(msgspec.json.encode(found), media_type="application/json")

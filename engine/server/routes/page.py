@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-__all__ = ["HEADERS", "PUBLIC_PATHS", "routes"]
+__all__ = ["HEADERS", "PUBLIC_PATHS", "StaticFile", "file_route", "read_file", "routes"]
 
 _STATIC = Path(__file__).parents[1] / "static"
 _MEDIA_TYPES = {
@@ -44,19 +44,22 @@ HEADERS = {
 
 
 @dataclass(frozen=True)
-class _File:
+class StaticFile:
+    """A file of a page, read once, with the tag by which browsers know its version."""
+
     body: bytes
     media_type: str
     etag: str
 
 
-def _read(path: Path) -> _File:
+def read_file(path: Path) -> StaticFile:
+    """Read a file of a page."""
     body = path.read_bytes()
-    return _File(body, _MEDIA_TYPES[path.suffix], f'"{hashlib.sha256(body).hexdigest()[:32]}"')
+    return StaticFile(body, _MEDIA_TYPES[path.suffix], f'"{hashlib.sha256(body).hexdigest()[:32]}"')
 
 
 _FILES = {
-    "/" if path.name == "index.html" else f"/static/{path.name}": _read(path)
+    "/" if path.name == "index.html" else f"/static/{path.name}": read_file(path)
     for path in sorted(_STATIC.iterdir())
     if path.suffix in _MEDIA_TYPES
 }
@@ -66,8 +69,8 @@ _FILES = {
 PUBLIC_PATHS = frozenset(_FILES)
 
 
-def _serve(path: str) -> Route:
-    file = _FILES[path]
+def file_route(path: str, file: StaticFile) -> Route:
+    """Return the route that serves `file`, under headers that let nothing else run."""
     headers = {**HEADERS, "ETag": file.etag}
 
     async def page(request: Request) -> Response:
@@ -81,4 +84,4 @@ def _serve(path: str) -> Route:
 
 def routes() -> list[Route]:
     """Return one route per file; no other files are served."""
-    return [_serve(path) for path in _FILES]
+    return [file_route(path, file) for path, file in _FILES.items()]
