@@ -24,6 +24,8 @@ __all__ = [
     "parse_object",
     "request_ids_of",
     "shown",
+    "shown_count",
+    "shown_size",
     "shown_with_type",
     "token_ids_of",
     "warn_once",
@@ -74,6 +76,37 @@ def shown(value: object) -> str:
     except Exception:  # the caller's __len__ or __iter__ may raise anything
         text = "an object"
     return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 3] + "..."
+
+
+def shown_size(num_bytes: float) -> str:
+    """Return the size of a file or a download with three digits, in decimal units.
+
+    Examples
+    --------
+    >>> shown_size(98_362_432), shown_size(1536), shown_size(999_999), shown_size(7)
+    ('98.4 MB', '1.54 kB', '1.00 MB', '7 B')
+    """
+    return _scaled(num_bytes, ("B", "kB", "MB", "GB", "TB"))
+
+
+def shown_count(number: float) -> str:
+    """Return a large count with three digits.
+
+    Examples
+    --------
+    >>> shown_count(134_515_008), shown_count(8_030_261_248), shown_count(12)
+    ('135 M', '8.03 B', '12')
+    """
+    return _scaled(number, ("", "K", "M", "B", "T"))
+
+
+def _scaled(number: float, units: tuple[str, ...]) -> str:
+    index = 0
+    while number >= 999.5 and index < len(units) - 1:
+        number /= 1000
+        index += 1
+    digits = 0 if index == 0 or number >= 99.95 else 1 if number >= 9.995 else 2
+    return f"{number:.{digits}f} {units[index]}".rstrip()
 
 
 def shown_with_type(value: object) -> str:

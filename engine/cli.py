@@ -33,6 +33,13 @@ COMMANDS = {
         "engine run-batch in.jsonl -o out.jsonl",
     ),
     "pull": ("download a model into the cache", "engine pull smollm2"),
+    "ls": ("list the downloaded models", "engine ls"),
+    "show": (
+        "what a model is: architecture, context, template, sampling defaults, license",
+        "engine show smollm2",
+    ),
+    "rm": ("remove a downloaded model", "engine rm smollm2"),
+    "ps": ("list the servers that run on this machine", "engine ps"),
     "quantize": (
         "write a model with 8- or 4-bit weights, for this engine and others",
         "engine quantize FOLDER OUT --format int8",

@@ -16,7 +16,7 @@ from typing import TypeVar
 from engine import device, env
 from engine._version import __version__
 from engine.cache.memory_pool import device_memory, format_bytes
-from engine.checks import shown
+from engine.checks import shown, shown_size
 from engine.commands._bench_models import named_config
 from engine.commands._quantization import add_quantization_argument
 from engine.commands._speculation import add_speculation_argument, speculation_option
@@ -199,8 +199,8 @@ def _cache() -> str:
     with tempfile.TemporaryFile(dir=folder) as file:
         file.write(b"x")
     files = [p for p in folder.rglob("*") if p.is_file()]
-    size = sum(p.stat().st_size for p in files) / 1e6
-    return f"{folder}: {len(files)} files, {size:.0f} MB, writable"
+    size = shown_size(sum(p.stat().st_size for p in files))
+    return f"{folder}: {len(files)} files, {size}, writable"
 
 
 def _model() -> str:
@@ -227,10 +227,10 @@ def _gpu() -> str:
     chosen, _ = device.resolve_device("cuda")
     runtime = device.cupy().cuda.runtime
     properties = runtime.getDeviceProperties(chosen.index)
-    free, total = (size / 1e9 for size in runtime.memGetInfo())
+    free, total = map(shown_size, runtime.memGetInfo())
     return (
         f"{properties['name'].decode()}, compute capability "
-        f"{properties['major']}.{properties['minor']}, {free:.1f} of {total:.1f} GB free"
+        f"{properties['major']}.{properties['minor']}, {free} of {total} free"
     )
 
 

