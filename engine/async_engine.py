@@ -29,6 +29,7 @@ from engine.shared_engine import SharedEngine
 from engine.signatures import takes_keywords
 from engine.snapshot import snapshot, starts_with
 from engine.tasks.embeddings import embed_in_parts
+from engine.tasks.logit_lens import LogitLens, logit_lens_in_parts, num_lens_layers
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -58,6 +59,8 @@ class ModelInfo:
         Sampling parameters of requests that leave them out.
     hidden_size : int
         Number of values of an embedding.
+    num_lens_layers : int
+        Number of layers that the logit lens reads; 0 if it does not support the model.
     """
 
     model: str
@@ -66,6 +69,7 @@ class ModelInfo:
     eos_token_ids: tuple[int, ...] = ()
     sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     hidden_size: int = 0
+    num_lens_layers: int = 0
 
 
 class OutputSource(Protocol):
@@ -220,6 +224,15 @@ class EngineClient(ABC):
         """Embed each sequence of validated token ids; see `embed`."""
 
     @abstractmethod
+    async def logit_lens(
+        self, token_ids: Sequence[int], num_tokens: int = 1, top: int = 5
+    ) -> LogitLens:
+        """Return what each layer predicts; other requests keep running meanwhile.
+
+        See `engine.tasks.logit_lens.logit_lens` for the arguments and errors.
+        """
+
+    @abstractmethod
     async def abort(self, request_id: str) -> None:
         """Abort a request; its generator yields the output so far, with finish_reason "abort".
 
@@ -370,6 +383,7 @@ class AsyncEngine(EngineClient):
             model.eos_token_ids,
             model.sampling_defaults,
             model.config.hidden_size,
+            num_lens_layers(model),
         )
         self._engine = engine
         self._shared: SharedEngine[_Stream] = SharedEngine(engine)
@@ -430,6 +444,19 @@ class AsyncEngine(EngineClient):
         finally:
             self._call(parts.close)
         return [found[index] for index in range(len(token_ids))]
+
+    async def logit_lens(
+        self, token_ids: Sequence[int], num_tokens: int = 1, top: int = 5
+    ) -> LogitLens:
+        """Return what each layer predicts; see `EngineClient.logit_lens`."""
+        parts = logit_lens_in_parts(self._engine.model, token_ids, num_tokens, top)
+        lens = None
+        try:
+            while lens is None:
+                lens = await self._result(lambda: next(parts))
+        finally:
+            self._call(parts.close)
+        return lens
 
     async def reset_prefix_cache(self) -> int:
         """Drop all cached prefixes; see `EngineClient.reset_prefix_cache`."""

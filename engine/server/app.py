@@ -39,6 +39,7 @@ _OPTIONAL = {
     "page": "enable_page",
     "docs": "enable_page",
     "watch": "enable_page",
+    "lens": "enable_page",
     "metrics": "enable_metrics",
     "tokenizer_info": "enable_tokenizer_info_endpoint",
 }

@@ -30,6 +30,7 @@ from engine.server.sockets import (
     has_input,
     proof_of,
 )
+from engine.tasks.logit_lens import LogitLens
 
 __all__ = ["CLIENT_CLOSED", "ZmqEngineClient"]
 
@@ -132,6 +133,7 @@ class ZmqEngineClient(RequestClient):
                 tuple(ready.eos_token_ids),
                 ready.sampling_defaults,
                 ready.hidden_size,
+                ready.num_lens_layers,
             )
         )
         client._step_timeout = ready.step_timeout
@@ -205,6 +207,17 @@ class ZmqEngineClient(RequestClient):
         content = await self._call(lambda number: m.Embed(number, ids, pooling, normalize))
         rows = m.decode(content, list[bytes])
         return [np.frombuffer(row, np.float32) for row in rows]
+
+    async def logit_lens(
+        self, token_ids: Sequence[int], num_tokens: int = 1, top: int = 5
+    ) -> LogitLens:
+        """Return what each layer predicts; see `EngineClient.logit_lens`."""
+        ids = list(token_ids)
+        content = await self._call(lambda number: m.Lens(number, ids, num_tokens, top))
+        own, ranks, p, top_ids, top_p = m.decode(content, list[Any])
+        arrays = [np.array(each, np.int32) for each in (own, ranks, top_ids)]
+        shares = [np.array(each, np.float32) for each in (p, top_p)]
+        return LogitLens(arrays[0], arrays[1], shares[0], arrays[2], shares[1])
 
     async def reset_prefix_cache(self) -> int:
         """Drop all cached prefixes; see `EngineClient.reset_prefix_cache`."""

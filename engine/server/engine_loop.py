@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any
 
 import msgspec
-import numpy as np
 import zmq
 
 from engine.errors import EngineError, RankError, RequestError
@@ -34,6 +33,7 @@ from engine.server.sockets import (
 )
 from engine.snapshot import StepClock, snapshot, starts_with
 from engine.tasks.embeddings import embed_in_parts
+from engine.tasks.logit_lens import logit_lens_in_parts, num_lens_layers
 
 __all__ = ["EngineLoop"]
 
@@ -118,7 +118,8 @@ class EngineLoop:
         self._num_preparing = 0
         # Each adapter that the thread pool has read, or the error that it ran into.
         self._read_adapters: deque[tuple[_Client, m.AddAdapter, Any]] = deque()
-        self._embeddings: deque[tuple[_Client, int, Iterator[Any], list[Any]]] = deque()
+        # Calls computed between steps: each yields None after a part, and its value at last.
+        self._in_parts: deque[tuple[_Client, int, Iterator[Any]]] = deque()
         self._num_clients = 0
         self._next_beat = 0.0
         self._is_stopping = False
@@ -130,6 +131,7 @@ class EngineLoop:
             m.End: self._end,
             m.Call: self._call,
             m.Embed: self._embed,
+            m.Lens: self._lens,
             m.Cancel: self._cancel,
             m.AddAdapter: self._add_adapter,
             m.RemoveAdapter: self._remove_adapter,
@@ -152,7 +154,7 @@ class EngineLoop:
                     outputs = self._engine.step()
                     self._clock.note(time.perf_counter() - start)
                     self._send_outputs(outputs)
-                self._embed_part()
+                self._run_part()
                 if (now := time.monotonic()) >= self._next_beat:
                     self._next_beat = now + m.BEAT_SECONDS
                     self._engine.model.check_ranks()
@@ -172,7 +174,7 @@ class EngineLoop:
     def _receive(self) -> None:
         """Handle all pending messages; if the engine is idle, block until one arrives."""
         socket = self._socket
-        if not (self._engine.has_unfinished_requests() or self._embeddings):
+        if not (self._engine.has_unfinished_requests() or self._in_parts):
             wait = max(0.0, self._next_beat - time.monotonic())
             if self._num_preparing:
                 wait = min(wait, _PREPARING_SECONDS)
@@ -220,6 +222,7 @@ class EngineLoop:
             engine.config.scheduler.num_blocks if engine.scheduler.blocks.tree else 0,
             model.config.hidden_size,
             list(engine.list_loras()),
+            num_lens_layers(model),
         )
 
     def _add(self, client: _Client, message: m.Add) -> None:
@@ -372,45 +375,56 @@ class EngineLoop:
             self._send(client, m.Answer(number, "", self._encode(value)))
 
     def _embed(self, client: _Client, message: m.Embed) -> None:
-        model = self._engine.model
-        try:
+        def start() -> Iterator[Any]:
             parts = embed_in_parts(
-                model,
+                self._engine.model,
                 message.token_ids,
                 message.pooling,
                 normalize=message.normalize,
                 has_others=True,
             )
-        except EngineError as error:
-            self._fail_call(client, message.number, error)
-            return
-        rows: list[Any] = [b""] * len(message.token_ids)
-        self._embeddings.append((client, message.number, parts, rows))
+            return _rows_in_parts(parts, len(message.token_ids))
 
-    def _embed_part(self) -> None:
-        """Run one forward pass for the oldest `embed` call."""
-        if not self._embeddings:
-            return
-        client, number, parts, rows = self._embeddings[0]
+        self._start_parts(client, message.number, start)
+
+    def _lens(self, client: _Client, message: m.Lens) -> None:
+        def start() -> Iterator[Any]:
+            arguments = message.token_ids, message.num_tokens, message.top
+            parts = logit_lens_in_parts(self._engine.model, *arguments)
+            return (lens and [each.tolist() for each in vars(lens).values()] for lens in parts)
+
+        self._start_parts(client, message.number, start)
+
+    def _start_parts(
+        self, client: _Client, number: int, start: Callable[[], Iterator[Any]]
+    ) -> None:
+        """Queue a call that is computed between steps, or send the error of its arguments."""
         try:
-            part: dict[int, np.ndarray[Any, Any]] | None = next(parts, None)
+            self._in_parts.append((client, number, start()))
         except EngineError as error:
-            self._embeddings.popleft()
+            self._fail_call(client, number, error)
+
+    def _run_part(self) -> None:
+        """Compute one part of the oldest call in parts."""
+        if not self._in_parts:
+            return
+        client, number, parts = self._in_parts[0]
+        try:
+            value = next(parts)
+        except EngineError as error:
+            self._in_parts.popleft()
             self._fail_call(client, number, error)
             return
-        if part is None:
-            self._embeddings.popleft()
-            self._send(client, m.Answer(number, "", self._encode(rows)))
-        else:
-            for index, vector in part.items():
-                rows[index] = vector.tobytes()
+        if value is not None:
+            self._in_parts.popleft()
+            self._send(client, m.Answer(number, "", self._encode(value)))
 
     def _cancel(self, client: _Client, message: m.Cancel) -> None:
-        self._drop_embeddings(lambda owner, number: owner is client and number == message.number)
+        self._drop_parts(lambda owner, number: owner is client and number == message.number)
 
-    def _drop_embeddings(self, is_unwanted: Callable[[_Client, int], bool]) -> None:
-        kept = deque(each for each in self._embeddings if not is_unwanted(each[0], each[1]))
-        self._embeddings = kept  # closing the generators of removed calls frees their pages
+    def _drop_parts(self, is_unwanted: Callable[[_Client, int], bool]) -> None:
+        kept = deque(each for each in self._in_parts if not is_unwanted(each[0], each[1]))
+        self._in_parts = kept  # closing the generators of removed calls frees their pages
 
     def _fail_call(self, client: _Client, number: int, error: Exception) -> bool:
         return self._send(client, m.Answer(number, m.kind_of(error), self._encode(_text(error))))
@@ -501,12 +515,22 @@ class EngineLoop:
             del self._served[request_id]
         self._engine.abort_request(ids)
         self._engine.forget_aborted(ids)
-        self._drop_embeddings(lambda owner, _: owner is client)
+        self._drop_parts(lambda owner, _: owner is client)
 
     def _forget(self, client: _Client) -> None:
         """Abort the requests of an API process that has exited."""
         self._clients.pop(client.address, None)
         self._abort_all(client)
+
+
+def _rows_in_parts(parts: Iterator[dict[int, Any]], count: int) -> Iterator[list[bytes] | None]:
+    """Yield None after each part of an embedding, then the vectors of all `count` sequences."""
+    rows = [b""] * count
+    for part in parts:
+        for index, vector in part.items():
+            rows[index] = vector.tobytes()
+        yield None
+    yield rows
 
 
 def _only_token(output: RequestOutput) -> int | None:

@@ -34,6 +34,7 @@ __all__ = [
     "FromEngine",
     "Heartbeat",
     "Hello",
+    "Lens",
     "Lost",
     "Piece",
     "Ready",
@@ -128,6 +129,15 @@ class Embed(_Message):
     normalize: bool
 
 
+class Lens(_Message):
+    """Compute a logit lens; the engine replies with `Answer`: the fields of `LogitLens`."""
+
+    number: int
+    token_ids: list[int]
+    num_tokens: int
+    top: int
+
+
 class AddAdapter(_Message):
     """Read a LoRA adapter; the engine replies with `Answer` once it holds it."""
 
@@ -176,6 +186,7 @@ class Ready(_Message):
     num_blocks: int = 0
     hidden_size: int = 0
     adapters: list[str] = []
+    num_lens_layers: int = 0
 
 
 class Continuation(_Message):
@@ -258,7 +269,7 @@ class Ended(_Message):
 
 
 _Changes = AddAdapter | RemoveAdapter | UpdateWeights
-FromClient = Hello | Add | Abort | Drop | End | Call | Embed | Cancel | _Changes
+FromClient = Hello | Add | Abort | Drop | End | Call | Embed | Lens | Cancel | _Changes
 FromEngine = StepResult | Ready | Refused | Lost | Answer | Heartbeat | Ended
 
 

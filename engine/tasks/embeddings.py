@@ -19,7 +19,7 @@ from engine.layers.batch import ForwardBatch
 from engine.layers.token_ids import checked_token_ids
 from engine.model import Model
 
-__all__ = ["POOLINGS", "embed", "embed_in_parts"]
+__all__ = ["POOLINGS", "PassSize", "embed", "embed_in_parts"]
 
 POOLINGS = ("last", "mean")
 
@@ -101,14 +101,10 @@ def embed_in_parts(
         raise RequestError(f"normalize must be True or False; got {shown_with_type(normalize)}")
     sequences = items_of("token_ids", token_ids, "sequences of token ids", _MAX_SEQUENCES)
     rows = [_checked(model, index, ids) for index, ids in enumerate(sequences)]
-    kind = model.device.kind
-    size = _PassSize(_MAX_TOKENS[kind])
-    if has_others:
-        size = _PassSize(size.most, _FIRST_TOKENS[kind], is_fixed=model.deterministic)
-    return _parts(model, rows, pooling, normalize, size)
+    return _parts(model, rows, pooling, normalize, PassSize.of(model, has_others=has_others))
 
 
-class _PassSize:
+class PassSize:
     """Number of tokens of the next forward pass.
 
     Parameters
@@ -124,6 +120,14 @@ class _PassSize:
         self.most = most
         self.num_tokens = most if first is None else min(first, most)
         self._is_fixed = is_fixed
+
+    @classmethod
+    def of(cls, model: Model, *, has_others: bool) -> PassSize:
+        """Return the size for a model; with `has_others`, requests wait for the end of a pass."""
+        kind = model.device.kind
+        if not has_others:
+            return cls(_MAX_TOKENS[kind])
+        return cls(_MAX_TOKENS[kind], _FIRST_TOKENS[kind], is_fixed=model.deterministic)
 
     def note(self, num_tokens: int, seconds: float) -> None:
         """Record the duration of a pass."""
@@ -143,7 +147,7 @@ def _checked(model: Model, index: int, ids: Sequence[int]) -> Any:
 
 
 def _parts(
-    model: Model, rows: list[Any], pooling: str, normalize: bool, size: _PassSize
+    model: Model, rows: list[Any], pooling: str, normalize: bool, size: PassSize
 ) -> Generator[dict[int, _Vector], None, None]:
     lengths = [len(row) for row in rows]
     if not lengths:
@@ -165,7 +169,7 @@ def _parts(
             yield done
 
 
-def _batches(lengths: Sequence[int], size: _PassSize) -> Iterator[list[_Chunk]]:
+def _batches(lengths: Sequence[int], size: PassSize) -> Iterator[list[_Chunk]]:
     """Yield the chunks of each forward pass: whole sequences, or one chunk of a long sequence.
 
     Shortest sequences first: a `ForwardBatch` must put single tokens before longer chunks.

@@ -8,6 +8,7 @@ import pytest
 from engine import SamplingParams
 from engine.errors import ConfigError, RequestError
 from engine.tasks.embeddings import embed_in_parts
+from engine.tasks.logit_lens import logit_lens_in_parts
 from tests.distributed.engines import CONFIG, make_engine, run
 
 # Lengths around a page, single tokens, and one that takes two forward passes.
@@ -55,6 +56,19 @@ def test_embeddings_between_steps_of_requests(engines, pooling, monkeypatch):
 
     _assert_same(engines, vectors)
     assert tokens[1] == tokens[2]
+
+
+def test_a_lens_between_steps_of_requests(engines):
+    def lens(model):
+        engine = engines[model.num_ranks - 1]
+        engine.add_request("a", IDS[0], SamplingParams(max_tokens=9, ignore_eos=True))
+        for part in logit_lens_in_parts(model, SEQUENCES[4], 3):
+            engine.step()
+            found = part
+        run(engine)
+        return [found.probabilities, found.top_probabilities]
+
+    _assert_same(engines, lens)
 
 
 def test_steps_on_caches_of_their_own(engines):

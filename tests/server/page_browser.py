@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
+from pathlib import Path
 
 import pytest
 
@@ -89,6 +90,12 @@ class Page:
     def answer(self):
         return self.text(".assistant:last-child > .text")
 
+    def box_of(self, selector):
+        """Return the rectangle of the first such element in the window."""
+        return self.driver.execute_script(
+            "return document.querySelector(arguments[0]).getBoundingClientRect().toJSON()", selector
+        )
+
     def focused(self):
         return self.driver.switch_to.active_element
 
@@ -97,3 +104,12 @@ class Page:
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
         wanted = [{"name": name.replace("_", "-"), "value": v} for name, v in features.items()]
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": wanted})
+
+
+def axe_or_skip():
+    """Return the source of axe-core: npm's in this checkout, or that of `axe-core-python`."""
+    own = Path(__file__).parents[2] / "node_modules" / "axe-core" / "axe.min.js"
+    if own.exists():
+        return own.read_text()
+    package = pytest.importorskip("axe_core_python", reason="axe-core-python is not installed")
+    return (Path(package.__file__).parent / "axe.min.js").read_text()

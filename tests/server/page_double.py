@@ -7,6 +7,7 @@ import http.client
 import json
 import math
 import random
+import re
 import socket
 import threading
 import time
@@ -44,9 +45,8 @@ class _WithoutKeys:
 
 
 def tokens_of(text):
-    """Split a text so that every word but the first takes the space before it along."""
-    words = text.split(" ")
-    return [words[0], *(f" {word}" for word in words[1:])]
+    """Split a text so that every word takes the space before it along; line breaks are apart."""
+    return re.findall(r"\n+| ?[^ \n]+| +", text)
 
 
 def logprobs_of(token, chance):
@@ -165,8 +165,12 @@ class Script:
     key: str | None = None
     error: tuple[int, str, dict[str, str]] | None = None
     knows_models: bool = True
+    defaults: dict[str, float] | None = None  # sampling parameters of the model
+    calls: list[tuple[str, str]] = field(default_factory=list)  # names and arguments
+    num_layers: int = 12  # of the lens; 0: none
     ends: str = ""  # after four tokens: "cut", or "error"
     asked: list[dict] = field(default_factory=list)
+    lenses: list[dict] = field(default_factory=list)
     was_aborted: threading.Event = field(default_factory=threading.Event)
 
 
@@ -192,8 +196,10 @@ async def _chunks(script, asked):
         chunk = {"object": "chat.completion.chunk", "model": MODEL, "choices": [choice]}
         return f"data: {json.dumps(chunk)}\n\n"
 
-    def of_token(name, token):
+    def of_token(number, name, token):
         given = {"logprobs": logprobs_of(token, chance)} if asked.get("logprobs") else {}
+        if asked.get("return_token_ids"):
+            given["token_ids"] = [number]
         return frame({name: token}, **given)
 
     tokens = [("reasoning_content", t) for t in tokens_of(script.thoughts) if script.thoughts]
@@ -202,12 +208,18 @@ async def _chunks(script, asked):
         yield ": keep-alive\n\n" + frame({"role": "assistant", "content": ""})
         for number, (name, token) in enumerate(tokens):
             await asyncio.sleep(script.delay)
-            yield of_token(name, token)
+            yield of_token(number, name, token)
             if script.ends and number == 3:
                 if script.ends == "error":
                     yield f"data: {json.dumps({'error': {'message': 'the device is gone'}})}\n\n"
                 return
-        yield frame({}, "stop")
+        for number, (name, arguments) in enumerate(script.calls):
+            start = {"index": number, "id": f"call-{number}", "type": "function"}
+            yield frame({"tool_calls": [start | {"function": {"name": name, "arguments": ""}}]})
+            for part in tokens_of(arguments):
+                call = {"index": number, "function": {"arguments": part}}
+                yield frame({"tool_calls": [call]})
+        yield frame({}, "tool_calls" if script.calls else "stop")
         usage = {"prompt_tokens": 40, "completion_tokens": len(tokens)}
         usage["prompt_tokens_details"] = {"cached_tokens": 32}
         yield f"data: {json.dumps({'choices': [], 'usage': usage})}\n\ndata: [DONE]\n\n"
@@ -224,7 +236,48 @@ async def _completions(request):
 async def _models(request):
     if not request.app.state.script.knows_models:
         return _error(503, "loading the model")
-    return JSONResponse({"data": [{"id": MODEL}, {"id": "another-model"}]})
+    defaults = request.app.state.script.defaults
+    given = {} if defaults is None else {"default_sampling_params": defaults}
+    return JSONResponse({"data": [{"id": MODEL, **given}, {"id": "another-model"}]})
+
+
+async def _lens_limits(request):
+    limits = {"max_tokens": 4096, "max_lens_tokens": 16, "max_top": 20}
+    return JSONResponse({"num_layers": request.app.state.script.num_layers, **limits})
+
+
+async def _lens(request):
+    """Say that a layer is as sure of a token as it is late, and knows it in the last third."""
+    script = request.app.state.script
+    asked = json.loads(await request.body())
+    script.lenses.append(asked)
+    texts = tokens_of(script.text)
+    guesses = [",", " the", " of", " a", " light"]
+
+    def layer(index, text, at):
+        p = 0.28 + 0.7 * (index / script.num_layers) ** 2
+        is_known = index >= script.num_layers * (8 + at % 3) // 12
+        first = text if is_known else guesses[(index + at) % 3]
+        rest = [one for one in guesses if one != first][:4]
+        top = [first, *rest]
+        shares = [p, *((1 - p) * share for share in (0.3, 0.2, 0.1, 0.05))]
+        found = [
+            {"token": t, "token_id": at if t == text else 1000 + len(t), "probability": s}
+            for t, s in zip(top, shares, strict=True)
+        ]
+        rank, own = (1, p) if is_known else (40 * (script.num_layers - index), 0.001)
+        return {"rank": rank, "probability": own, "top": found}
+
+    tokens = [
+        {
+            "token_id": at,
+            "token": texts[at],
+            "layers": [layer(index, texts[at], at) for index in range(script.num_layers)],
+        }
+        for at in asked["token_ids"][-asked["num_tokens"] :]
+    ]
+    body = {"model": asked["model"], "num_tokens": 40 + len(asked["token_ids"]), "tokens": tokens}
+    return JSONResponse(body)
 
 
 class _Keys:
@@ -247,6 +300,8 @@ def build_double(script, engine):
     own = [
         Route("/v1/models", _models),
         Route("/v1/chat/completions", _chat, methods=["POST"]),
+        Route("/v1/engine/lens", _lens_limits, methods=["GET"]),
+        Route("/v1/engine/lens", _lens, methods=["POST"]),
         Route("/v1/completions", _completions, methods=["POST"]),
     ]
     handlers = {

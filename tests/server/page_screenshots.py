@@ -13,15 +13,54 @@ from tests.server.page_browser import Page, start_chromium
 from tests.server.page_double import Script, Server, SimulatedEngine, build_double
 
 FOLDER = Path(__file__).parents[2] / "docs" / "img"
-DESKTOP, TALL, PHONE = (1040, 640), (1040, 1060), (360, 700)
+DESKTOP, WIDE, TALL, PHONE = (1040, 640), (1360, 760), (1040, 1060), (360, 700)
+ANSWER = """\
+Sunlight holds **all colors**. On its way through the air it meets molecules, which scatter blue \
+light far more than red:
+
+| Color | Wavelength | Scattered |
+|:------|-----------:|----------:|
+| blue  | 450 nm     | 6 times   |
+| red   | 700 nm     | once      |
+
+So blue reaches your eyes from every side, and the sky is blue:
+
+```python
+scattered = 1 / wavelength**4
+```
+"""
 
 
 def _chat(page, size, scheme):
     page.emulate(*size, prefers_color_scheme=scheme)
+    page.driver.execute_script("sessionStorage.clear()")
+    page.driver.get("about:blank")
+    page.driver.back()
+    page.ask("Why is the sky blue?")
+    page.hover(_word(page))
+
+
+def _word(page):
+    return next(word for word in page.all(".assistant .token") if word.text == "scatter")
+
+
+def _lens(page):
+    _word(page).click()
+    page.wait(lambda: page.all("#lens-grid td"))
+
+
+def _compare(page, scheme):
+    page.emulate(*WIDE, prefers_color_scheme=scheme)
     page.driver.refresh()
     page.one("#new-chat").click()
+    page.one("#toggle-sidebar").click()
+    for question in ("What is the capital of France?", "Write four lines about the sea."):
+        page.ask(question)
+        page.one("#sidebar-new").click()
+    page.one("#compare").click()
+    page.one("#temperature").send_keys("1.5")
     page.ask("Why is the sky blue?")
-    page.hover(page.all(".assistant .token")[23])
+    page.one("#compare").click()
 
 
 def _watch(page, size, scheme, seconds):
@@ -40,7 +79,7 @@ def _save(page, name):
 
 def main():
     """Take each picture from the server double."""
-    server = Server(build_double(Script(), SimulatedEngine()))
+    server = Server(build_double(Script(text=ANSWER, num_layers=16), SimulatedEngine()))
     with tempfile.TemporaryDirectory() as folder:
         driver = start_chromium(folder)
         page = Page(driver)
@@ -53,6 +92,11 @@ def main():
         ):
             _chat(page, size, scheme)
             _save(page, name)
+            if name == "page-chat-light":
+                _lens(page)
+                _save(page, "page-lens")
+        _compare(page, "dark")
+        _save(page, "page-compare")
         _watch(page, TALL, "light", 40)
         _save(page, "page-watch-light")
         _watch(page, TALL, "dark", 1)

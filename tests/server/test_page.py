@@ -303,8 +303,10 @@ def test_pointing_at_a_word_shows_its_alternatives(chat):
     assert len(words) == 49
     chat.hover(words[5])
     rows = [row.text.split("\n") for row in chat.all("#alternatives li")]
+    bar, texts = (chat.box_of(f"#alternatives li .{part}") for part in ("bar-track", "word"))
+    assert texts["right"] <= bar["left"] and bar["right"] <= chat.box_of("#alternatives b")["left"]
     assert len(rows) == 5 and all(re.fullmatch(r"(< )?[\d.]+ %", row[-1]) for row in rows)
-    assert chat.text("#alternatives .chosen > span") == f"·{words[5].text}, chosen"
+    assert chat.text("#alternatives .chosen > .word") == f"·{words[5].text}, chosen"
     shares = [float(row[-1].split()[-2]) for row in rows]
     assert shares == sorted(shares, reverse=True) and 97 < sum(shares) <= 100.1
     chat.hover(chat.one("#prompt"))
@@ -361,7 +363,7 @@ def test_parameters_are_sent_and_checked(chat, script):
     chat.one("#temperature").clear()
     chat.one("#temperature").send_keys("99")
     chat.ask("Why?", until_done=False)
-    assert chat.text("#problem") == "Temperature must be a number from 0 to 2, or empty."
+    assert chat.text("#problem-text") == "Temperature must be a number from 0 to 2, or empty."
     assert len(script.asked) == 1 and chat.one("#prompt").get_attribute("value") == "Why?"
 
 
@@ -377,12 +379,14 @@ def test_parameters_are_sent_and_checked(chat, script):
 def test_errors_are_told_in_words(chat, script, error, words):
     script.error = error
     chat.ask("Why?", until_done=False)
-    assert chat.wait(lambda: chat.text("#problem")) == words
-    assert not chat.all(".assistant")
+    assert chat.wait(lambda: chat.text("#problem-text")) == words
+    chat.wait(lambda: chat.one("#prompt").get_attribute("value") == "Why?")
+    assert not chat.all(".messages > li") and chat.one("#welcome").is_displayed()
     script.error = None
-    chat.one(".user button[aria-label='Generate another answer']").click()
+    chat.one("#retry").click()
     chat.wait(lambda: chat.answer() == ANSWER)
     assert not chat.one("#problem").is_displayed()
+    assert chat.one("#prompt").get_attribute("value") == ""
 
 
 @pytest.mark.parametrize(
@@ -395,7 +399,7 @@ def test_errors_are_told_in_words(chat, script, error, words):
 def test_a_stream_that_breaks_off_is_told(chat, script, ends, words):
     script.ends = ends
     chat.ask("Why?", until_done=False)
-    assert chat.wait(lambda: chat.text("#problem")) == words
+    assert chat.wait(lambda: chat.text("#problem-text")) == words
     assert chat.answer() == "Sunlight holds all colors."
     note = chat.text(".assistant .note")
     assert note.startswith("4 tokens") and note.endswith("failed")
@@ -405,27 +409,34 @@ def test_models_that_were_not_known_yet_are_asked_for_again(chat, script):
     script.knows_models = False
     chat.driver.refresh()
     words = "The server takes no requests now. It says: loading the model"
-    chat.wait(lambda: chat.text("#problem") == words)
+    chat.wait(lambda: chat.text("#problem-text") == words)
     chat.ask("Why?", until_done=False)
     chat.wait(lambda: chat.text("#send") == "Send" and not script.asked)
-    assert chat.text("#problem") == words
+    assert chat.text("#problem-text") == words
     script.knows_models = True
-    chat.one(".user button[aria-label='Generate another answer']").click()
+    chat.one("#retry").click()
     chat.wait(lambda: chat.answer() == ANSWER)
     assert script.asked[0]["model"] == "double-1b"
 
 
 def test_a_server_that_is_gone_is_told(chat, site):
+    chat.ask("Why?")
     site.close()
-    chat.ask("Why?", until_done=False)
-    words = chat.wait(lambda: chat.text("#problem"))
-    assert words == "The server cannot be reached. Is it still running?"
+    chat.ask("And at night?", until_done=False)
+    words = chat.wait(lambda: chat.text("#problem-text"))
+    assert words.startswith(f"The server at {urlsplit(site.url).netloc} cannot be reached.")
+    assert "engine serve" in words
+    chat.wait(lambda: chat.one("#prompt").get_attribute("value") == "And at night?")
+    assert len(chat.all(".messages > li")) == 2
+    chat.one("#retry").click()
+    chat.wait(lambda: chat.text("#send") == "Send" and chat.one("#problem").is_displayed())
+    assert chat.one("#prompt").get_attribute("value") == "And at night?"
 
 
 def test_again_copy_and_new_chat(chat, script):
     chat.ask("Why?")
     script.text = "Another answer."
-    chat.one(".assistant button[aria-label='Generate another answer']").click()
+    chat.one(".assistant button[aria-label='Again: generate another answer']").click()
     chat.wait(lambda: chat.answer() == "Another answer.")
     assert len(chat.all(".messages > li")) == 2
     assert [m["role"] for m in script.asked[1]["messages"]] == ["user"]
@@ -457,13 +468,14 @@ def test_a_new_chat_during_an_answer_leaves_nothing_behind(chat, script):
     chat.one("#new-chat").click()
     assert script.was_aborted.wait(5)
     chat.wait(lambda: chat.text("#send") == "Send")
-    assert not chat.all(".messages > li") and not chat.text("#problem")
+    assert not chat.all(".messages > li") and not chat.text("#problem-text")
 
 
 def test_only_the_keyboard(chat):
     from selenium.webdriver.common.keys import Keys
 
-    chat.driver.execute_script("document.activeElement.blur()")
+    assert chat.focused().get_attribute("id") == "prompt"  # from the beginning
+    chat.driver.execute_script("document.getElementById('toggle-sidebar').focus()")
     names = []
     for _ in range(40):
         chat.keys(Keys.TAB)
@@ -472,7 +484,7 @@ def test_only_the_keyboard(chat):
         assert outline == "solid" or names[-1] == "prompt", f"no visible focus on {names[-1]}"
         if names[-1] == "prompt":
             break
-    assert names[:3] == ["tab-chat", "model", "change-key"] and names[-1] == "prompt"
+    assert names[:2] == ["tab-chat", "model"] and names[-1] == "prompt"
     chat.keys("Why?", Keys.ENTER)
     chat.wait(lambda: "49 tokens" in chat.text(".assistant .note"))
     assert chat.focused().get_attribute("id") == "prompt"
@@ -521,7 +533,7 @@ def test_a_cancelled_key_is_told(chat, script):
     chat.driver.refresh()
     chat.wait(lambda: chat.all("dialog[open]"))
     chat.one("#key-cancel").click()
-    assert "API key" in chat.wait(lambda: chat.text("#problem"))
+    assert "API key" in chat.wait(lambda: chat.text("#problem-text"))
 
 
 def _pixels(chat, name):

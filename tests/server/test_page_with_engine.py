@@ -79,7 +79,7 @@ def test_chat_and_watch_with_the_engine(browser, serve):
     words = chat.all(".assistant .token")
     assert [word.text for word in words] == ["The", "capital", "of", "France", "is", "Paris", "."]
     chat.hover(words[5])
-    assert chat.text("#alternatives .chosen > span") == "·Paris, chosen"
+    assert chat.text("#alternatives .chosen > .word") == "·Paris, chosen"
     assert len(chat.all("#alternatives li")) == 5
     chat.one("#tab-watch").click()
     chat.wait(lambda: chat.text("#watch-state") == "idle")

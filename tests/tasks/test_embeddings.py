@@ -164,7 +164,7 @@ def test_the_cache_has_room_for_every_pass(seed):
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, 200, 30).tolist()
     room = embeddings._most_blocks(lengths, 128)
-    size = embeddings._PassSize(128)
+    size = embeddings.PassSize(128)
     done = dict.fromkeys(range(30), 0)
     for batch in embeddings._batches(lengths, size):
         assert sum(-(-stop // 16) for _, _, stop in batch) <= room

@@ -28,6 +28,7 @@ from engine.server.engine_client import CLIENT_CLOSED, ZmqEngineClient
 from engine.server.remote_request import RemoteRequest
 from engine.server.replicas.router import PrefixRouter, Route
 from engine.server.request_client import Answerer, RequestClient
+from engine.tasks.logit_lens import LogitLens
 
 __all__ = ["ReplicaClient"]
 
@@ -422,17 +423,32 @@ class ReplicaClient(RequestClient):
     ) -> list[np.ndarray[Any, np.dtype[np.float32]]]:
         """Embed each sequence of validated token ids; see `EngineClient.embed`."""
         all_ids = list(itertools.chain(*token_ids))
+        return await self._on_one(
+            all_ids, lambda client: client.embed_ids(token_ids, pooling, normalize=normalize)
+        )
+
+    async def logit_lens(
+        self, token_ids: Sequence[int], num_tokens: int = 1, top: int = 5
+    ) -> LogitLens:
+        """Return what each layer predicts; see `EngineClient.logit_lens`."""
+        ids = list(token_ids)
+        return await self._on_one(ids, lambda client: client.logit_lens(ids, num_tokens, top))
+
+    async def _on_one(
+        self, token_ids: list[int], call: Callable[[ZmqEngineClient], Awaitable[T]]
+    ) -> T:
+        """Call one replica; the next one if it exits meanwhile."""
         num_crashes = 0
         while True:
             self._check_alive()
-            # A separate salt: embeddings neither use nor leave cached prefixes.
-            route = self._route(all_ids, "embeddings", set())
+            # A separate salt: such calls neither use nor leave cached prefixes.
+            route = self._route(token_ids, "embeddings", set())
             if route is None:
                 await asyncio.sleep(_RETRY_SECONDS)
                 continue
             client = self._clients[route.replica]
             try:
-                return await client.embed_ids(token_ids, pooling, normalize=normalize)
+                return await call(client)
             except EngineError:
                 num_crashes += 1
                 if client.error is None or num_crashes >= _MAX_CRASHES:

@@ -3,19 +3,20 @@
 import { ApiError, events, request } from "./api.js";
 import { TokenPairing, tokensOf } from "./tokens.js";
 
-// Calls `take(kind, pieces)` as text arrives; kind is "content" or "reasoning_content".
+// Calls `take(kind, pieces)` as text arrives; kind is "content" or "reasoning_content". The ids of
+// all tokens are added to `message.ids`, and tool calls to `message.calls`.
 // Returns {reason, stats}. Throws an ApiError, or an AbortError if `signal` aborts; both carry `stats`.
-export async function streamAnswer(body, signal, take) {
+export async function streamAnswer(body, signal, message, take) {
   const measured = new Measures();
   try {
-    return { reason: await readAnswer(body, signal, take, measured), stats: measured.stats() };
+    return { reason: await readAnswer(body, signal, message, take, measured), stats: measured.stats() };
   } catch (error) {
     error.stats = measured.stats();
     throw error;
   }
 }
 
-async function readAnswer(body, signal, take, measured) {
+async function readAnswer(body, signal, message, take, measured) {
   const pairings = { content: new TokenPairing(), reasoning_content: new TokenPairing() };
   const asked = { ...body, stream: true, stream_options: { include_usage: true } };
   const response = await request("v1/chat/completions", { body: asked, signal });
@@ -28,19 +29,29 @@ async function readAnswer(body, signal, take, measured) {
     const choice = chunk.choices?.[0];
     if (!choice) continue;
     reason = choice.finish_reason ?? reason;
-    deliver(choice, pairings, measured, take);
+    deliver(choice, message, pairings, measured, take);
   }
   if (!reason) throw new ApiError("The connection was lost before the answer was finished.", 0);
   return reason;
 }
 
-function deliver(choice, pairings, measured, take) {
-  const tokens = tokensOf(choice.logprobs);
-  const kind = choice.delta?.reasoning_content ? "reasoning_content" : "content";
-  const text = choice.delta?.[kind] ?? "";
-  if (text || tokens.length) measured.count(tokens.length || 1);
+function deliver({ delta = {}, logprobs, token_ids: ids = [] }, message, pairings, measured, take) {
+  const tokens = tokensOf(logprobs, ids.length ? message.ids.length : Number.NaN);
+  message.ids.push(...ids);
+  for (const call of delta.tool_calls ?? []) addCall(message.calls, call);
+  const kind = delta.reasoning_content ? "reasoning_content" : "content";
+  const text = delta[kind] ?? "";
+  if (text || tokens.length || delta.tool_calls) measured.count(tokens.length || 1);
   const pieces = pairings[kind].feed(text, tokens);
-  if (pieces.length) take(kind, pieces);
+  if (pieces.length || delta.tool_calls) take(kind, pieces);
+}
+
+// A call arrives in parts: its name and id, then its arguments.
+function addCall(calls, { index, id, function: called = {} }) {
+  calls[index] ??= { id: "", name: "", arguments: "" };
+  calls[index].id += id ?? "";
+  calls[index].name += called.name ?? "";
+  calls[index].arguments += called.arguments ?? "";
 }
 
 class Measures {
@@ -76,6 +87,7 @@ class Measures {
 const REASONS = {
   stopped: "stopped",
   length: "cut off at the token limit",
+  tool_calls: "waits for the results of its calls",
   abort: "ended by the server",
   error: "failed",
 };

@@ -2,6 +2,9 @@
 
 const KEY = "engine.key";
 
+const GONE = `The server at ${location.host} cannot be reached. Is \`engine serve\` still running, and this `
+  + "device still in the network? Nothing of the conversation is lost.";
+
 export class ApiError extends Error {
   constructor(message, status) {
     super(message);
@@ -20,7 +23,8 @@ export function saveKey(key) {
 
 let askForKey = async () => null;
 
-// `ask(wasRefused)` resolves to a key, or to null if the user cancels.
+// `ask(wasRefused)` resolves to a key, or to null if the user cancels. It is called only if the
+// server requires a key.
 export function onMissingKey(ask) {
   askForKey = ask;
 }
@@ -53,7 +57,7 @@ async function send(path, key, body, signal) {
     });
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new ApiError("The server cannot be reached. Is it still running?", 0);
+    throw new ApiError(GONE, 0);
   }
 }
 
@@ -111,7 +115,7 @@ async function* lines(response) {
   }
 }
 
+// Returns the server's models: {id, default_sampling_params?, ...}.
 export async function models() {
-  const listed = await (await request("v1/models")).json();
-  return listed.data.map((model) => model.id);
+  return (await (await request("v1/models")).json()).data;
 }

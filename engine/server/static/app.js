@@ -1,10 +1,14 @@
 // Page frame: view switch, model list, API key.
 
-import { models, onMissingKey, saveKey } from "./api.js";
-import { showProblem, startChat } from "./chat.js";
+import { models, onMissingKey, saveKey, savedKey } from "./api.js";
+import { answerOf, startChat } from "./chat.js";
+import { $ } from "./dom.js";
+import { loadLimits, openLens, startLens } from "./lens.js";
+import { showProblem } from "./problem.js";
+import { modelOf, showModels } from "./settings.js";
+import { listConversations, startSidebar } from "./sidebar.js";
+import { onLens } from "./tokens.js";
 import { startWatch } from "./watch.js";
-
-const $ = (id) => document.getElementById(id);
 
 // ---- views
 
@@ -19,6 +23,7 @@ function show(name, takeFocus = false) {
     button.tabIndex = tab === name ? 0 : -1;
     $(tab).hidden = tab !== name;
   }
+  $("toggle-sidebar").disabled = name !== "chat";
   if (takeFocus) $(`tab-${name}`).focus();
   watch.setVisible(name === "watch" && !document.hidden);
   history.replaceState(null, "", name === "watch" ? WATCH : location.pathname);
@@ -41,7 +46,9 @@ addEventListener("hashchange", () => show(wanted()));
 
 let asking = null;
 
+// Called once the server has asked for a key: only then the page shows its button.
 function ask(wasRefused) {
+  $("change-key").hidden = false;
   asking ??= new Promise((resolve) => openKeyDialog(wasRefused, resolve)).finally(() => {
     asking = null;
   });
@@ -65,18 +72,34 @@ function openKeyDialog(wasRefused, resolve) {
 }
 
 onMissingKey(ask);
+$("change-key").hidden = !savedKey();
 $("change-key").addEventListener("click", async () => {
   if ((await ask(false)) !== null) listModels();
 });
 
 // ---- models
 
+let known = [];
+
 async function fillModels() {
   const select = $("model");
   const before = sessionStorage.getItem("engine.model") ?? select.value;
-  const names = await models();
+  known = await models();
+  const names = known.map((model) => model.id);
   select.replaceChildren(...names.map((name) => new Option(name, name)));
   if (names.includes(before)) select.value = before;
+  showDefaults();
+  await findLens();
+}
+
+function showDefaults() {
+  const chosen = known.find((model) => model.id === $("model").value);
+  showModels(known.map((model) => model.id), chosen?.default_sampling_params);
+}
+
+async function findLens() {
+  const hasLens = await loadLimits();
+  onLens(hasLens ? (token) => openLens(answerOf(token), token) : null);
 }
 
 async function listModels() {
@@ -84,20 +107,23 @@ async function listModels() {
     await fillModels();
     showProblem("");
   } catch (error) {
-    showProblem(error.message);
+    showProblem(error.message, listModels);
   }
 }
 
-// Loads the model list if the server was unreachable when the page loaded.
-async function chosenModel() {
+// Returns the model of a side; loads the list if the server was unreachable when the page loaded.
+async function chosenModel(side) {
   if (!$("model").value) await fillModels();
-  return $("model").value;
+  return side === "b" ? modelOf("b") : $("model").value;
 }
 
 $("model").addEventListener("change", () => {
   sessionStorage.setItem("engine.model", $("model").value);
+  showDefaults();
 });
 
-startChat({ model: chosenModel });
+startChat({ model: chosenModel, changed: listConversations });
+startSidebar();
+startLens();
 show(wanted());
 listModels();

@@ -1,65 +1,80 @@
-// Conversation: its messages, and the requests that extend it.
+// The conversation shown: its messages, and the requests that extend it.
 
 import { inWords, streamAnswer } from "./answer.js";
+import { answeredSides, pendingCall } from "./calls.js";
+import { setPrompt, startComposer } from "./composer.js";
+import { $ } from "./dom.js";
 import { MessageView } from "./message.js";
-import { fields, isShaded, startSettings, systemPrompt } from "./settings.js";
+import { Announcer, offerRetry, showProblem, startProblem } from "./problem.js";
+import * as settings from "./settings.js";
+import * as store from "./store.js";
 import { followTokens, hideAlternatives } from "./tokens.js";
+import { historyOf, sideOf } from "./transcript.js";
 
-const $ = (id) => document.getElementById(id);
-const SAVED = "engine.conversation";
-
-// A message: {role, content, reasoning?, pieces?, reason?, stats?}
-let messages = [];
+// A message: {role, content, side?}; an answer also has {reasoning, pieces, thoughts, ids, calls,
+// reason, stats, asked}, where asked = {model, system, tools?, label, side?}.
+let conversation = newConversation();
 let views = [];
-let running = null; // AbortController of the current answer
-let startedAt = 0;
+const running = new Set(); // AbortControllers of the answers that arrive
 let chosenModel = async () => "";
+let onChange = () => {};
 
-export function showProblem(text) {
-  $("problem").textContent = text;
-  $("problem").hidden = !text;
+const messages = () => conversation.messages;
+
+function newConversation() {
+  return { id: crypto.randomUUID?.() ?? String(Math.random()), title: "", time: 0, messages: [] };
 }
 
-// ---- storage, kept until the tab is closed
+// ---- storage
 
 function save() {
-  const ended = (message) => (isArriving(message) ? { ...message, reason: "stopped" } : message);
-  const whole = messages.map(ended);
-  const words = whole.map(({ pieces, thoughts, ...rest }) => rest);
-  for (const kept of [whole, words, []]) {
-    try {
-      sessionStorage.setItem(SAVED, JSON.stringify(kept));
-      return;
-    } catch {
-      // over the quota with token alternatives; the plain text may fit
-    }
-  }
+  const ended = (one) => (isArriving(one) ? { ...one, reason: "stopped" } : one);
+  const first = messages().find((one) => one.role === "user")?.content ?? "";
+  conversation.title = first.trim().split("\n")[0].slice(0, 80);
+  store.setCurrentId(conversation.id);
+  const isSaved = store.save({ ...conversation, messages: messages().map(ended) });
+  if (!isSaved) showProblem("The browser has no room for this conversation: export it, or delete others.");
+  onChange(conversation);
 }
 
 const isArriving = (message) => message.role === "assistant" && !message.reason;
 
-function restore() {
-  for (const message of JSON.parse(sessionStorage.getItem(SAVED) ?? "[]")) add(message);
+// ---- display
+
+// Shows these messages instead of the present ones.
+function show(list) {
+  hideAlternatives();
+  conversation.messages = [];
+  views = [];
+  $("messages").replaceChildren();
+  for (const message of list) add(message);
   refresh();
 }
 
-// ---- display
-
 function add(message) {
-  const view = new MessageView(message, { regenerate });
-  messages.push(message);
+  const view = new MessageView(message, { regenerate, edit });
+  messages().push(message);
   views.push(view);
   $("messages").append(view.element);
   return view;
 }
 
 function refresh() {
-  $("welcome").hidden = messages.length > 0;
-  $("new-chat").disabled = messages.length === 0;
-  $("send").textContent = running ? "Stop" : "Send";
-  $("send").classList.toggle("stop", running !== null);
-  $("messages").classList.toggle("shaded", isShaded());
-  views.forEach((view, at) => view.allowRegenerate(!running && at === views.length - 1));
+  const isBusy = running.size > 0;
+  const last = messages().findLastIndex((one) => one.role !== "assistant");
+  const pending = pendingCall(messages());
+  $("welcome").hidden = messages().length > 0;
+  $("new-chat").disabled = messages().length === 0;
+  $("send").textContent = isBusy ? "Stop" : "Send";
+  $("send").classList.toggle("stop", isBusy);
+  $("prompt").placeholder = pending ? `Result of ${pending.call.name}` : "Message";
+  $("messages").classList.toggle("shaded", settings.isShaded());
+  const isCompared = settings.sides().length > 1 || messages().some((one) => one.side === "b");
+  $("messages").classList.toggle("compared", isCompared);
+  views.forEach((view, at) => view.allow({
+    regenerate: !isBusy && at >= last && (view.isAnswer || at === views.length - 1),
+    edit: !isBusy,
+  }));
 }
 
 const isAtEnd = () => {
@@ -71,65 +86,70 @@ function toEnd() {
   $("scroller").scrollTop = $("scroller").scrollHeight;
 }
 
-// Announces the answer to screen readers sentence by sentence, not token by token.
-class Announcer {
-  heard = "";
-
-  feed(text) {
-    this.heard += text;
-    const end = this.heard.search(/[.!?:\n]\s(?!.*[.!?:\n]\s)/s);
-    if (end >= 0) this.say(this.heard.slice(0, end + 1), this.heard.slice(end + 1));
-  }
-
-  say(text, rest = "") {
-    this.heard = rest;
-    if (!text.trim()) return;
-    const line = document.createElement("p");
-    line.textContent = text;
-    $("announcer").append(line);
-    while ($("announcer").childElementCount > 20) $("announcer").firstChild.remove();
-  }
-}
-
 // ---- requests
 
-function history() {
-  const system = systemPrompt();
-  const said = messages.filter((message) => message.content);
-  const lines = said.map(({ role, content }) => ({ role, content }));
-  return system ? [{ role: "system", content: system }, ...lines] : lines;
-}
-
-async function answer(parameters) {
-  const asked = { messages: history(), ...parameters };
-  const message = { role: "assistant", content: "", reasoning: "", pieces: [], thoughts: [] };
-  const view = add(message);
-  const announcer = new Announcer();
-  const controller = new AbortController();
-  running = controller;
-  startedAt = performance.now();
+// Asks the models of these sides; resolves to whether any of them has said something.
+async function ask(sides) {
+  const system = settings.systemPrompt;
+  const asked = sides.map((side) => ({
+    side, parameters: settings.fields(side), lines: historyOf(messages(), side, system(side)),
+  }));
+  const begun = Promise.all(asked.map((one) => answer(one, system(one.side))));
   refresh();
   toEnd();
-  const take = (kind, pieces) => {
-    if (view.append(kind, pieces) === 1) requestAnimationFrame(() => draw(view));
-    if (kind === "content") announcer.feed(pieces.map((piece) => piece.text).join(""));
+  const answers = await begun;
+  return answers.some(Boolean);
+}
+
+async function answer({ side, parameters, lines }, system) {
+  const isCompared = settings.sides().length > 1;
+  const asked = { model: "", system, tools: parameters.tools, label: "", ...(isCompared && { side }) };
+  const message = {
+    role: "assistant", content: "", reasoning: "", pieces: [], thoughts: [], ids: [], calls: [], asked,
+    ...(isCompared && { side }),
   };
+  const controller = new AbortController();
+  const announcer = new Announcer();
+  const own = conversation;
+  running.add(controller);
+  let view = null;
   try {
-    const body = { model: await chosenModel(), ...asked };
-    Object.assign(message, await streamAnswer(body, controller.signal, take));
+    asked.model = await chosenModel(side);
+    asked.label = settings.labelOf(side, asked.model);
+    if (own !== conversation) throw new DOMException("another conversation is shown", "AbortError");
+    view = add(message);
+    refresh();
+    toEnd();
+    const body = { model: asked.model, messages: lines, ...parameters };
+    Object.assign(message, await streamAnswer(body, controller.signal, message, taking(view, announcer)));
   } catch (error) {
     message.reason = error.name === "AbortError" ? "stopped" : "error";
     message.stats = error.stats;
-    if (message.reason === "error") showProblem(error.message);
+    if (message.reason === "error") showProblem(error.message, () => views.includes(view) && regenerate(view));
   }
+  running.delete(controller);
   announcer.say(announcer.heard);
   announcer.say(inWords(message));
-  if (running === controller) running = null;
-  if (views.includes(view)) finish(view);
+  const isShown = view !== null && views.includes(view);
+  if (isShown) finish(view);
   else refresh();
+  return message.reason !== "error" || (isShown && !view.isEmpty);
 }
 
-// Draws everything that has arrived since the last frame.
+// Draws what has arrived once a frame, and less often if drawing takes long.
+function taking(view, announcer) {
+  let cost = 0; // ms of the last drawing
+  const later = () => requestAnimationFrame(() => {
+    const begin = performance.now();
+    draw(view);
+    cost = performance.now() - begin;
+  });
+  return (kind, pieces) => {
+    if (view.append(kind, pieces) === 1) setTimeout(later, 4 * cost);
+    if (kind === "content") announcer.feed(pieces.map((piece) => piece.text).join(""));
+  };
+}
+
 function draw(view) {
   const follow = isAtEnd();
   view.draw();
@@ -137,8 +157,8 @@ function draw(view) {
 }
 
 function finish(view) {
-  draw(view);
   const follow = isAtEnd();
+  view.draw();
   if (view.isEmpty && view.message.reason === "error") remove(view);
   else view.finish();
   refresh();
@@ -149,104 +169,116 @@ function finish(view) {
 function remove(view) {
   const at = views.indexOf(view);
   views.splice(at, 1);
-  messages.splice(at, 1);
+  messages().splice(at, 1);
   view.element.remove();
 }
 
-// Returns the form's fields; on invalid input, shows an error and returns null.
-function parametersOrProblem() {
+// Tells what is wrong with the settings of any side, if anything is.
+function areValid(sides) {
   showProblem("");
-  try {
-    return fields();
-  } catch (error) {
-    showSettings(true);
-    showProblem(error.message);
-    return null;
+  for (const side of sides) {
+    try {
+      settings.fields(side);
+    } catch (error) {
+      settings.show(true);
+      showProblem(error.message);
+      return false;
+    }
   }
+  return true;
+}
+
+// Asks after a change of the messages. A request that is refused leaves them as they were `before`;
+// then `undo` puts the text back, and `again` tries once more.
+async function askOrUndo(sides, before, again, undo = () => {}) {
+  const own = conversation;
+  own.time = Date.now();
+  save();
+  if ((await ask(sides)) || own !== conversation) return;
+  show(before);
+  save();
+  toEnd();
+  undo();
+  offerRetry(again);
 }
 
 function send(text) {
-  if (running || !text.trim()) return;
-  const parameters = parametersOrProblem();
-  if (!parameters) return;
-  $("prompt").value = "";
-  grow();
-  add({ role: "user", content: text.trim() });
-  save();
-  answer(parameters);
+  const sides = settings.sides();
+  if (running.size || !text.trim() || !areValid(sides)) return;
+  const before = [...messages()];
+  const pending = pendingCall(before);
+  setPrompt("");
+  if (pending) add({ role: "tool", content: text, ...pending });
+  else add({ role: "user", content: text.trim() });
+  refresh();
+  const waiting = pending ? answeredSides(messages()) : sides;
+  const undo = () => $("prompt").value || setPrompt(text);
+  if (waiting.length) askOrUndo(waiting, before, () => send($("prompt").value), undo);
+  else save();
+}
+
+// Sends an edited message instead of the old one and all after it; returns whether it could.
+function edit(view, text) {
+  if (running.size || !areValid(settings.sides())) return false;
+  const before = [...messages()];
+  const at = views.indexOf(view);
+  show(before.slice(0, at));
+  add({ role: "user", content: text });
+  const again = () => edit(views[at], text);
+  askOrUndo(settings.sides(), before, again, () => views[at].edit(text));
+  return true;
+}
+
+// Answers the last message again, on the side of the answer that is replaced.
+function regenerate(view) {
+  const sides = view.isAnswer ? [sideOf(view.message)] : settings.sides();
+  if (running.size || !areValid(sides)) return;
+  const before = [...messages()];
+  const at = views.indexOf(view);
+  if (view.isAnswer) remove(view);
+  $("prompt").focus();
+  askOrUndo(sides, before, () => regenerate(views[at]));
 }
 
 function stop() {
-  running?.abort();
+  for (const controller of running) controller.abort();
 }
 
-function regenerate(view) {
-  const parameters = running ? null : parametersOrProblem();
-  if (!parameters) return;
-  if (view.message.role === "assistant") remove(view);
-  $("prompt").focus();
-  answer(parameters);
-}
+// ---- conversations
 
-function forget() {
+export const current = () => conversation;
+
+// Shows a stored conversation, or a new one without `entry`.
+export function open(entry, { isDeleted = false } = {}) {
   stop();
-  hideAlternatives();
-  messages = [];
-  views = [];
-  $("messages").replaceChildren();
+  if (messages().length && !isDeleted) save();
+  conversation = entry ? { ...entry } : newConversation();
+  store.setCurrentId(conversation.id);
+  show(entry ? store.load(entry.id) : []);
   showProblem("");
-  save();
-  refresh();
+  onChange(conversation);
+  toEnd();
   $("prompt").focus();
 }
 
-// ---- form
-
-function grow() {
-  const area = $("prompt");
-  area.style.height = "auto";
-  area.style.height = `${Math.min(area.scrollHeight + 2, 220)}px`;
+// Returns what the lens needs of the answer that contains an element: {message, before}.
+export function answerOf(element) {
+  const at = views.findIndex((view) => view.element.contains(element));
+  return { message: messages()[at], before: messages().slice(0, at) };
 }
 
-function onKey(event) {
-  const breaksLine = event.shiftKey || event.isComposing || matchMedia("(pointer: coarse)").matches;
-  if (event.key === "Enter" && !breaksLine) {
-    event.preventDefault();
-    send($("prompt").value);
-  }
-}
-
-function onSubmit(event) {
-  event.preventDefault();
-  if (!running) send($("prompt").value);
-  else if (performance.now() - startedAt > 300) stop(); // ignores the second click of a double click
-}
-
-function showSettings(isShown) {
-  $("settings").hidden = !isShown;
-  $("toggle-settings").setAttribute("aria-expanded", String(isShown));
-}
-
-export function startChat({ model }) {
+export function startChat({ model, changed }) {
   chosenModel = model;
-  startSettings(refresh);
-  showSettings(matchMedia("(min-width: 62rem)").matches);
-  $("toggle-settings").addEventListener("click", () => showSettings($("settings").hidden));
-  $("composer").addEventListener("submit", onSubmit);
-  $("prompt").addEventListener("keydown", onKey);
-  $("prompt").addEventListener("input", grow);
-  $("new-chat").addEventListener("click", forget);
-  document.addEventListener("keydown", (event) => {
-    if (event.key === "Escape" && !document.querySelector("dialog[open]")) stop();
-  });
-  for (const button of document.querySelectorAll(".example")) {
-    button.addEventListener("click", () => {
-      $("prompt").focus();
-      send(button.textContent);
-    });
-  }
-  addEventListener("pagehide", save);
+  onChange = changed;
+  settings.start(refresh);
+  startProblem();
+  startComposer({ send, stop, isBusy: () => running.size > 0 });
+  $("new-chat").addEventListener("click", () => open(null));
+  addEventListener("pagehide", () => messages().length && save());
   followTokens($("messages"), $("scroller"));
-  restore();
+  const entry = store.list().find((each) => each.id === store.currentId());
+  if (entry) conversation = { ...entry };
+  show(entry ? store.load(entry.id) : []);
   toEnd();
+  if (!matchMedia("(pointer: coarse)").matches) $("prompt").focus();
 }
