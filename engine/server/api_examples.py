@@ -28,6 +28,7 @@ _EXAMPLES: dict[str, dict[str, Any]] = {
     "/v2/rerank": _RERANK,
     "/tokenize": {"prompt": "Hello"},
     "/detokenize": {"tokens": [504, 3575]},
+    "/v1/engine/lens": {"prompt": "The capital of France is Paris", "top": 3},
     "/v1/load_lora_adapter": {"lora_name": "sql", "lora_path": "/adapters/sql"},
     "/v1/unload_lora_adapter": {"lora_name": "sql"},
     "/update_weights_from_disk": {"model_path": "step-200"},
