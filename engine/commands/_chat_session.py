@@ -29,10 +29,11 @@ _COMMANDS = {
     "/exit": ("", "leave; so does Ctrl-D"),
 }
 _ALIASES = {"/reset": "/clear", "/bye": "/exit", "/quit": "/exit", "/?": "/help"}
-_HINTS = (
-    '"""  begins and ends a text of several lines',
-    "Ctrl-C  stops the answer and keeps what has come; a space before / sends a text with it",
-)
+_KEYS = {
+    '"""': "begins and ends a text of several lines",
+    "Ctrl-C": "stops the answer and keeps what has come; drops the line at the prompt",
+    "space": "before a slash: the line is a text for the model",
+}
 
 
 class ChatModel(Protocol):
@@ -118,7 +119,8 @@ class Session:
             raise
         if summary := self.model.summary():
             _say(summary)
-        self._messages = [*asked, {"role": "assistant", "content": "".join(pieces)}]
+        if text := "".join(pieces):  # "": stopped before the first token
+            self._messages = [*asked, {"role": "assistant", "content": text}]
 
     def _print(self, stream: Generator[str, None, None], pieces: list[str]) -> None:
         """Print the answer, and collect it."""
@@ -139,8 +141,8 @@ class Session:
     # ---- commands
 
     def _help(self, argument: str) -> None:
-        lines = [f"{name} {what}".ljust(22) + text for name, (what, text) in _COMMANDS.items()]
-        _say("\n".join([*lines, *_HINTS]))
+        rows = {f"{name} {what}": text for name, (what, text) in _COMMANDS.items()} | _KEYS
+        _say("\n".join(f"{name:22}{text}" for name, text in rows.items()))
 
     def _exit(self, argument: str) -> None:
         self._is_left = True
@@ -169,11 +171,12 @@ class Session:
             raise RequestError(f"there is no sampling parameter {name!r:.100}{hint}")
         text = text.strip()
         if text == "default":
-            self._sampling.pop(name, None)
+            self._sampling = {k: v for k, v in self._sampling.items() if k != name}
         elif text:
             value = _parsed(name, text)
-            SamplingParams(**{name: value})  # reject an invalid value here
-            self._sampling[name] = value
+            sampling = self._sampling | {name: value}
+            SamplingParams(**({"max_tokens": DEFAULT_MAX_TOKENS} | sampling))  # reject it here
+            self._sampling = sampling
         _say(self._setting(name))
 
     def _setting(self, name: str) -> str:
@@ -192,7 +195,8 @@ class Session:
             value = defaults[name]
             if value != getattr(SamplingParams(), name):
                 origin = "the model's default"
-        return f"{name:20}{value!s:10}{origin}".rstrip()
+        shown = "-" if value in (None, ()) else str(value)
+        return f"{name:20}{shown:10}{origin}".rstrip()
 
     def _model(self, argument: str) -> None:
         if argument:

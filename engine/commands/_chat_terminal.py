@@ -142,7 +142,7 @@ def held_typing() -> Iterator[None]:
     """Hold what is typed for the next prompt, instead of showing it in the answer.
 
     The terminal neither echoes keys nor waits for the end of a line, so that readline finds all of
-    them. Ctrl-C still interrupts.
+    them. Ctrl-C still interrupts, and does not drop what was typed before it.
     """
     try:
         termios: Any = importlib.import_module("termios")
@@ -154,7 +154,7 @@ def held_typing() -> Iterator[None]:
     file = sys.stdin.fileno()
     before = termios.tcgetattr(file)
     held = termios.tcgetattr(file)
-    held[3] &= ~(termios.ECHO | termios.ICANON)  # the local modes
+    held[3] = (held[3] & ~(termios.ECHO | termios.ICANON)) | termios.NOFLSH  # the local modes
     termios.tcsetattr(file, termios.TCSANOW, held)
     try:
         yield

@@ -114,6 +114,8 @@ def _read_prompt(arguments: argparse.Namespace) -> str:
                 f"--file {excerpt(arguments.file)} cannot be read: {excerpt(reason)}"
             ) from error
     if arguments.prompt in (None, "-"):
+        if sys.stdin.isatty():
+            print("engine: the prompt, up to Ctrl-D:", file=sys.stderr)
         return read_input()
     return str(arguments.prompt)
 

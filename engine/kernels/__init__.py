@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from engine.errors import did_you_mean
 from engine.kernels._attention_pattern import BlockSparse, Periodic
 from engine.kernels._override.dispatch import dispatched
 from engine.kernels._override.scope import override
@@ -196,7 +197,8 @@ _TOOLS = {  # modules of `_tools/`, imported on demand
 def __getattr__(name: str) -> Any:
     if name in _TOOLS:
         return getattr(importlib.import_module(f"engine.kernels._tools.{_TOOLS[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    hint = "" if name.startswith("_") else did_you_mean(name, __all__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
 
 
 # Every op is called through a dispatcher, which finds its override; see `_override/dispatch.py`.

@@ -83,7 +83,8 @@ def running_servers() -> list[ServerRecord]:
     """Return this user's servers, the oldest first; remove records of servers that have gone."""
     found: list[ServerRecord] = []
     records = list(_records())
-    processes = _processes() if records else {}
+    if not records or not (processes := _processes()):
+        return []
     for folder, record in records:
         process = processes.get(record.pid)
         if process is None or process.start != record.process_start:
@@ -117,13 +118,18 @@ def _records() -> Iterator[tuple[Path, ServerRecord]]:
 
 
 def _processes() -> dict[int, _Process]:
-    """Return the running processes by id."""
-    if sys.platform != "linux":
-        return _processes_of_ps()
+    """Return the running processes by id; none if the system does not tell."""
+    try:
+        return _processes_of_proc() if sys.platform == "linux" else _processes_of_ps()
+    except OSError:  # /proc is not mounted, or there is no program ps
+        return {}
+
+
+def _processes_of_proc() -> dict[int, _Process]:
     found = {}
     for name in os.listdir("/proc"):
         if name.isdecimal():
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # it has ended meanwhile
                 text = Path("/proc", name, "stat").read_text(errors="replace")
                 fields = text.rpartition(")")[2].split()  # a program's name may have any character
                 memory = int(fields[21]) * os.sysconf("SC_PAGE_SIZE")

@@ -261,6 +261,7 @@ def test_set_changes_and_lists_the_sampling_parameters(talk):
         ("/set temperature hot", "temperature must be a number; got 'hot'"),
         ("/set top_p 2", "top_p must be a number"),
         ("/set top_k 1.5", "top_k must be a whole number; got '1.5'"),
+        ("/set min_tokens 300", "min_tokens must be"),
         ("/set ignore_eos 1", "ignore_eos must be true or false; got '1'"),
         ("/save", "a conversation's name must be letters"),
         ("/save ../../x", "a conversation's name must be letters"),

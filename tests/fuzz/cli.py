@@ -118,7 +118,9 @@ def make(rng: random.Random) -> dict[str, Any]:
     streams = {number: rng.choice(kinds) for number, kinds in STREAMS.items()}
     if rng.random() < 0.5:
         streams = {0: "pipe", 1: "file", 2: "file"}
-    text = rng.choice(["Hello", "", "/reset\n/exit\n", "a\nb\n", "x" * 3000, "\n\n", "\0"])
+    texts = ["Hello", "", "/reset\n/exit\n", "a\nb\n", "x" * 3000, "\n\n", "\0"]
+    texts += ["/set\n/set top_k x\n/model \0\n/load ../x\n", '"""a\nb"""\n/sytem\n"""']
+    text = rng.choice(texts)
     listed = [streams[number] for number in range(3)]
     return {"arguments": [command, *arguments], "streams": listed, "text": text}
 
