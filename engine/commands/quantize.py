@@ -14,7 +14,7 @@ __all__ = ["add_arguments", "run"]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("model", help="folder with 16- or 32-bit safetensors, or hub id")
+    parser.add_argument("model", help="folder of 16 or 32 bits, .gguf file, or hub id")
     parser.add_argument("out", help="output folder; must be new or empty")
     names = f"int4 (in groups of 128), {', '.join(STORABLE)}"
     parser.add_argument("--format", required=True, metavar="FORMAT", help=names)

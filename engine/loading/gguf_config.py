@@ -6,6 +6,7 @@ use the .gguf names.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from os import PathLike
@@ -18,7 +19,7 @@ from engine.config import ModelConfig
 from engine.errors import ConfigError, WeightsError
 from engine.loading.gguf import GgufFile
 from engine.loading.gguf_keys import FILE_KEYS, INERT_KEYS, MODEL_KEYS, is_neutral
-from engine.loading.hf_config import build_config
+from engine.loading.hf_config import build_config, config_from_dict
 from engine.model_files import excerpt
 from engine.models.family import Family
 from engine.models.granitemoe import GRANITEMOESHARED
@@ -28,7 +29,7 @@ from engine.models.moe_family import MoeFamily
 from engine.models.olmo2 import OLMO3
 from engine.models.registry import family_of_gguf
 
-__all__ = ["gguf_config", "load_gguf_config"]
+__all__ = ["gguf_config", "gguf_config_json", "load_gguf_config"]
 
 _KEYS = {
     "hidden_size": "embedding_length",
@@ -71,6 +72,15 @@ _LAST_TOKEN = (0, 3)  # llama.cpp's numbers of no pooling and of the last token'
 _UNRECORDED = ("max_window_layers", "even_layers", "last_layers")
 _ROPE_TYPES = ("none", "linear", "yarn", "longrope")
 _PLAIN_DTYPES = {"F32": "float32", "F16": "float16"}
+# model_type -> name of the class in transformers without "ForCausalLM", if the rule gives another.
+_CLASS_NAMES = {
+    "gemma3_text": "Gemma3",
+    "smollm3": "SmolLM3",
+    "stablelm": "StableLm",
+    "ernie4_5": "Ernie4_5",
+    "ernie4_5_moe": "Ernie4_5_Moe",
+    "minimax_m2": "MiniMaxM2",
+}
 
 
 def load_gguf_config(path: str | PathLike[str]) -> ModelConfig:
@@ -90,6 +100,46 @@ def gguf_config(file: GgufFile) -> ModelConfig:
     WeightsError
         If a tensor that the configuration is derived from is missing.
     """
+    return _read(file)[0]
+
+
+def gguf_config_json(file: GgufFile) -> tuple[ModelConfig, dict[str, Any]]:
+    """Return the configuration of the model in `file`, and the config.json that says the same.
+
+    Raises
+    ------
+    ConfigError
+        As in `gguf_config`, or if the configuration cannot be said in a config.json.
+    WeightsError
+        See `gguf_config`.
+    """
+    config, values, family = _read(file)
+    own = {shared: key for key, shared in family.key_aliases.items()}
+    stated = {own.get(key, key): value for key, value in values.items()}
+    rope = {key: one for key, one in (stated.pop("rope_scaling", None) or {}).items() if one}
+    if rope.get("rope_type", "default") != "default":
+        stated["rope_scaling"] = rope
+    stated |= {"model_type": family.model_type, "architectures": [_class_name(family)]}
+    # Null has a meaning of its own for some keys: it is written only if the default is another.
+    short = {key: value for key, value in stated.items() if value is not None}
+    for found in (short, stated):
+        if config_from_dict(json.loads(json.dumps(found)), str(file.path)) == config:
+            return config, found
+    raise ConfigError(
+        f"{file.path}: the configuration of a {family.model_type} model in this file cannot be "
+        "written as a config.json"
+    )
+
+
+def _class_name(family: Family) -> str:
+    """Return the class of the model in transformers, by which other engines choose their own."""
+    name = family.model_type
+    words = "".join(word.capitalize() for word in name.split("_"))
+    return f"{_CLASS_NAMES.get(name, words)}ForCausalLM"
+
+
+def _read(file: GgufFile) -> tuple[ModelConfig, dict[str, Any], Family]:
+    """Return the configuration, its values under the keys of config.json, and the family."""
     where = str(file.path)
     arch = str(file.metadata.get("general.architecture", ""))
     try:
@@ -116,7 +166,7 @@ def gguf_config(file: GgufFile) -> ModelConfig:
             keys.get(key)
     config = build_config(values, family, where, names)
     keys.refuse_unread(_implied(config, family))
-    return config
+    return config, values, family
 
 
 class _Keys:

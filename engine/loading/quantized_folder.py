@@ -18,9 +18,10 @@ import numpy as np
 from engine.config import ModelConfig
 from engine.device import to_numpy
 from engine.errors import WeightsError
+from engine.loading.gguf_checkpoint import GgufCheckpoint
 from engine.loading.hf_config import load_hf_config
 from engine.loading.safetensors import SafetensorsDirectory, SafetensorsFile
-from engine.loading.safetensors_writer import SafetensorsWriter
+from engine.loading.safetensors_writer import DTYPE_NAMES, SafetensorsWriter
 from engine.loading.text_model import open_model, text_values
 from engine.loading.weight_memory import is_quantized
 from engine.loading.weight_table import Placement, place_tensors
@@ -57,7 +58,7 @@ class FolderPlan:
     ----------
     source : Path
     config : ModelConfig
-    checkpoint : SafetensorsFile or SafetensorsDirectory
+    checkpoint : SafetensorsFile, SafetensorsDirectory or GgufCheckpoint
     form : Format
     matrices : mapping of str to tuple of Placement
         Tensors to quantize -> their rows in the engine's fused weights.
@@ -67,14 +68,15 @@ class FolderPlan:
 
     source: Path
     config: ModelConfig
-    checkpoint: SafetensorsFile | SafetensorsDirectory
+    checkpoint: SafetensorsFile | SafetensorsDirectory | GgufCheckpoint
     form: Format
     matrices: Mapping[str, tuple[Placement, ...]]
     ignored: tuple[str, ...]
 
     def dtype(self, name: str) -> str:
         """Return the dtype of tensor `name` of the checkpoint."""
-        return str(self.checkpoint.view(name).dtype.name)
+        stored = self.checkpoint.dtype(name)
+        return DTYPE_NAMES.get(stored, stored)
 
     def entries(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Return the dtype and shape of every tensor to write."""
@@ -96,7 +98,7 @@ def plan_folder(source: Path, form: Format, ignore: Sequence[str] = ()) -> Folde
     Parameters
     ----------
     source : Path
-        A folder in Hugging Face's layout.
+        A folder in Hugging Face's layout, or a .gguf file, whose matrices are dequantized.
     form : Format
         One of `compressed_tensors.STORABLE`.
     ignore : sequence of str
@@ -107,12 +109,17 @@ def plan_folder(source: Path, form: Format, ignore: Sequence[str] = ()) -> Folde
     ConfigError
         If the configuration cannot be used.
     WeightsError
-        If the model is already quantized, a matrix does not fit the format, one tensor stores all
-        experts, or an entry of `ignore` matches no layer.
+        If a folder's model is already quantized, a matrix does not fit the format, one tensor
+        stores all experts, or an entry of `ignore` matches no layer.
     """
-    _refuse_quantized(source)
-    config = load_hf_config(source)
-    checkpoint = open_model(source)
+    checkpoint: SafetensorsFile | SafetensorsDirectory | GgufCheckpoint
+    if source.suffix == ".gguf":
+        checkpoint = GgufCheckpoint(source)
+        config = checkpoint.config
+    else:
+        _refuse_quantized(source)
+        config = load_hf_config(source)
+        checkpoint = open_model(source)
     found = {name: checkpoint.shape(name) for name in checkpoint.names()}
     table = family(config.model_type).names
     places: dict[str, list[Placement]] = {}
@@ -161,14 +168,24 @@ def write_folder(plan: FolderPlan, out: Path, calibrated: Iterable[tuple[str, Co
                     _write_matrix(plan, writer, name, _rounded(plan, name))
                 elif name not in plan.matrices:
                     writer.write(name, plan.checkpoint.view(name))
-        # The text model alone: the checkpoint has its tensors, under its names.
-        values = read_json(plan.source / "config.json", root=plan.source)
-        config = dict(text_values(values, str(plan.source / "config.json")))
+        if isinstance(plan.checkpoint, GgufCheckpoint):
+            files = plan.checkpoint.files()
+            config = dict(files.pop("config.json"))
+            for name, content in files.items():
+                _write_json(folder / name, content)
+        else:
+            # The text model alone: the checkpoint has its tensors, under its names.
+            values = read_json(plan.source / "config.json", root=plan.source)
+            config = dict(text_values(values, str(plan.source / "config.json")))
+            for path in _companions(plan.source):
+                (folder / path.name).write_bytes(read_file(path, _MAX_COPIED_BYTES, plan.source))
         config["quantization_config"] = quantization_config(plan.form, plan.ignored)
-        text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
-        (folder / "config.json").write_text(text, encoding="utf-8")
-        for path in _companions(plan.source):
-            (folder / path.name).write_bytes(read_file(path, _MAX_COPIED_BYTES, plan.source))
+        _write_json(folder / "config.json", config)
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+    path.write_text(text, encoding="utf-8")
 
 
 def scale_dtype(form: Format, dtype: str) -> str:

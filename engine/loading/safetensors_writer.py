@@ -15,7 +15,7 @@ import numpy as np
 
 from engine.errors import WeightsError
 
-__all__ = ["SafetensorsWriter"]
+__all__ = ["DTYPE_NAMES", "SafetensorsWriter"]
 
 _NAMES = {
     "float64": "F64",
@@ -34,6 +34,9 @@ _NAMES = {
     "uint8": "U8",
     "bool": "BOOL",
 }
+DTYPE_NAMES = {stored: name for name, stored in _NAMES.items()}
+"""Name in a safetensors file -> name of the dtype."""
+
 _ML_DTYPES = {
     name: np.dtype(getattr(ml_dtypes, name))
     for name in ("bfloat16", "float8_e4m3fn", "float8_e5m2")

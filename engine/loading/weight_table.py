@@ -22,6 +22,7 @@ __all__ = [
     "XIELU_KINDS",
     "Placement",
     "RotatedRows",
+    "expected_tensors",
     "matrix_placements",
     "part_bounds",
     "place_tensors",
@@ -799,6 +800,17 @@ def place_tensors(
                 f"got {found[name]}"
             )
     return [place for name in found if name in wanted for place in wanted[name][1]()]
+
+
+def expected_tensors(
+    config: ModelConfig, table: Iterable[TensorName]
+) -> dict[str, tuple[tuple[int, ...], list[Placement]]]:
+    """Return the shape and placements of each tensor of a checkpoint that does not exist yet.
+
+    If the family stores a weight in several forms, it is the table's first one.
+    """
+    wanted = _wanted(config, table, {}, WHOLE)
+    return {name: (shape, list(places())) for name, (shape, places) in wanted.items()}
 
 
 def _stored_shapes(shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:

@@ -1,4 +1,4 @@
-"""`engine.quantize`: write an 8-bit or 4-bit copy of a 16-bit or 32-bit checkpoint."""
+"""`engine.quantize`: write an 8-bit or 4-bit copy of a checkpoint or a .gguf file."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from engine.device import Device, resolve_device
 from engine.errors import RequestError, WeightsError
 from engine.layers.token_ids import checked_token_ids
 from engine.loading.download import resolve_model
+from engine.loading.gguf import GgufFile
 from engine.loading.quantized_folder import (
     FolderPlan,
     check_output,
@@ -28,7 +29,7 @@ from engine.loading.weights import load_weights
 from engine.model_files import excerpt, read_file
 from engine.models.decoder import Decoder
 from engine.quantization.gptq_layers import gptq_layers
-from engine.text.tokenizer import load_tokenizer
+from engine.text.tokenizer import Tokenizer, load_tokenizer
 from engine.weights.compressed_tensors import storable_format
 from engine.weights.quantize import Codes
 
@@ -58,7 +59,8 @@ def quantize(
     Parameters
     ----------
     model : str or path
-        A folder in Hugging Face's layout with safetensors, or a hub id.
+        A folder in Hugging Face's layout with safetensors, a hub id, or a .gguf file, whose tensors
+        are dequantized one at a time; its copy is a folder too, with the file's tokenizer.
     out : str or path
         Output folder, absent or empty. It appears only once the copy is complete.
     format : str
@@ -85,7 +87,7 @@ def quantize(
     Raises
     ------
     ConfigError, WeightsError, DownloadError
-        If the model or an option cannot be used. Quantized models and .gguf files are rejected.
+        If the model or an option cannot be used. Folders of quantized models are rejected.
     RequestError
         If the calibration text is unreadable or too short.
     """
@@ -99,11 +101,6 @@ def quantize(
         )
     check_output(out)
     source = resolve_model(model, progress=progress)
-    if source.kind == "gguf":
-        raise WeightsError(
-            f"{excerpt(source.path)} must be a folder with safetensors; a .gguf is quantized "
-            "already, and would be rounded twice"
-        )
     plan = plan_folder(source.path, form, ignore)
     calibrated: Iterator[tuple[str, Codes]] = iter(())
     if calibrate is not None:
@@ -125,7 +122,7 @@ def _sequences(plan: FolderPlan, calibrate: Any, count: int) -> np.ndarray[Any, 
             text = data.decode("utf-8")
         except UnicodeDecodeError as error:
             raise RequestError(f"{excerpt(calibrate)}: must be UTF-8 ({error.reason})") from None
-        ids = load_tokenizer(plan.source).encode(text[: count * _CHARACTERS_PER_TOKEN])
+        ids = _tokenizer(plan).encode(text[: count * _CHARACTERS_PER_TOKEN])
     ids = checked_token_ids([ids], 1, plan.config.vocab_size)[0]
     rows = min(len(ids), count) // length
     if rows < 1:
@@ -161,6 +158,12 @@ def _calibrated(
     for target, made in layers:
         for name, places in tensors[target].items():
             yield name, take_rows(made, _rows(plan, places))
+
+
+def _tokenizer(plan: FolderPlan) -> Tokenizer:
+    if plan.source.suffix == ".gguf":
+        return load_tokenizer(GgufFile(plan.source).metadata)
+    return load_tokenizer(plan.source)
 
 
 def _rows(plan: FolderPlan, places: Sequence[Placement]) -> np.ndarray[Any, Any]:
