@@ -16,6 +16,7 @@ import pytest
 
 from engine.cli import main
 from engine.loading import download
+from engine.loading.model_cache import cached_models
 from engine.server import running
 from engine.server.running import ServerRecord, tree_memory
 from tests.attack.target import write_tiny_model
@@ -107,6 +108,14 @@ def test_ls_has_a_row_for_each_model(filled, command):
         ],
         ["smollm2", "GGUF", "-", "22 B", "-", today],
     ]
+
+
+def test_the_names_of_ls_load_what_they_name(filled, monkeypatch):
+    monkeypatch.setenv("ENGINE_OFFLINE", "1")
+    models = cached_models()
+    assert len(models) == 4
+    for model in models:
+        assert download.resolve_model(model.name) == model.source
 
 
 def test_rm_asks_and_removes_only_what_it_names(filled, command, tmp_path):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
+from engine.checks import shown_size
 from engine.quantization.quantize_model import quantize
 from engine.weights.compressed_tensors import STORABLE
 
@@ -51,9 +51,6 @@ def run(arguments: argparse.Namespace) -> int:
         progress=sys.stderr.isatty(),
     )
     print(out)
-    print(f"{_gigabytes(out):.2f} GB in {arguments.format}", file=sys.stderr)
+    size = shown_size(sum(path.stat().st_size for path in out.iterdir()))
+    print(f"{size} in {arguments.format}", file=sys.stderr)
     return 0
-
-
-def _gigabytes(folder: Path) -> float:
-    return sum(path.stat().st_size for path in folder.iterdir()) / 1e9

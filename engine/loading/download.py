@@ -166,7 +166,7 @@ def models_dir() -> Path:
 def names_model(text: str) -> bool:
     """Tell whether `text` can only be meant as a model: "smollm2", or a model's path."""
     path = Path(os.path.expanduser(text))
-    if not os.path.exists(path):  # never raises, unlike Path.exists
+    if not text or not os.path.exists(path):  # never raises, unlike Path.exists
         return text in _WHEELS
     return path.suffix == ".gguf" or (path / "config.json").is_file() or any(path.glob("*.gguf"))
 

@@ -120,7 +120,7 @@ def _models_of(name: str, revision: Any) -> Iterator[CachedModel]:
 def _tag(name: str, file: Path, files: list[Path]) -> str:
     """Return a text that is in the name of this .gguf file only, preferably its format."""
     stem = file.stem.split("-00001-of-")[0]
-    short = stem[len(name.split("/")[1].removesuffix("-GGUF")) :].strip("-._")
+    short = stem.removeprefix(name.split("/")[1].removesuffix("-GGUF")).strip("-._")
     is_one = sum(short.lower() in each.name.lower() for each in files) == 1
     return short if short and is_one else stem
 

@@ -401,7 +401,11 @@ def test_command_line(tmp_path, source, capsys):
                 "model.layers.0.self_attn.o_proj",
             ]
         )
-    assert done.value.code == 0 and capsys.readouterr().out.strip() == str(tmp_path / "out")
+    shown = capsys.readouterr()
+    assert done.value.code == 0 and shown.out.strip() == str(tmp_path / "out")
+    kilobytes = sum(file.stat().st_size for file in (tmp_path / "out").iterdir()) / 1000
+    size = re.search(r"(\d+) kB in int4_g32\n", shown.err)
+    assert abs(int(size[1]) - kilobytes) <= 0.5
     made = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
     assert len(made["ignore"]) == 4
     with pytest.raises(SystemExit) as done:
