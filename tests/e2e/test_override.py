@@ -147,6 +147,21 @@ def test_an_override_may_call_what_it_replaces():
     assert len(seen) >= 12 * 5  # steps; norms
 
 
+def test_scalars_and_classes_of_numpy_are_no_arrays():
+    """An option may be one: they have `strides`, but no memory that a result could share."""
+
+    def plain(x, weight, **options):
+        return kernels.gemm(x, weight, **options)
+
+    x, weight = np.ones((2, 4), np.float32), np.ones((3, 4), np.float32)
+    with kernels.override("gemm", plain):
+        y = kernels.gemm(x, weight, out_dtype=np.float32)
+    np.testing.assert_array_equal(y, np.full((2, 3), 4.0, np.float32))
+    with kernels.override("rmsnorm", lambda x, weight, eps: x * weight * eps):
+        y = kernels.rmsnorm(x, x[0], eps=np.float32(2.0))
+    np.testing.assert_array_equal(y, np.full((2, 4), 2.0, np.float32))
+
+
 def test_a_block_does_not_use_prefixes_that_other_kernels_computed():
     """Nor the other way around: the prompt is long enough to be cached."""
     prompt = [list(range(5, 90))]

@@ -22,7 +22,7 @@ def overlaps(array: Any, others: Any) -> bool:
 
 def is_same(a: Any, b: Any) -> bool:
     """Tell whether `b` is an array, and the same memory as `a` in the same layout."""
-    return hasattr(b, "strides") and _memory.is_same(a, b)
+    return _is_array(b) and _memory.is_same(a, b)
 
 
 def copy_into(target: Any, source: Any) -> Any:
@@ -71,13 +71,19 @@ class _Copy:
 
 
 def _arrays(value: Any) -> Iterator[Any]:
-    if hasattr(value, "strides") and hasattr(value, "dtype"):
+    if _is_array(value):
         yield value
     elif isinstance(value, tuple | list):
         for item in value:
             yield from _arrays(item)
     elif isinstance(value, dict):
         yield from _arrays(list(value.values()))
+
+
+def _is_array(value: Any) -> bool:
+    """Tell an array from all else; NumPy's scalars and their classes have `strides`, too."""
+    has_strides = hasattr(value, "strides") and hasattr(value, "dtype")
+    return has_strides and not isinstance(value, type | np.generic)
 
 
 def _extent(shape: Any, dtype: Any, strides: Any) -> int:
