@@ -1,7 +1,7 @@
 """Build the notebooks: run every example cell by cell and keep its outputs and pictures.
 
 `python -m tests.notebooks [NAME ...] [--out build/notebooks]` writes `NAME.ipynb` for each
-`examples/NAME.py`, and the CUDA files that some of them read. Each notebook runs in a Jupyter
+`examples/NAME.py`, and the folders that some of them read. Each notebook runs in a Jupyter
 kernel of its own, so an event loop is already running there.
 """
 
@@ -56,8 +56,12 @@ def build(path: Path, out: Path) -> str:
 
 
 def _copy_files(folder: Path) -> Path:
-    """Copy all that examples read to `folder`, and return it."""
-    ignored = shutil.ignore_patterns("*.py", "*.md", "__pycache__")
+    """Copy all that examples read or import to `folder`, and return it."""
+    examples_and_pages = {path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".md")}
+
+    def ignored(place: str, names: list[str]) -> set[str]:
+        return {"__pycache__"} | (examples_and_pages if Path(place) == EXAMPLES else set())
+
     return Path(shutil.copytree(EXAMPLES, folder, ignore=ignored, dirs_exist_ok=True))
 
 

@@ -23,9 +23,10 @@ FILES = {
     if path.read_text().startswith("# %%")  # in cells; the others need a framework
 }
 CHAPTERS = [name for name in FILES if name[0].isdigit()]
-_SLOW_SCRIPTS = ("09_speculative_decoding", "structured_output")
+_SLOW_SCRIPTS = ("09_speculative_decoding", "screen_superconductors", "structured_output")
 _QUICK_NOTEBOOKS = ("02_inside_attention", "async_requests")  # pictures; an event loop
 _EXTRA_OF = {"matplotlib": "examples", "cupy": "cuda12", "llguidance": "grammar"}
+_FOLDERS = {path.parent.name for path in (ROOT / "examples").glob("*/__init__.py")}
 _INSTALL = re.compile(
     r"# Install, in a checkout of the engine: `pip install ('?)\.(?:\[(.*?)\])?\1`"
 )
@@ -100,7 +101,7 @@ def test_names_what_it_imports(path):
             imported |= {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             imported.add(str(node.module).partition(".")[0])
-    others = imported - {"engine", "numpy"} - set(sys.stdlib_module_names)
+    others = imported - {"engine", "numpy"} - _FOLDERS - set(sys.stdlib_module_names)
     assert {_EXTRA_OF[name] for name in others} <= extras
     if "StructuredOutput" in path.read_text():
         assert "grammar" in extras

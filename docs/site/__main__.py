@@ -34,6 +34,7 @@ NAVIGATION = {
             "replicas",
             "scaling",
             "determinism",
+            "superconductors",
         ),
     ],
     "Kernels": ["your_kernel", "override", "headers", "kernels", "benchmarks/README"],

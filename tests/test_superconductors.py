@@ -1,0 +1,475 @@
+"""The scientific example: gradients, patterns, folds, screen, and the command of the study."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import sys
+from dataclasses import replace
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from engine.reference._attention import pattern_sees
+from examples.superconductors import compositions, crystals, data, elements, screen, study
+from examples.superconductors.inference import FastNetwork
+from examples.superconductors.neighbours import Neighbours
+from examples.superconductors.network import Adam, Config, Network, absolute_slope
+
+SMALL = Config(hidden=16, num_heads=2, ffn=24, num_layers=2, seed=1)
+BRIEF = study.Recipe(num_epochs=12, batch_size=16, hidden=32, num_heads=2, ffn=48, num_layers=1)
+
+
+def _neighbours(count, num=3, seed=0):
+    rng = np.random.default_rng(seed)
+    return 100 * rng.random((count, num), "float32"), 0.1 * rng.random((count, num), "float32")
+
+
+def _composition_batch():
+    table = data.generated(40)
+    known = _neighbours(40)
+    return compositions.batch_of(table.compositions, known=known, room=24)[0], SMALL
+
+
+def _crystal_batch():
+    found = crystals.generate(4, 3, length=60, columns=(1, 2))
+    batch, _ = crystals.batch_of(found, 0.3)
+    assert all(group.pattern is not None for group in batch.groups)
+    return batch, replace(SMALL, num_features=crystals.NUM_FEATURES)
+
+
+# ---- the network
+
+
+@pytest.mark.parametrize("make", [_composition_batch, _crystal_batch])
+def test_gradients_are_finite_differences(make):
+    """Of every weight, along a random direction, in float64."""
+    batch, config = make()
+    network = Network(config, dtype=np.float64)
+    rng = np.random.default_rng(0)
+    pull = rng.standard_normal((len(batch), 1))
+    _, gradient = network.gradient(batch, lambda outputs: pull * np.cos(outputs))
+    start, step = network.flat.copy(), 1e-5
+    for name, part in network.views(gradient).items():
+        direction = np.zeros_like(start)
+        values = network.views(direction)[name]
+        values[...] = rng.standard_normal(values.shape)
+        losses = []
+        for sign in (1, -1):
+            network.update(start + sign * step * direction)
+            losses.append((pull * np.sin(network.predict(batch))).sum())
+        slope = (losses[0] - losses[1]) / (2 * step)
+        np.testing.assert_allclose((part * values).sum(), slope, rtol=1e-5, atol=1e-7, err_msg=name)
+
+
+def test_gradients_with_dropout_are_those_of_the_masked_network():
+    batch, config = _composition_batch()
+    network = Network(replace(config, dropout=0.3), dtype=np.float64)
+    rng = np.random.default_rng(0)
+    direction, start, step = rng.standard_normal(len(network.flat)), network.flat.copy(), 1e-5
+
+    def run(flat):
+        network._num_masks = 0
+        network.update(flat)
+        outputs, gradient = network.gradient(batch, np.ones_like)
+        return outputs.sum(), gradient
+
+    slope = (run(start + step * direction)[0] - run(start - step * direction)[0]) / (2 * step)
+    np.testing.assert_allclose(run(start)[1] @ direction, slope, rtol=1e-5)
+    keep = network._keep(np.zeros((300, 100)))
+    np.testing.assert_allclose(np.unique(keep), [0, 1 / 0.7])
+    assert abs(keep.mean() - 1) < 0.02 and (keep != network._keep(keep)).any()
+
+
+def test_a_composition_sees_only_itself():
+    table = data.generated(30)
+    tc, distances = _neighbours(30)
+    network = Network(SMALL)
+    batch, order = compositions.batch_of(table.compositions, known=(tc, distances))
+    together = network.predict(batch)
+    for place, row in enumerate(order):
+        one = slice(row, row + 1)
+        alone, _ = compositions.batch_of(table.compositions[one], known=(tc[one], distances[one]))
+        np.testing.assert_allclose(network.predict(alone)[0], together[place], rtol=1e-4, atol=1e-5)
+
+
+def test_the_order_of_elements_changes_nothing():
+    table = data.generated(20)
+    there = table.compositions
+    mixed = np.random.default_rng(0).permuted(np.tile(np.arange(8), (20, 1)), axis=1)
+    pairs = (np.take_along_axis(x, mixed, 1) for x in (there.elements, there.amounts))
+    again = data.Compositions.from_arrays(*pairs)
+    np.testing.assert_array_equal(again.elements, there.elements)
+    np.testing.assert_array_equal(again.amounts, there.amounts)
+
+
+def test_adam_steps():
+    """A first step has the size of the learning rate; weights decay; the mean follows."""
+    network = Network(SMALL)
+    start = network.flat.copy()
+    adam = Adam(learning_rate=0.1, num_steps=100, weight_decay=0.5, clip=1e9)
+    rate = adam.rate()
+    gradient = np.random.default_rng(0).standard_normal(len(start)).astype(np.float32)
+    adam.step(network, gradient)
+    expected = start * (1 - rate * 0.5) - rate * np.sign(gradient)
+    np.testing.assert_allclose(network.flat, expected, rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(adam.mean, start + (network.flat - start) * 10 / 11, atol=1e-4)
+    np.testing.assert_array_equal(network.weights["head"].ravel(), network.flat[-16:])
+    assert rate == pytest.approx(0.02) and adam.rate() == pytest.approx(0.04)
+    slope = absolute_slope(np.array([[1.0], [2.0]]), np.array([[2.0], [1.0]]))
+    np.testing.assert_array_equal(slope, [[-0.5], [0.5]])
+
+
+# ---- data
+
+
+@pytest.mark.parametrize(
+    ("formula", "atoms"),
+    [
+        ("Y1Ba2Cu3O6.9", {"Y": 1, "Ba": 2, "Cu": 3, "O": 6.9}),
+        ("Bi2Sr2Y0.9Ca0.1Cu2OY", {"Bi": 2, "Sr": 2, "Y": 0.9, "Ca": 0.1, "Cu": 2, "O": 7}),
+        ("Y1Sr2Cu2.75Ge0.25O", {"Y": 1, "Sr": 2, "Cu": 2.75, "Ge": 0.25, "O": 6}),
+        ("D0.13Nb1D0.11Nb1", {"H": 0.24, "Nb": 2}),
+        ("Sr4V2.7TI0.3O9.51", {"Sr": 4, "V": 2.7, "Ti": 0.3, "O": 9.51}),
+        ("La2Sr0Cu0.8Zn0.2O4", {"La": 2, "Cu": 0.8, "Zn": 0.2, "O": 4}),
+        ("Hg1Sr2Ho0.333Ce0.667Cu2O6=z", dict(Hg=1, Sr=2, Ho=0.333, Ce=0.667, Cu=2, O=6)),
+    ],
+)
+def test_formulas(formula, atoms):
+    found = data.parse_formula(formula)
+    assert {elements.SYMBOLS[number] for number in found} == set(atoms)
+    for symbol, amount in atoms.items():
+        assert found[elements.NUMBER[symbol]] == pytest.approx(amount)
+
+
+@pytest.mark.parametrize(("formula", "said"), [("Xx2O1", "'Xx'"), ("", "no element"), ("O0", "no")])
+def test_bad_formulas(formula, said):
+    with pytest.raises(ValueError, match=said):
+        data.parse_formula(formula)
+
+
+def test_a_table_is_known_by_its_checksum(tmp_path, monkeypatch):
+    other = tmp_path / "other.csv"
+    other.write_text("name,Tc\nNb3Sn1,18\n")
+    with pytest.raises(ValueError, match=f"must be {data.SHA256}; got "):
+        data.load(other)
+    with pytest.raises(FileNotFoundError):
+        data.load(tmp_path / "none.csv")
+    monkeypatch.setattr(data.urllib.request, "urlopen", lambda *_, **__: io.BytesIO(b"name,Tc\n"))
+    with pytest.raises(ValueError, match="SHA-256"):
+        data.fetch(tmp_path / "fetched.csv")
+    assert not (tmp_path / "fetched.csv").exists()
+    content = b"name,Tc\nNb3Sn1,18\nY1Ba2Cu3O7,0\n"
+    monkeypatch.setattr(data, "SHA256", hashlib.sha256(content).hexdigest())
+    monkeypatch.setattr(data.urllib.request, "urlopen", lambda *_, **__: io.BytesIO(content))
+    table = data.load(data.fetch(tmp_path / "fetched.csv"))
+    assert table.names == ["Nb3Sn1", "Y1Ba2Cu3O7"]
+    assert table.is_reported.tolist() == [True, False]
+
+
+def test_the_folds_of_supercon_are_in_the_data_file():
+    record = json.loads(data.FOLDS.read_text())
+    assert record["sha256"] == data.SHA256 and record["rows"] == 16414
+    assert record["families"] == list(data.FAMILIES)
+    for split, number in (("random", 5), ("system", 5), ("family", 7)):
+        given = record["splits"][split]
+        fold_of = np.array(list(given["fold_of_row"]), int)
+        sizes = np.bincount(fold_of)
+        assert len(fold_of) == 16414 and len(sizes) == number and given["seed"] == 0
+        assert split == "family" or sizes.max() - sizes.min() < 100
+    blank = np.zeros((16414, 8), np.int32)
+    rows = data.make_folds(data.Compositions(blank, blank), "random", given["seed"])
+    assert "".join(map(str, rows)) == record["splits"]["random"]["fold_of_row"]
+
+
+@pytest.mark.skipif(not os.environ.get(data.VARIABLE), reason=f"needs {data.VARIABLE}")
+def test_the_folds_are_those_of_the_table():
+    table = data.load()
+    for split in ("random", "system", "family"):
+        computed = data.make_folds(table.compositions, split)
+        np.testing.assert_array_equal(data.folds(table, split), computed)
+
+
+def test_splits_keep_together_what_belongs_together():
+    table = data.generated(200)
+    sets = [frozenset(row) for row in table.compositions.elements]
+    fold_of = data.folds(table, "system")
+    assert all(
+        len({fold_of[i] for i, s in enumerate(sets) if s == each}) == 1 for each in set(sets)
+    )
+    assert np.bincount(fold_of).max() <= 45
+    names = [data.FAMILIES[k] for k in data.folds(table, "family")]
+    for row, name in zip(table.compositions.elements, names, strict=True):
+        symbols = {elements.SYMBOLS[number] for number in row}
+        assert (name == "cuprate") == ({"Cu", "O"} <= symbols)
+    with pytest.raises(ValueError, match="got 'by name'"):
+        data.make_folds(table.compositions, "by name")
+
+
+def test_properties_of_elements():
+    numbers = [elements.NUMBER[symbol] for symbol in ("O", "Fe", "La", "Lu", "Pb")]
+    # period, group, electrons in s, p, d, f
+    expected = [(2, 16, 2, 4, 0, 0), (4, 8, 2, 0, 6, 0), (6, 3, 2, 0, 0, 1), (6, 3, 2, 0, 1, 14)]
+    expected += [(6, 14, 2, 2, 10, 14)]
+    shells = elements._shells()[numbers]
+    np.testing.assert_array_equal(shells, expected)
+    np.testing.assert_allclose(elements.PROPERTIES[1:].mean(0), 0, atol=1e-12)
+
+
+def test_neighbours():
+    table = data.generated(60)
+    there = table.compositions
+    neighbours = Neighbours(there[:40], table.tc[:40], count=2)
+    rows, distances = neighbours.nearest(there[40:], 3)
+    shares = there.by_element().astype(float)
+    full = 0.5 * np.abs(shares[40:, None] - shares[None, :40]).sum(2)
+    np.testing.assert_allclose(distances, np.sort(full, 1)[:, :3], atol=1e-6)
+    np.testing.assert_allclose(np.take_along_axis(full, rows, 1), distances, atol=1e-6)
+    weights = 1 / (distances[:, :2] + 5e-4) ** 2
+    mean = (weights * table.tc[rows[:, :2]]).sum(1) / weights.sum(1)
+    np.testing.assert_allclose(neighbours.predict(there[40:]), mean, rtol=1e-5)
+    others, _ = neighbours.nearest(there[:40], 1, skip=np.arange(40))
+    assert (others[:, 0] != np.arange(40)).all()
+    assert Neighbours(there, table.tc).count in Neighbours.COUNTS
+
+
+def test_neighbours_help_where_the_formula_does_not_tell():
+    """Dopings of a compound share a number that its elements do not show."""
+    table = data.generated(400)
+    test = data.folds(table) == 0
+    known, tc, wanted = table.compositions[~test], table.tc[~test], table.compositions[test]
+    trained = BRIEF.train(known, tc, seed=0)
+    error = np.abs(trained.predict(wanted) - table.tc[test]).mean()
+    alone = np.abs(np.median(tc) - table.tc[test]).mean()
+    assert error < 0.6 * alone
+
+
+# ---- crystals
+
+
+def _images(crystal, step):
+    """Return the token to which a translation by cells maps each token, by its coordinates."""
+    places = {tuple(p): i for i, p in enumerate(crystal.fractions.round(5).tolist())}
+    moved = (crystal.fractions + step) % crystal.repeats
+    moved = np.where(crystal.repeats - moved < 1e-4, 0, moved)
+    return np.array([places[tuple(p)] for p in moved.round(5).tolist()])
+
+
+@pytest.mark.parametrize("prototype", crystals.PROTOTYPES, ids=lambda each: each.name)
+def test_the_pattern_is_that_of_the_crystals_translations(prototype):
+    """Operation by operation: of all lattice translations of the repeated cell."""
+    repeats = (1, 2, 5) if len(prototype.sites) > 20 else (2, 3, 7)
+    length = len(prototype.sites) * np.prod(repeats)
+    crystal = crystals.generate(1, length=int(length), columns=repeats[:2], prototypes=[prototype])[
+        0
+    ]
+    assert crystal.repeats == repeats
+    pattern = crystal.pattern(0.4)
+    steps = crystal.steps(0.4)
+    tokens = np.arange(len(crystal))
+    seen = pattern_sees(pattern, tokens, tokens)
+    np.testing.assert_array_equal(crystal.sees(0.4), seen)
+    for step in np.ndindex(repeats):
+        image = _images(crystal, step)
+        # The operation maps the pattern to itself.
+        np.testing.assert_array_equal(seen[np.ix_(image, image)], seen)
+        # A site sees its image exactly under translations by at most `steps` cells up or down.
+        height = min(step[2], repeats[2] - step[2])
+        assert (seen[tokens, image] == (height <= steps)).all(), step
+    # Between these images it sees all sites by height, in every column, and nothing else.
+    x, y, z = crystal.fractions.T
+    columns = np.floor(x + 1e-6) * repeats[1] + np.floor(y + 1e-6)
+    rank = np.empty(len(crystal), int)
+    for column in np.unique(columns):
+        inside = np.flatnonzero(columns == column)
+        key = (y[inside].round(5) % 1, x[inside].round(5) % 1, z[inside].round(5))
+        rank[inside[np.lexsort(key)]] = np.arange(len(inside))
+    apart = np.abs(rank[:, None] - rank)
+    apart = np.minimum(apart, crystal.column - apart)
+    np.testing.assert_array_equal(seen, apart <= steps * crystal.cell_sites)
+
+
+def test_densities():
+    crystal = crystals.generate(1, length=2000, prototypes=crystals.PROTOTYPES[:1])[0]
+    pattern = crystal.pattern(0.25)
+    assert len(crystal) == 2000 and pattern.period == 2000
+    assert pattern.width / pattern.period == pytest.approx(0.25, abs=0.01)
+    assert crystal.pattern(1.0) is None
+    assert crystal.pattern(0.25) is pattern, "a pattern is made once"
+
+
+def test_prototypes_have_the_known_neighbours():
+    """Bond lengths and coordination numbers from the literature."""
+    by_name = {each.name: each for each in crystals.PROTOTYPES}
+    cases = [
+        ("spinel", 0, 2, 4, 2.003),  # Mg-O tetrahedron
+        ("spinel", 1, 2, 6, 2.003),
+        ("perovskite", 1, 2, 6, 1.9525),
+        ("iron pnictide 122", 1, 2, 4, 2.399),
+        ("iron pnictide 1111", 1, 2, 4, 2.411),
+        ("A15", 0, 0, 2, 2.645),  # chains of Nb
+        ("rocksalt", 0, 1, 6, 2.195),
+        ("diboride", 1, 1, 3, 1.782),  # graphite-like layers
+        ("cuprate 214", 1, 2, 4, 1.8935),
+    ]
+    shifts = np.stack(np.meshgrid(*[[-1, 0, 1]] * 3), -1).reshape(-1, 3)
+    for name, kind, other, count, length in cases:
+        p = by_name[name]
+        images = (p.positions[None] + shifts[:, None]).reshape(-1, 3)
+        kinds = np.tile(p.site_kinds, len(shifts))
+        for site in p.positions[p.site_kinds == kind]:
+            r = np.linalg.norm((images[kinds == other] - site) @ np.array(p.lattice), axis=1)
+            near = np.sort(r[r > 1e-6])
+            np.testing.assert_allclose(near[:count], length, atol=0.002, err_msg=name)
+            assert near[count] > near[0] + 0.1, name
+
+
+def test_energies_are_sums_over_pairs():
+    kinds = [crystals.PROTOTYPES[number] for number in (0, 4, 8)]  # the last is hexagonal
+    for kind in kinds:
+        crystal = crystals.generate(1, 3, length=30, columns=(1, 2), prototypes=[kind])[0]
+        box = crystal.lattice * np.array(crystal.repeats)[:, None]
+        places = crystal.fractions @ crystal.lattice
+        chi = elements.ELECTRONEGATIVITY[crystal.elements]
+        charges = chi.mean() - chi
+        total = 0.0
+        for shift in np.ndindex(9, 7, 3):  # 8 angstrom reach no further
+            between = places[None] - places[:, None] + (np.array(shift) - (4, 3, 1)) @ box
+            r = np.linalg.norm(between, axis=-1)
+            near = (r > 1e-6) & (r < 8)
+            terms = np.exp(-r / 2.5) / np.where(near, r, 1)
+            total += (np.outer(charges, charges) * terms)[near].sum()
+        expected = 14.4 / 2 * total / len(crystal)
+        assert crystals.energy(crystal) == pytest.approx(expected, rel=1e-9)
+
+
+def test_crystals_train_with_and_without_the_pattern():
+    known = crystals.generate(72, 1, length=40)
+    energies = np.array([crystals.energy(crystal) for crystal in known])
+    alone = np.abs(energies[56:] - np.median(energies[:56])).mean()
+    for density in (1.0, 0.3):
+        trained = crystals.train(
+            known[:56], energies[:56], config=SMALL, num_epochs=8, density=density
+        )
+        found = trained.predict(known[56:], density)
+        assert np.abs(found - energies[56:]).mean() < 0.7 * alone
+
+
+# ---- the screen
+
+
+def test_the_fast_network_is_the_network():
+    batch, config = _crystal_batch()
+    for dtype, tolerance in ((np.float32, 1e-5), (ml_dtypes.bfloat16, 0.05)):
+        network = Network(config, dtype=dtype)
+        found = FastNetwork(network).predict(batch)
+        expected = network.predict(batch)
+        assert np.abs(found - expected).max() <= tolerance * np.abs(expected).max()
+    # Products in e4m3, and without a pattern attention, too.
+    network = Network(config, dtype=ml_dtypes.bfloat16)
+    fast = FastNetwork(network, "fp8")
+    fast.FP8_KEYS = 1
+    dense = tuple(replace(group, pattern=None) for group in batch.groups)
+    for each in (batch, replace(batch, groups=dense)):
+        expected = network.predict(each)
+        error = np.abs(fast.predict(each) - expected).max()
+        assert 0 < error < 0.15 * np.abs(expected).max()
+    with pytest.raises(ValueError, match="16-bit network; got float32"):
+        FastNetwork(Network(config), "fp8")
+    with pytest.raises(ValueError, match="got 'int3'"):
+        FastNetwork(network, "int3")
+
+
+def test_candidates_have_seven_elements():
+    found = screen.candidates(400)
+    assert (found.counts == 7).all() and (found.amounts[:, :7] > 0).all()
+    for template in screen.TEMPLATES.values():
+        assert sum(shared for _, shared, _ in template) == 7
+    assert all(len(set(row[:7])) == 7 for row in found.elements)
+    np.testing.assert_array_equal(found.elements, screen.candidates(400).elements)
+    sums = {round(float(row.sum()), 2) for row in found.amounts}
+    atoms = {round(sum(a for _, _, a in t), 2) for t in screen.TEMPLATES.values()}
+    assert sums == atoms
+
+
+def test_the_screen_returns_every_candidates_prediction():
+    found = screen.candidates(50)
+    network = Network(SMALL)
+    fast = FastNetwork(network)
+    outputs, seconds = screen.screen(fast, found, size=20)
+    batch, order = compositions.batch_of(found)
+    np.testing.assert_allclose(outputs[order], network.predict(batch)[:, 0], rtol=1e-4, atol=1e-5)
+    assert 0 < seconds["batches"] <= seconds["all"]
+    split = screen.parts(fast, batch)
+    assert min(split.values()) > 0
+    assert sum(split.values()) - split["all"] <= split["all"]
+    some = crystals.generate(3, length=40)
+    config = replace(SMALL, num_features=crystals.NUM_FEATURES)
+    network = Network(config)
+    outputs, _ = screen.screen(FastNetwork(network), some, density=0.3, size=2)
+    for crystal, output in zip(some, outputs, strict=True):
+        alone = network.predict(crystals.batch_of([crystal], 0.3)[0])
+        np.testing.assert_allclose(output, alone[0, 0], rtol=1e-4, atol=1e-5)
+
+
+# ---- the study
+
+
+def test_errors_are_means_of_the_rows_that_were_predicted():
+    table = data.generated(100)
+    found = table.tc + np.where(np.arange(100) % 2, 1.0, -3.0).astype(np.float32)
+    found[:10] = np.nan
+    errors = study.errors(table, found, "random")
+    assert errors["all"] == pytest.approx(2.0, abs=1e-3) and errors["rows"] == 90
+    fold_of = data.folds(table)
+    of_fold = np.abs(found - table.tc)[(fold_of == 0) & ~np.isnan(found)].mean()
+    assert errors["folds"][0] == pytest.approx(of_fold, abs=1e-3)
+    reported = np.abs(found - table.tc)[table.is_reported & ~np.isnan(found)].mean()
+    assert errors["reported"] == pytest.approx(reported, abs=1e-3)
+
+
+def test_methods_are_compared_on_the_folds_that_they_have():
+    table = data.generated(100)
+    fold_of = data.folds(table)
+    sizes = np.bincount(fold_of)
+    found = {
+        "network": {0: np.stack([table.tc[fold_of == 0] + step for step in (1.0, 2.0, 9.0)])},
+        "extra trees": {k: table.tc[fold_of == k][None] - 4 for k in (0, 1)},
+    }
+    result = study.study(table, "random", found)
+    errors = result["errors"]
+    assert errors["ensemble"]["all"] == pytest.approx(2, abs=1e-3)
+    assert errors["extra trees"]["all"] == pytest.approx(4, abs=1e-3)
+    np.testing.assert_allclose(result["network"][0], [1, 2, 9], atol=1e-3)
+    rows = {name: each["rows"] for name, each in errors.items()}
+    assert rows["ensemble"] == rows["mix"] == sizes[0] == np.sum(result["histogram"])
+    assert rows["extra trees"] == rows["median"] == rows["neighbours"] == sizes[:2].sum()
+    known = table.compositions[fold_of != 0]
+    neighbours = Neighbours(known, table.tc[fold_of != 0])
+    mix = (neighbours.predict(table.compositions[fold_of == 0]) + found["network"][0][1]) / 2
+    error = np.abs(mix - table.tc[fold_of == 0]).mean()
+    assert errors["mix"]["all"] == pytest.approx(error, abs=1e-3)
+
+
+def test_the_study_continues_where_it_was_stopped(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(study, "load", lambda *_: data.generated(150))
+    monkeypatch.setattr(study, "has_forest", lambda: False)
+    given = "--splits random screen --folds 0 1 --seeds 1 --epochs 1 --candidates 30 --device cpu"
+    files = ["--members", str(tmp_path), "--json", str(tmp_path / "found.json")]
+    monkeypatch.setattr(sys, "argv", ["study", *given.split(), *files])
+    study.main()
+    assert "3 of 3 models to train" in capsys.readouterr().out
+    record = json.loads((tmp_path / "found.json").read_text())
+    assert {"card", "date", "commit", "command", "rows"} <= set(record)
+    (row,) = record["rows"]
+    fold_of = data.folds(data.generated(150))
+    assert row["errors"]["mix"]["rows"] == (fold_of < 2).sum() == np.sum(row["histogram"])
+    assert set(row["errors"]) == {"ensemble", "neighbours", "mix", "median"}
+    assert [len(members) for members in row["network"].values()] == [1, 1]
+    assert len(record["best_candidates"]) == 10
+    study.main()
+    assert "0 of 3 models to train" in capsys.readouterr().out
+    assert json.loads((tmp_path / "found.json").read_text())["rows"] == record["rows"]
