@@ -165,6 +165,7 @@ class Script:
     key: str | None = None
     error: tuple[int, str, dict[str, str]] | None = None
     knows_models: bool = True
+    refused_models: list[str] = field(default_factory=list)
     defaults: dict[str, float] | None = None  # sampling parameters of the model
     calls: list[tuple[str, str]] = field(default_factory=list)  # names and arguments
     num_layers: int = 12  # of the lens; 0: none
@@ -185,6 +186,8 @@ async def _chat(request):
     script.asked.append(asked)
     if script.error:
         return _error(*script.error)
+    if asked["model"] in script.refused_models:
+        return _error(503, "this model is being loaded")
     return StreamingResponse(_chunks(script, asked), media_type="text/event-stream")
 
 

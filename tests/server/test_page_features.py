@@ -435,15 +435,23 @@ def test_two_models_and_settings_side_by_side(chat, script):
     assert first["top"] == second["top"] and first["right"] < second["left"]
     script.text = "Yes."
     chat.ask("Again?")
-    for asked in script.asked[3:]:  # each side goes on with its own answers
+    for asked in script.asked[3:5]:  # each side goes on with its own answers
         roles = [line["role"] for line in asked["messages"]]
         own = {"double-1b": ["assistant"], "another-model": []}[asked["model"]]
         assert roles == ["user", *own, "user", "assistant", "user"]
+    script.refused_models = ["another-model"]
+    chat.ask("Once more?", until_done=False)
+    chat.wait(lambda: chat.text("#send") == "Send" and chat.one("#retry").is_displayed())
+    sides = [one.get_attribute("class") for one in chat.all(".messages > li")]
+    assert sides[-2:] == ["user", "assistant side-a"]
+    script.refused_models = []
+    chat.one("#retry").click()
+    chat.wait(lambda: len(chat.all(".messages > .side-b")) == 3 and chat.text("#send") == "Send")
     chat.one("#side-a").click()
     assert chat.one("#temperature").get_attribute("value") == ""
     chat.one("#compare").click()
     chat.ask("Alone?")
-    assert len(script.asked) == 6 and script.asked[5]["model"] == "double-1b"
+    assert len(script.asked) == 9 and script.asked[8]["model"] == "double-1b"
 
 
 def test_the_models_own_defaults_are_shown(chat, script):

@@ -81,6 +81,12 @@ def test_chat_and_watch_with_the_engine(browser, serve):
     chat.hover(words[5])
     assert chat.text("#alternatives .chosen > .word") == "·Paris, chosen"
     assert len(chat.all("#alternatives li")) == 5
+    words[5].click()
+    chat.wait(lambda: chat.all("#lens-grid td"), seconds=60)
+    assert chat.text("#lens-grid th[scope=col]:last-child") == "·Paris"
+    assert chat.text("#lens-grid tr:nth-child(2) td:last-child") == "·Paris"  # the last layer
+    assert len(chat.all("#lens-grid tr")) == 1 + 30
+    chat.one("#lens-close").click()
     chat.one("#tab-watch").click()
     chat.wait(lambda: chat.text("#watch-state") == "idle")
     assert int(chat.text("#kept").split()[0]) >= 2

@@ -125,7 +125,8 @@ async function answer({ side, parameters, lines }, system) {
   } catch (error) {
     message.reason = error.name === "AbortError" ? "stopped" : "error";
     message.stats = error.stats;
-    if (message.reason === "error") showProblem(error.message, () => views.includes(view) && regenerate(view));
+    const again = () => (views.includes(view) ? regenerate(view) : askAgain(side));
+    if (message.reason === "error") showProblem(error.message, again);
   }
   running.delete(controller);
   announcer.say(announcer.heard);
@@ -240,6 +241,11 @@ function regenerate(view) {
   askOrUndo(sides, before, () => regenerate(views[at]));
 }
 
+// Asks on a side that has not answered, while the other one has.
+function askAgain(side) {
+  if (!running.size && areValid([side])) askOrUndo([side], [...messages()], () => askAgain(side));
+}
+
 function stop() {
   for (const controller of running) controller.abort();
 }
@@ -258,7 +264,12 @@ export function open(entry, { isDeleted = false } = {}) {
   showProblem("");
   onChange(conversation);
   toEnd();
-  $("prompt").focus();
+  focusPrompt();
+}
+
+// On a phone the keyboard would cover half of the page.
+function focusPrompt() {
+  if (!matchMedia("(pointer: coarse)").matches) $("prompt").focus();
 }
 
 // Returns what the lens needs of the answer that contains an element: {message, before}.
@@ -280,5 +291,5 @@ export function startChat({ model, changed }) {
   if (entry) conversation = { ...entry };
   show(entry ? store.load(entry.id) : []);
   toEnd();
-  if (!matchMedia("(pointer: coarse)").matches) $("prompt").focus();
+  focusPrompt();
 }

@@ -108,6 +108,7 @@ function summary({ token, layers }) {
   const best = layers.findIndex(({ rank }) => rank === 1);
   const settled = layers.findLastIndex(({ rank }) => rank !== 1) + 1;
   const count = layers.length;
+  if (settled === count - 1) return `${said} becomes the first choice in layer ${count}, the last one.`;
   if (settled < count) return `${said} is the first choice from layer ${settled + 1} of ${count} on.`;
   const { rank, probability } = layers[count - 1];
   const chance = `The last layer has it as number ${rank}, with ${percent(probability)}: it was drawn.`;

@@ -10,17 +10,19 @@ const keyOf = (id) => `engine.conversation.${id}`;
 export const isKept = () => localStorage.getItem(KEPT) !== null;
 const storage = () => (isKept() ? localStorage : sessionStorage);
 
-function read(key, otherwise) {
+// Returns a stored array; an empty one if there is none, or one that this page has not written.
+function read(key) {
   try {
-    return JSON.parse(storage().getItem(key)) ?? otherwise;
+    const found = JSON.parse(storage().getItem(key));
+    return Array.isArray(found) ? found : [];
   } catch {
-    return otherwise; // not written by this page
+    return [];
   }
 }
 
 // Newest first.
-export const list = () => read(LIST, []);
-export const load = (id) => read(keyOf(id), []);
+export const list = () => read(LIST);
+export const load = (id) => read(keyOf(id));
 
 export const currentId = () => sessionStorage.getItem(CURRENT);
 export const setCurrentId = (id) => sessionStorage.setItem(CURRENT, id);

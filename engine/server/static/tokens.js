@@ -62,9 +62,13 @@ function doubtOf({ tokens }) {
 const box = document.getElementById("alternatives");
 let current = null;
 
+// Replaces characters that show nothing: "·" is a space, "U+00A0" one that does not break.
 export function visible(text) {
-  return text.replaceAll("\n", "↵").replaceAll("\t", "⇥").replaceAll(" ", "·") || "(nothing)";
+  const shown = text.replaceAll("\n", "↵").replaceAll("\t", "⇥").replaceAll(" ", "·");
+  return shown.replace(/[\p{C}\p{Z}]/gu, (one) => codeOf(one)) || "(nothing)";
 }
+
+const codeOf = (one) => `U+${one.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}`;
 
 export function percent(p) {
   if (p > 0.9995) return "100 %";
