@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import tempfile
 import time
@@ -9,6 +10,9 @@ from pathlib import Path
 
 from PIL import Image
 
+from engine.async_engine import AsyncEngine
+from engine.server.app import build_app
+from engine.server.server_config import ServerConfig
 from tests.server.page_browser import Page, start_chromium
 from tests.server.page_double import Script, Server, SimulatedEngine, build_double
 
@@ -40,13 +44,24 @@ def _chat(page, size, scheme):
     page.hover(_word(page))
 
 
-def _word(page):
-    return next(word for word in page.all(".assistant .token") if word.text == "scatter")
+def _word(page, text="scatter"):
+    return next(word for word in page.all(".assistant .token") if word.text == text)
 
 
-def _lens(page):
-    _word(page).click()
+def _lens(page, engine):
+    """Look into SmolLM2's layers: only a real model's picture tells something."""
+    server = Server(build_app(engine, ServerConfig(served_model_name=("smollm2",))))
+    page.emulate(*TALL, prefers_color_scheme="light")
+    page.driver.get(server.url)
+    page.wait(lambda: page.all("#model option[value=smollm2]"))
+    page.one("#temperature").send_keys("0")
+    page.one("#max_tokens").send_keys("8")
+    page.ask("What is the capital of France?")
+    _word(page, "Paris").click()
     page.wait(lambda: page.all("#lens-grid td"))
+    _save(page, "page-lens")
+    page.driver.get("about:blank")
+    server.close()
 
 
 def _compare(page, scheme):
@@ -78,7 +93,7 @@ def _save(page, name):
 
 
 def main():
-    """Take each picture from the server double."""
+    """Take each picture from the server double, the lens from SmolLM2."""
     server = Server(build_double(Script(text=ANSWER, num_layers=16), SimulatedEngine()))
     with tempfile.TemporaryDirectory() as folder:
         driver = start_chromium(folder)
@@ -92,9 +107,6 @@ def main():
         ):
             _chat(page, size, scheme)
             _save(page, name)
-            if name == "page-chat-light":
-                _lens(page)
-                _save(page, "page-lens")
         _compare(page, "dark")
         _save(page, "page-compare")
         _watch(page, TALL, "light", 40)
@@ -103,8 +115,11 @@ def main():
         _save(page, "page-watch-dark")
         _watch(page, PHONE, "dark", 1)
         _save(page, "page-phone-watch")
+        engine = AsyncEngine.from_name("smollm2", device="cpu", max_model_len=512)
+        _lens(page, engine)
         driver.quit()
     server.close()
+    asyncio.run(engine.close())
 
 
 if __name__ == "__main__":
