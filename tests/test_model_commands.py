@@ -144,6 +144,23 @@ def test_rm_refuses_what_is_not_in_the_cache(filled, command, tmp_path):
     assert file.exists() and len(command("ls")[1].splitlines()) == 5
 
 
+def test_rm_keeps_blobs_in_use_and_files_elsewhere(filled, command, tmp_path):
+    both = filled[1]
+    [first, second] = sorted((both / "snapshots" / ("a" * 40)).iterdir())
+    (outside := tmp_path / "outside.gguf").write_bytes(WHEEL)
+    second.unlink()
+    second.symlink_to(outside)
+    older = both / "snapshots" / ("b" * 40)
+    older.mkdir()
+    (older / "Big-Q4_K_M.gguf").symlink_to(first.resolve())
+    os.utime(first.resolve(), (0, 0))  # the other revision is not the newest
+    blob = first.resolve()
+    names = [model.name for model in cached_models() if model.repository == "org/Big-GGUF"]
+    for name in names[:-1]:
+        assert command("rm", "-y", name)[0] == 0
+    assert outside.read_bytes() == WHEEL and blob.exists()
+
+
 def test_show_tells_what_a_model_is(command):
     status, out, _ = command("show", "smollm2")
     facts = dict(line.split(maxsplit=1) for line in out.splitlines())

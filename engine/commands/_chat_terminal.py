@@ -70,6 +70,8 @@ class Terminal:
                 if (entry := self._entry()) is not None:
                     return entry
             except EOFError:
+                if self.is_interactive:
+                    print(file=sys.stderr)
                 return None
             except KeyboardInterrupt:
                 print(file=sys.stderr)

@@ -128,4 +128,4 @@ def summary(llm: LLM, output: RequestOutput, num_tokens: int) -> str:
     prompt = len(output.prompt_token_ids)
     line = f"{num_tokens} tokens after {prompt}, {rate}, {model.device}, {model.dtype}"
     is_cut = output.outputs[0].finish_reason == "length"
-    return f"{line}; cut off at max_tokens {num_tokens}" if is_cut else line
+    return f"{line}; cut off by max_tokens or the end of the context" if is_cut else line

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 from collections.abc import Generator, Sequence
 from typing import Any
 
@@ -24,6 +23,7 @@ from engine.commands._parser import MODEL_HELP, add_positional_model, chosen_mod
 from engine.errors import ConfigError, EngineError
 from engine.llm import LLM
 from engine.loading.download import resolve_model
+from engine.loading.model_cache import cached_models
 
 __all__ = ["add_arguments", "run"]
 
@@ -128,8 +128,8 @@ class LocalChat:
             raise
 
     def names(self) -> list[str]:
-        """Return the models that need no download."""
-        return ["smollm2", *sorted(name for name in os.listdir() if name.endswith(".gguf"))]
+        """Return the downloaded models."""
+        return [model.name for model in cached_models()]
 
     def close(self) -> None:
         """Free the model's memory."""

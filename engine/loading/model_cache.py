@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +70,10 @@ def remove_model(model: CachedModel) -> None:
             return
         for file in model.files:
             blob = file.resolve()
+            snapshots = blob.parent.parent / "snapshots"
+            is_blob = model.repository and file.parent.resolve().is_relative_to(snapshots)
             file.unlink()
-            if model.repository and not _is_used(blob):
+            if is_blob and not _is_used(blob, snapshots):  # never what a link leads to elsewhere
                 blob.unlink(missing_ok=True)
     except OSError as error:
         raise DownloadError(f"{model.name} cannot be removed: {error}") from error
@@ -125,9 +127,8 @@ def _tag(name: str, file: Path, files: list[Path]) -> str:
     return short if short and is_one else stem
 
 
-def _is_used(blob: Path) -> bool:
-    """Tell whether a file of a revision is a link to `blob` of the hub's cache."""
-    snapshots = blob.parent.parent / "snapshots"
+def _is_used(blob: Path, snapshots: Path) -> bool:
+    """Tell whether a file of a revision is a link to `blob`."""
     return any(file.is_symlink() and file.resolve() == blob for file in snapshots.rglob("*"))
 
 
@@ -136,10 +137,9 @@ def _remove_repository(name: str) -> None:
     from huggingface_hub import constants, scan_cache_dir
 
     cache = scan_cache_dir(constants.HF_HUB_CACHE)
-    hashes = [
-        revision.commit_hash
-        for repository in cache.repos
-        if repository.repo_type == "model" and repository.repo_id == name
-        for revision in repository.revisions
-    ]
-    cache.delete_revisions(*hashes).execute()
+    for repository in cache.repos:
+        if repository.repo_type == "model" and repository.repo_id == name:
+            # A copy of a repository has the same hashes: nothing of it must be deleted.
+            alone = replace(cache, repos=frozenset({repository}))
+            hashes = (revision.commit_hash for revision in repository.revisions)
+            alone.delete_revisions(*hashes).execute()
