@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo model test test-slow test-kills test-all test-clients test-frameworks mutants notebooks lint types kernels format docs gpu-test clean
+.PHONY: help demo model test test-slow test-kills test-all test-clients test-frameworks mutants notebooks newcomer shots lint types kernels format docs gpu-test clean
 
 help:            ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST)
@@ -89,6 +89,15 @@ mutants: $(VENV)/.installed-dev   ## deliberate faults, each of which a test mus
 
 notebooks: model   ## run the examples, and write them with outputs and pictures to build/notebooks
 	$(BIN)/python -m tests.notebooks
+
+newcomer: $(VENV)/.installed-dev   ## the commands of the README, typed in a fresh clone, home and environment
+	$(BIN)/python -m tests.newcomer
+
+shots: model   ## the pictures of the docs: terminal recordings (needs npm) and the page (needs chromium)
+	$(BIN)/python -m tests.newcomer --record
+	for name in chat look serve; do npx --yes svg-term-cli --window \
+	  --in docs/casts/$$name.cast --out docs/img/terminal-$$name.svg || exit 1; done
+	$(BIN)/python -m tests.server.page_screenshots
 
 CUDA_FILES := $(shell find cuda_src -name '*.cu' -o -name '*.cuh')
 
