@@ -268,6 +268,28 @@ def test_the_lens_by_keyboard(chat):
     assert chat.focused().text == "all"
 
 
+def test_the_second_tap_on_a_word_opens_the_lens(chat):
+    chat.ask("Why?")
+    box = chat.box_of(".assistant .token:nth-of-type(6)")
+    place = {"x": box["left"] + 5, "y": box["top"] + 5}
+    send = chat.driver.execute_cdp_cmd
+
+    def tap():
+        send("Input.dispatchTouchEvent", {"type": "touchStart", "touchPoints": [place]})
+        send("Input.dispatchTouchEvent", {"type": "touchEnd", "touchPoints": []})
+
+    send("Emulation.setTouchEmulationEnabled", {"enabled": True})
+    try:
+        tap()
+        chat.wait(lambda: chat.one("#alternatives").is_displayed())
+        assert "Tap again" in chat.text("#alternatives .hint")
+        assert not chat.one("#lens").is_displayed()
+        tap()
+        chat.wait(lambda: chat.one("#lens").is_displayed())
+    finally:
+        send("Emulation.setTouchEmulationEnabled", {"enabled": False})
+
+
 def test_a_model_without_a_lens_has_none_on_the_page(chat, script):
     script.num_layers = 0
     chat.driver.refresh()

@@ -85,21 +85,17 @@ async function fillModels() {
   const select = $("model");
   const before = sessionStorage.getItem("engine.model") ?? select.value;
   known = await models();
+  const hasLens = await loadLimits();
+  onLens(hasLens ? (token) => openLens(answerOf(token), token) : null);
   const names = known.map((model) => model.id);
   select.replaceChildren(...names.map((name) => new Option(name, name)));
   if (names.includes(before)) select.value = before;
   showDefaults();
-  await findLens();
 }
 
 function showDefaults() {
   const chosen = known.find((model) => model.id === $("model").value);
   showModels(known.map((model) => model.id), chosen?.default_sampling_params);
-}
-
-async function findLens() {
-  const hasLens = await loadLimits();
-  onLens(hasLens ? (token) => openLens(answerOf(token), token) : null);
 }
 
 async function listModels() {
