@@ -8,16 +8,19 @@ import json
 import os
 import sys
 from dataclasses import replace
+from functools import partial
 
 import ml_dtypes
 import numpy as np
 import pytest
 
+from engine import device
+from engine.dtypes import np_dtype
 from engine.reference._attention import pattern_sees
 from examples.superconductors import compositions, crystals, data, elements, screen, study
 from examples.superconductors.inference import FastNetwork
 from examples.superconductors.neighbours import Neighbours
-from examples.superconductors.network import Adam, Config, Network, absolute_slope
+from examples.superconductors.network import Adam, Batch, Config, Network, absolute_slope
 
 SMALL = Config(hidden=16, num_heads=2, ffn=24, num_layers=2, seed=1)
 BRIEF = study.Recipe(num_epochs=12, batch_size=16, hidden=32, num_heads=2, ffn=48, num_layers=1)
@@ -82,6 +85,33 @@ def test_gradients_with_dropout_are_those_of_the_masked_network():
     keep = network._keep(np.zeros((300, 100)))
     np.testing.assert_allclose(np.unique(keep), [0, 1 / 0.7])
     assert abs(keep.mean() - 1) < 0.02 and (keep != network._keep(keep)).any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-3), ("bfloat16", 0.05)])
+@pytest.mark.parametrize("make", [_composition_batch, _crystal_batch])
+def test_a_gpu_computes_the_same(cp, make, dtype, tolerance):
+    batch, config = make()
+    config = replace(config, hidden=64, ffn=128)
+    groups = tuple(replace(g, cu_seqlens=cp.asarray(g.cu_seqlens)) for g in batch.groups)
+    roots = None if batch.roots is None else cp.asarray(batch.roots)
+    arrays = (cp.asarray(batch.elements), cp.asarray(batch.features))
+    there = Batch(*arrays, groups, roots)
+    host, card = Network(config), Network(config, cp, np_dtype(dtype))
+    wanted = np.ones((len(batch), 1), np.float32)
+    results = []
+    for network, each in ((host, batch), (card, there)):
+        aim = network.xp.asarray(wanted)
+        outputs, gradient = network.gradient(each, partial(absolute_slope, wanted=aim))
+        results.append((device.to_numpy(outputs), device.to_numpy(gradient)))
+        fast = device.to_numpy(FastNetwork(network).predict(each))
+        assert np.abs(fast - results[-1][0]).max() <= tolerance * np.abs(fast).max()
+    for expected, found in zip(*results, strict=True):
+        error = np.linalg.norm(found - expected) / np.linalg.norm(expected)
+        assert error < tolerance
+    Adam(1e-2, 10).step(card, cp.asarray(results[1][1]))
+    after = card.predict(there)
+    assert cp.isfinite(after).all() and (after != cp.asarray(results[1][0])).any()
 
 
 def test_a_composition_sees_only_itself():

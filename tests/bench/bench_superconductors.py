@@ -33,8 +33,8 @@ _CRYSTAL = Config(num_heads=2)
 class Sizes:
     """What is measured: counts of candidates, tokens, and training."""
 
-    compositions: int = 1_000_000
-    sequences: int = 131_072  # compositions per batch
+    compositions: int = 1 << 20
+    sequences: int = 1 << 17  # compositions per batch
     lengths: tuple[int, ...] = (200, 1000, 2000, 4000)
     crystals: int = 100_000
     tokens: int = 262_144  # of crystals per batch
@@ -174,8 +174,9 @@ class Bench:
     def _screened(self, network: Network, length: int) -> Iterator[dict[str, Any]]:
         sizes = self.sizes
         size = max(1, sizes.tokens // length)
-        # As many tokens for each length as 100,000 crystals of the shortest have.
-        count = max(size, sizes.crystals * sizes.lengths[0] // length)
+        # About as many tokens for each length as 100,000 crystals of the shortest have, and whole
+        # batches: torch would compile again for a part of one.
+        count = max(1, sizes.crystals * sizes.lengths[0] // length // size) * size
         pool = crystals.generate(min(64, count), 2, length=length, prototypes=_PEROVSKITE)
         pool = (pool * -(-count // len(pool)))[:count]
         dense: Any = None
