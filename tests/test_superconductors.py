@@ -19,7 +19,7 @@ from engine.dtypes import np_dtype
 from engine.reference._attention import pattern_sees
 from examples.superconductors import compositions, crystals, data, elements, screen, study
 from examples.superconductors.inference import FastNetwork
-from examples.superconductors.neighbours import Neighbours
+from examples.superconductors.neighbours import Neighbours, exchanged
 from examples.superconductors.network import Adam, Batch, Config, Network, absolute_slope
 
 SMALL = Config(hidden=16, num_heads=2, ffn=24, num_layers=2, seed=1)
@@ -249,21 +249,37 @@ def test_properties_of_elements():
     np.testing.assert_allclose(elements.PROPERTIES[1:].mean(0), 0, atol=1e-12)
 
 
+def _distances(a, b, known):
+    """Return the distances (len(a), len(b)) by the formula of `Neighbours`, in float64."""
+    statistics = [data.element_features(each)[:, 97:].astype(float) for each in (a, b, known)]
+    mean, deviation = statistics[2].mean(0), statistics[2].std(0)
+    traits = []
+    for each, values in zip((a, b), statistics, strict=False):
+        amounts = np.zeros((len(each), 97))
+        for row in range(len(each)):
+            for element, amount in zip(each.elements[row], each.amounts[row], strict=True):
+                amounts[row, element] = amount if element else 0
+        scaled = 0.01 * (values - mean) / np.maximum(deviation, 1e-6)
+        traits.append(np.hstack([each.by_element(), 0.05 * np.log1p(amounts), scaled]))
+    return 0.5 * np.abs(traits[0][:, None] - traits[1][None]).sum(2)
+
+
 def test_neighbours():
     table = data.generated(60)
     there = table.compositions
     neighbours = Neighbours(there[:40], table.tc[:40], count=2)
     rows, distances = neighbours.nearest(there[40:], 3)
-    shares = there.by_element().astype(float)
-    full = 0.5 * np.abs(shares[40:, None] - shares[None, :40]).sum(2)
-    np.testing.assert_allclose(distances, np.sort(full, 1)[:, :3], atol=1e-6)
-    np.testing.assert_allclose(np.take_along_axis(full, rows, 1), distances, atol=1e-6)
-    weights = 1 / (distances[:, :2] + 5e-4) ** 2
+    full = _distances(there[40:], there[:40], there[:40])
+    np.testing.assert_allclose(distances, np.sort(full, 1)[:, :3], atol=1e-5)
+    np.testing.assert_allclose(np.take_along_axis(full, rows, 1), distances, atol=1e-5)
+    weights = 1 / (distances[:, :2] + 2e-3) ** 2
     mean = (weights * table.tc[rows[:, :2]]).sum(1) / weights.sum(1)
     np.testing.assert_allclose(neighbours.predict(there[40:]), mean, rtol=1e-5)
     others, _ = neighbours.nearest(there[:40], 1, skip=np.arange(40))
     assert (others[:, 0] != np.arange(40)).all()
     assert Neighbours(there, table.tc).count in Neighbours.COUNTS
+    pair = data.Compositions.from_formulas(["Y1Ba2Cu3O6", "Y1Ba2Cu3O4F2"])
+    np.testing.assert_allclose(exchanged(pair[:1], pair[1:]), 2 / 12, rtol=1e-6)
 
 
 def test_neighbours_help_where_the_formula_does_not_tell():

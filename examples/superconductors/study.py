@@ -41,7 +41,7 @@ from .data import (
     format_formula,
     load,
 )
-from .neighbours import Neighbours
+from .neighbours import Neighbours, exchanged
 from .network import Config
 
 __all__ = [
@@ -252,7 +252,8 @@ def best_candidates(table: Table, members: Array, count: int = 10) -> list[dict[
     mean = members.mean(0)
     rows = np.argsort(-mean)[:count]
     neighbours = Neighbours(table.compositions, table.tc, count=1)
-    nearest, distances = neighbours.nearest(wanted[rows], 1)
+    nearest = neighbours.nearest(wanted[rows], 1)[0][:, 0]
+    shares = exchanged(wanted[rows], table.compositions[nearest])
     return [
         {
             "formula": format_formula(wanted.elements[row], wanted.amounts[row]),
@@ -260,9 +261,9 @@ def best_candidates(table: Table, members: Array, count: int = 10) -> list[dict[
             "deviation": round(float(members[:, row].std()), 1),
             "neighbour": table.names[near],
             "neighbour_tc": float(table.tc[near]),
-            "exchanged": round(float(distance), 3),
+            "exchanged": round(float(share), 3),
         }
-        for row, near, distance in zip(rows, nearest[:, 0], distances[:, 0], strict=True)
+        for row, near, share in zip(rows, nearest, shares, strict=True)
     ]
 
 
