@@ -559,9 +559,13 @@ def test_calls(replicas):
             await busy.aclose()
             vectors = await client.embed([[5, 6, 7], [8]])
             assert len(vectors) == 2 and vectors[0].shape == (48,)
+            lens = await client.logit_lens([5, 6, 7], 2)
+            assert lens.top_ids.shape == (client.model_info.num_lens_layers, 2, 5)
             found[0].die()
             more = await asyncio.gather(*(client.embed([[5, 6, 7], [8]]) for _ in range(6)))
             assert all((each[0] == vectors[0]).all() for each in more)
+            after = await client.logit_lens([5, 6, 7], 2)
+            assert (after.ranks == lens.ranks).all()
 
     run(main())
 
