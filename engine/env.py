@@ -19,6 +19,7 @@ __all__ = [
     "compile_workers",
     "debug",
     "kernel_tier",
+    "num_threads",
     "offline",
     "pipeline_secret",
     "pre_tokenizer",
@@ -50,6 +51,11 @@ VARIABLES: tuple[Variable, ...] = (
         "ENGINE_COMPILE_WORKERS",
         "number of cores, at most 16",
         "maximum number of kernels compiled in parallel when a model is loaded",
+    ),
+    Variable(
+        "ENGINE_NUM_THREADS",
+        "OPENBLAS_NUM_THREADS or the like if set, else measured",
+        "number of threads that compute on the CPU",
     ),
     Variable("ENGINE_DEBUG", "0", "1 checks every block table and poisons freed memory (slow)"),
     Variable("ENGINE_OFFLINE", "0", "1 forbids network access (also HF_HUB_OFFLINE=1)"),
@@ -110,10 +116,13 @@ def pipeline_secret() -> bytes:
 def compile_workers() -> int:
     """Return how many kernels to compile in parallel (at least 1)."""
     default = str(min(16, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 4))
-    text = os.environ.get("ENGINE_COMPILE_WORKERS", default)
-    if not text.isdecimal() or int(text) < 1:
-        raise ConfigError(f"ENGINE_COMPILE_WORKERS must be a whole number >= 1; got {text!r}")
-    return int(text)
+    return _positive("ENGINE_COMPILE_WORKERS", os.environ.get("ENGINE_COMPILE_WORKERS", default))
+
+
+def num_threads() -> int | None:
+    """Return the number of CPU threads given by `ENGINE_NUM_THREADS`; None if unset."""
+    text = os.environ.get("ENGINE_NUM_THREADS")
+    return None if text is None else _positive("ENGINE_NUM_THREADS", text)
 
 
 def debug() -> bool:
@@ -137,6 +146,12 @@ def vllm_layers() -> bool:
 def commit() -> str:
     """Return the commit given by `ENGINE_COMMIT`; empty if unset."""
     return os.environ.get("ENGINE_COMMIT", "")
+
+
+def _positive(name: str, text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(f"{name} must be a whole number >= 1; got {text!r}")
+    return int(text)
 
 
 def _choice(name: str, default: str, allowed: tuple[str, ...]) -> str:

@@ -19,6 +19,7 @@ from typing import Any, Literal, NoReturn
 
 import numpy as np
 
+from engine import threads
 from engine.cache.array_cache import Cache
 from engine.cache.kv_cache import KVCache, KVGeometry, quantized_kv_dtype
 from engine.cache.state_plan import CacheSizes
@@ -110,8 +111,9 @@ def load(
         operands in 8 bits), "int4" (in groups of 128), or another format of
         `docs/quantization.md`. Embeddings and output layer keep `dtype`, except that the formats of
         .gguf files ("q8_0", "q6_k", "q4_0") quantize the output layer to "q6_k" ("q8_0" with
-        "q8_0"), as such files do. None keeps the files' formats (on the CPU and in float32 only
-        "fp8" and "int8"; others are dequantized); "none" dequantizes.
+        "q8_0"), as such files do. None keeps the files' formats if products can read them: in
+        16 bits on CUDA all; in float32 on the CPU all but those of experts; else only "fp8" and
+        "int8". "none" dequantizes, as does `deterministic` on the CPU.
     deterministic : bool
         Batch invariance: a token's logits have the same bits in any batch, at any chunk size and
         after any recomputation, because no kernel's summation order depends on the batch. Slower
@@ -185,8 +187,12 @@ def load(
         max_loras,
         max_lora_rank,
     )
+    if not place.is_cuda:
+        features = 2 * max(config.intermediate_size, config.hidden_size)
+        threads.choose((features, config.hidden_size))
     if device == "auto":
-        print(f"engine: device {place} ({why}), dtype {options.dtype}", file=sys.stderr)
+        what = f"{place} ({why})" if place.is_cuda else f"{place} ({why}), {threads.current()}"
+        print(f"engine: device {what}, dtype {options.dtype}", file=sys.stderr)
     decoder = load_decoder(
         source,
         config,

@@ -6,6 +6,7 @@ import argparse
 import sys
 from typing import Any
 
+from engine import threads
 from engine.commands._overrides import add_override_arguments, override_options
 from engine.commands._parallel import add_parallel_argument, parallel_option
 from engine.commands._parser import MODEL_HELP
@@ -126,6 +127,7 @@ def summary(llm: LLM, output: RequestOutput, num_tokens: int) -> str:
     seconds = (metrics.decode_time or 0.0) if metrics is not None else 0.0
     rate = f"{(num_tokens - 1) / seconds:.1f} tokens/s" if seconds and num_tokens > 1 else "-"
     prompt = len(output.prompt_token_ids)
-    line = f"{num_tokens} tokens after {prompt}, {rate}, {model.device}, {model.dtype}"
+    place = str(model.device) if model.device.is_cuda else f"{model.device}, {threads.current()}"
+    line = f"{num_tokens} tokens after {prompt}, {rate}, {place}, {model.dtype}"
     is_cut = output.outputs[0].finish_reason == "length"
     return f"{line}; cut off by max_tokens or the end of the context" if is_cut else line

@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Callable
 from typing import TypeVar
 
-from engine import device, env
+from engine import device, env, threads
 from engine._version import __version__
 from engine.cache.memory_pool import device_memory, format_bytes
 from engine.checks import shown, shown_size
@@ -43,6 +43,7 @@ extern "C" __global__ void five_lines(__nv_bfloat16* x, __nv_fp8_e4m3* y) {
 """
 
 
+_MATRIX = (3072, 576)  # gate and up of smollm2
 _RUN_ON = ("sm_90a",)  # architectures on which the test suite has run
 
 
@@ -87,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
         ("engine", lambda: f"{__version__} in {os.path.dirname(os.path.dirname(__file__))}"),
         ("python", lambda: f"{platform.python_version()} on {platform.platform()}"),
         ("packages", _packages),
-        ("cores", lambda: f"{os.cpu_count()}"),
+        ("threads", _threads),
         ("settings", _settings),
         ("cache", _cache),
         ("model smollm2", _model),
@@ -183,13 +184,25 @@ def _parsed_memory(text: str) -> int:
 
 
 def _packages() -> str:
-    wanted = ("numpy", "ml_dtypes", "safetensors", "tokenizers", "jinja2", "gguf", "tqdm")
+    wanted = ["numpy", "ml_dtypes", "safetensors", "tokenizers", "jinja2", "gguf", "tqdm"]
+    wanted.append("threadpoolctl")
     return " ".join(f"{name} {importlib.metadata.version(name)}" for name in wanted)
+
+
+def _threads() -> str:
+    chosen = threads.choose(_MATRIX)
+    return f"{chosen.count} of {os.cpu_count()} cores: {chosen.reason}"
 
 
 def _settings() -> str:
     found = [f"{v.name}={os.environ[v.name]}" for v in env.VARIABLES if v.name in os.environ]
-    env.kernel_tier(), env.compile_workers(), env.debug(), env.offline()  # raise if invalid
+    (
+        env.kernel_tier(),
+        env.compile_workers(),
+        env.num_threads(),
+        env.debug(),
+        env.offline(),
+    )  # raise if invalid
     return " ".join(found) or "all at their defaults"
 
 
