@@ -136,11 +136,15 @@ class Pages:
         """Check the lengths and the block ids they cover (on a GPU this would synchronise)."""
         num_blocks, _, block_size, _ = self.k.shape
         limit = self.block_tables.shape[1] * block_size
-        lens = self.context_lens
-        if lens.size and not (lens.min() >= 0 and lens.max() <= limit):
-            call.check("context_lens", False, f"from 0 to NB * block_size = {limit}", lens.tolist())
-        used = np.arange(self.block_tables.shape[1]) * block_size < lens[:, None]
-        ids = self.block_tables[used]
+        lens = self.context_lens.tolist()
+        if not lens:
+            return
+        if min(lens) < 0 or max(lens) > limit:
+            call.check("context_lens", False, f"from 0 to NB * block_size = {limit}", lens)
+        counts = {-(-length // block_size) for length in lens}
+        ids = self.block_tables[:, : max(counts)]
+        if len(counts) > 1:  # entries beyond a sequence's length may be anything
+            ids = ids[np.arange(max(counts)) * block_size < self.context_lens[:, None]]
         if ids.size and not (ids.min() >= 0 and ids.max() < num_blocks):
             bad = ids[(ids < 0) | (ids >= num_blocks)]
             call.check("block_tables", False, f"ids from 0 to {num_blocks - 1}", int(bad[0]))
@@ -167,7 +171,8 @@ def check_heads(call: Contract, max_head_dim: int = MAX_HEAD_DIM) -> None:
     k = call["K"]
     d = call["D"]
     call.check("H", h > 0, "1 or more", h)
-    call.check("K", k > 0 and h % k == 0, f"a divisor of the number of query heads, {h}", k)
+    if k <= 0 or h % k:
+        call.check("K", False, f"a divisor of the number of query heads, {h}", k)
     call.check("D", 0 < d <= max_head_dim, f"from 1 to {max_head_dim}", d)
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,15 @@ INT32 = np.dtype(np.int32)
 INT64 = np.dtype(np.int64)
 
 DTypes = np.dtype[Any] | tuple[np.dtype[Any], ...]
+
+
+@lru_cache(maxsize=4096)
+def _parsed_shape(shape: str) -> tuple[bool, tuple[str | int, ...]]:
+    """Return whether a shape begins with "*", and its other symbols and numbers."""
+    symbols = shape.split()
+    has_more = symbols[:1] == ["*"]
+    names = symbols[1:] if has_more else symbols
+    return has_more, tuple(int(name) if name.isdecimal() else name for name in names)
 
 
 class Contract:
@@ -101,9 +111,11 @@ class Contract:
         ShapeError, DTypeError, ContractError
             The message names the argument, what was expected and what was given.
         """
-        array = self._as_array(name, value)
-        self._check_module(name, array)
-        self._check_dtype(name, array, dtype)
+        array = value if type(value) is np.ndarray else self._as_array(name, value)
+        if self.xp is not np or array is not value:
+            self._check_module(name, array)
+        if array.dtype is not dtype:
+            self._check_dtype(name, array, dtype)
         self._check_shape(name, array, shape)
         if layout == "C" and not array.flags.c_contiguous:
             return self._copied(name, array)
@@ -228,19 +240,21 @@ class Contract:
         raise DTypeError(f"{self.op}: {name}: must be {wanted}; got {array.dtype}{rule}")
 
     def _check_shape(self, name: str, array: Any, shape: str) -> None:
-        symbols = shape.split()
+        has_more, symbols = _parsed_shape(shape)
         sizes = array.shape
-        if symbols and symbols[0] == "*":
-            symbols = symbols[1:]
+        if has_more:
             sizes = sizes[max(0, len(sizes) - len(symbols)) :]
         if len(symbols) != len(sizes):
             self._shape_error(name, shape, array.shape, "")
-        for symbol, size in zip(symbols, sizes, strict=True):
-            if symbol.isdecimal():
-                if size != int(symbol):
+        dims = self.dims
+        for symbol, size in zip(symbols, sizes, strict=False):
+            if not isinstance(symbol, str):
+                if size != symbol:
                     self._shape_error(name, shape, array.shape, "")
-            elif self.bind(symbol, size, name) != size:
-                where = f"; {symbol} = {self.dims[symbol]} from {self._origin[symbol]}"
+            elif symbol not in dims:
+                self.bind(symbol, size, name)
+            elif dims[symbol] != size:
+                where = f"; {symbol} = {dims[symbol]} from {self._origin[symbol]}"
                 self._shape_error(name, shape, array.shape, where)
 
     def _shape_error(self, name: str, shape: str, got: tuple[int, ...], where: str) -> None:

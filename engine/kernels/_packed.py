@@ -77,7 +77,9 @@ def check_weight(call: Contract, weight: Any, *, is_packed: bool = True) -> Weig
                 f"{call.op}: weight: must have shape (N, K) with {symbol} = {call[symbol]}; "
                 f"got {weight.shape}"
             )
-    if form.is_packed:
+    if weight.panels is not None:
+        call.check("weight.panels", call.on_cpu, "None on CUDA", "panels for the CPU")
+    elif form.is_packed:
         check_planes(call, weight, -(-n // TILE_ROWS), -(-k // TILE_COLUMNS))
     else:
         code = np.dtype(np.int8 if form.code == "int" else np.uint8)

@@ -59,9 +59,11 @@ def checked_scales(call: Contract, pages: Any, k_scale: Any, v_scale: Any) -> di
     on NumPy arrays only.
     """
     scales = {"k_scale": k_scale, "v_scale": v_scale}
+    is_quantized = bool(kv_dtype_of(pages.dtype))
     for name, scale in scales.items():
-        if not kv_dtype_of(pages.dtype):
-            call.check(name, scale is None, f"None with pages of {pages.dtype}", scale)
+        if not is_quantized:
+            if scale is not None:
+                call.check(name, False, f"None with pages of {pages.dtype}", scale)
             continue
         wanted = f"an array (K,) with pages of {pages.dtype} codes"
         call.check(name, scale is not None, wanted, None)

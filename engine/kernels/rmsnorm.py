@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from engine import reference
 from engine.dtypes import dtype_name
+from engine.kernels import _cpu
 from engine.kernels._contract import MIRROR_FLOATS, Contract
 from engine.kernels._launch import Kernel, ceil_div
 from engine.kernels._module import ModuleSpec
@@ -156,7 +156,7 @@ def rmsnorm(
     layout = "rows" if x.ndim <= 3 else "C"
     numbers = {"eps": eps, "weight_offset": weight_offset, "x_scale": x_scale}
     if call.on_cpu:
-        result = reference.rmsnorm(
+        result = _cpu.rmsnorm(
             x, weight, residual=residual, subtract_mean=subtract_mean, bias=bias, **numbers
         )
         if residual is None:

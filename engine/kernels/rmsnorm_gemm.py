@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine import reference
+from engine.kernels import _cpu
 from engine.kernels._contract import FLOATS, Contract
 from engine.kernels._module import ModuleSpec
 from engine.kernels.gemm.launch import launch
@@ -89,7 +89,7 @@ def rmsnorm_gemm(
     if bias is not None:
         bias = call.array("bias", bias, "N", x.dtype)
     if call.on_cpu:
-        result = reference.rmsnorm_gemm(
+        result = _cpu.rmsnorm_gemm(
             x,
             norm_weight,
             weight,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine import reference
+from engine.kernels import _cpu
 from engine.kernels._contract import FLOATS, Contract
 from engine.kernels._module import ModuleSpec
 from engine.kernels._packed import SAMPLE, check_weight
@@ -104,7 +104,8 @@ def rmsnorm_gemm_wna16(
     call = Contract("rmsnorm_gemm_wna16")
     x = call.array("x", x, "M K", FLOATS, layout="rows")
     on_cpu = call.on_cpu
-    call.check("x", on_cpu or x.dtype in HALVES, "float16 or bfloat16 on CUDA", str(x.dtype))
+    if not on_cpu and x.dtype not in HALVES:
+        call.check("x", False, "float16 or bfloat16 on CUDA", str(x.dtype))
     norm_weight = call.array("norm_weight", norm_weight, "K", x.dtype)
     weight = check_weight(call, weight)
     call.check("x", call["K"] > 0, "of at least one feature", x.shape)
@@ -115,7 +116,7 @@ def rmsnorm_gemm_wna16(
         bias = call.array("bias", bias, "N", x.dtype)
     numbers = {"eps": eps, "weight_offset": weight_offset}
     if on_cpu:
-        result = reference.rmsnorm_gemm_wna16(
+        result = _cpu.rmsnorm_gemm_wna16(
             x, norm_weight, weight, bias=bias, activation=activation, **numbers
         )
         return call.finish(out, result, layout="rows")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine import reference
 from engine.dtypes import dtype_name
+from engine.kernels import _cpu
 from engine.kernels._contract import FLOATS, Contract
 from engine.kernels._launch import Kernel
 from engine.kernels._module import ModuleSpec
@@ -99,7 +99,7 @@ def rmsnorm_quantize(
         residual = call.array("residual", residual, "M N", x.dtype)
     numbers: dict[str, Any] = {"eps": eps, "weight_offset": weight_offset, "x_scale": x_scale}
     if call.on_cpu:
-        result = reference.rmsnorm_quantize(
+        result = _cpu.rmsnorm_quantize(
             x, weight, residual=residual, dtype=dtype, group=group, **numbers
         )
         return result if residual is None else _with_h(call, result, residual_out)

@@ -167,6 +167,7 @@ def _weights(
         dtype=options.dtype,
         quantization=form,
         keeps_formats=options.quantization != "none",
+        deterministic=options.deterministic,
         shard=shard,
         max_model_len=options.max_model_len,
         progress=progress,

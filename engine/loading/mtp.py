@@ -94,6 +94,7 @@ def load_mtp_head(
         device=device,
         dtype=options.dtype,
         keeps_formats=options.quantization != "none",
+        deterministic=options.deterministic,
         shard=shard,
         max_model_len=options.max_model_len,
         mtp=kind,

@@ -112,7 +112,9 @@ class StoredWeights:
 
     def _on_device(self, rows: QuantizedRows) -> Weight:
         if not self.device.is_cuda:
-            return rows.to_weight()
+            if not rows.format.is_packed:
+                return rows.to_weight()
+            return rows.to_panels() if rows.fits_panels else Weight.dense(rows.numbers())
         xp = self.device.xp
         if rows.format.is_packed:  # packing is far faster on the device
             names = ("codes", "scales", "offsets", "super_scales", "permutation")

@@ -115,7 +115,8 @@ class WeightUpdate:
             if name not in self._formats and not weight.format.is_dense:
                 raise WeightsError(
                     f"weight {shown(name)} is stored in {weight.format.name}: only dense weights, "
-                    "and those that the option `quantization` quantized, can be updated"
+                    "and those that the option `quantization` quantized, can be updated; "
+                    'quantization="none" loads dense ones'
                 )
             count = sum(place.num_rows for place in places)
             if name in self._formats and count != _num_rows(weight.shape):

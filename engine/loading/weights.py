@@ -38,6 +38,7 @@ from engine.loading.weight_memory import (
 from engine.loading.weight_table import Placement, shard_axis, weight_shapes
 from engine.models.mtp_family import MtpFamily
 from engine.weights import WHOLE, Format, Shard, Weight, unpack_weight
+from engine.weights.panels import panel_format
 from engine.weights.quantize import quantize
 
 __all__ = ["dummy_weights", "load_weights", "rounded", "weight_bytes", "weight_shapes"]
@@ -58,6 +59,7 @@ def load_weights(
     dtype: str = "float32",
     quantization: Format | None = None,
     keeps_formats: bool = False,
+    deterministic: bool = False,
     shard: Shard = WHOLE,
     max_model_len: int = 0,
     mtp: MtpFamily | None = None,
@@ -81,6 +83,8 @@ def load_weights(
     keeps_formats : bool
         Keep quantized matrices of layers and the output layer in their stored formats instead of
         dequantizing them.
+    deterministic : bool
+        The products must be batch-invariant; on the CPU only dense matrices have such products.
     shard : Shard
         Shard to load; the rest of the file is not read. A vocabulary that cannot be divided evenly
         is padded with zero rows.
@@ -113,13 +117,17 @@ def load_weights(
         formats = quantized_formats(config, quantization, shard)
     elif keeps_formats:
         is_tied = config.tie_word_embeddings and shard.stage.is_last
-        formats = stored_formats(reader, placements, _keeps(device, dtype), is_tied=is_tied)
+        keeps = _keeps(device, dtype, deterministic=deterministic)
+        formats = stored_formats(reader, placements, keeps, is_tied=is_tied)
         if config.v_head_dim:  # rows between the heads of v are in no tensor
             formats = {name: form for name, form in formats.items() if not name.endswith(".qkv")}
     plan = _Plan.of(config, shard, dtype, placements, formats)
     device.activate()
+    sizes = formats
+    if keeps_formats and not device.is_cuda:
+        sizes = {name: panel_format(form) for name, form in formats.items()}
     with weight_room(
-        config, device, dtype, shard=shard, max_model_len=max_model_len, formats=formats
+        config, device, dtype, shard=shard, max_model_len=max_model_len, formats=sizes
     ):
         arrays = plan.allocate(device, [name for name in plan.shapes if name not in formats])
     weights = {name: Weight.dense(array) for name, array in arrays.items()}
@@ -227,16 +235,21 @@ class _Plan:
         return weights
 
 
-def _keeps(device: Device, dtype: str) -> Callable[[str, Format], bool]:
-    """Return a predicate (name, format): whether a kernel multiplies the weight as stored."""
-    has_all = _has_all_kernels(device, dtype)
-    return lambda name, form: has_all or (bool(form.activations) and not is_expert(name))
+def _keeps(device: Device, dtype: str, *, deterministic: bool) -> Callable[[str, Format], bool]:
+    """Return a predicate (name, format): whether a product reads the weight as stored.
+
+    On the CPU packed matrices are laid out as panels, for float32 activations.
+    """
+    if _has_all_kernels(device, dtype):
+        return lambda name, form: True
+    has_panels = not device.is_cuda and dtype == "float32" and not deterministic
+    return lambda name, form: not is_expert(name) and (bool(form.activations) or has_panels)
 
 
 def _has_all_kernels(device: Device, dtype: str) -> bool:
     """Tell whether kernels exist for packed weights and quantized experts.
 
-    They need 16-bit activations. On the CPU, NumPy would unpack the weight in every product.
+    They need 16-bit activations.
     """
     return device.is_cuda and dtype != "float32"
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.reference import _activation, _few_rows
+from engine.reference import _activation
 from engine.reference._row_by_row import multiply_row_by_row
 from engine.reference.swiglu import swiglu
 
@@ -67,8 +67,6 @@ def silu_and_mul(y: Array) -> Array:
 
 def _multiply(x: Array, matrix: Array) -> Array:
     """Return x @ matrix; for few rows BLAS is twice as fast with the weight as first operand."""
-    if _few_rows.pays(x, matrix.T):
-        return _few_rows.multiply_few_rows(x, matrix.T)
     if 16 * len(x) <= matrix.shape[1]:
         return np.ascontiguousarray(np.matmul(matrix.T, x.T).T)
     y: Array = np.matmul(x, matrix)

@@ -95,6 +95,8 @@ def unpack_weight(weight: Weight) -> Any:
     if weight.parts:
         parts = [unpack_weight(part) for part in weight.parts]
         return array_module(*parts).concatenate(parts)
+    if weight.panels is not None:
+        return _in_logical_order(weight.panels.numbers(), weight.permutation)
     form = weight.format
     xp = array_module(weight.data)
     if form.is_dense:
@@ -119,11 +121,16 @@ def unpack_weight(weight: Weight) -> Any:
     numbers *= _repeated(scales, form.group, columns)
     if form.offset == "min":
         numbers += _repeated(offsets, form.group, columns)
-    if weight.permutation is not None:
-        logical = xp.empty_like(numbers)
-        logical[:, weight.permutation] = numbers
-        return logical
-    return numbers
+    return _in_logical_order(numbers, weight.permutation)
+
+
+def _in_logical_order(numbers: Any, permutation: Any) -> Any:
+    """Return the columns of a matrix (N, K) as they were before the permutation, if any."""
+    if permutation is None:
+        return numbers
+    logical = array_module(numbers).empty_like(numbers)
+    logical[:, permutation] = numbers
+    return logical
 
 
 def _scales_of(weight: Weight) -> tuple[Any, Any]:

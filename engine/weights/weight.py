@@ -10,6 +10,7 @@ from typing import Any
 from engine.dtypes import dtype_name
 from engine.errors import WeightsError
 from engine.weights.formats import STACKED, Format, dense_format
+from engine.weights.panels import Panels
 from engine.weights.shard import WHOLE, Shard
 
 __all__ = ["Weight"]
@@ -39,6 +40,9 @@ class Weight:
     permutation : (K,) int32 array or None
         Column k of the data is column permutation[k] of the logical weight, and multiplies that
         column of x.
+    panels : Panels or None
+        Packed, in the layout of the CPU's products: codes, scales and offsets, instead of the
+        arrays above.
     parts : tuple of Weight
         Parts of a stacked weight in row order. The stacked weight itself has no data.
     shard : Shard
@@ -54,6 +58,7 @@ class Weight:
     high: Any = None
     super_scales: Any = None
     permutation: Any = None
+    panels: Panels | None = None
     parts: tuple[Weight, ...] = ()
     shard: Shard = WHOLE
     axis: int | None = None
@@ -112,3 +117,5 @@ class Weight:
             array = getattr(self, name)
             if array is not None:
                 yield name, array
+        if self.panels is not None:
+            yield from self.panels.arrays()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import threading
 
 import numpy as np
 import pytest
 
-from engine.reference import _few_rows, gemm
+from engine import threads
+from engine.kernels import gemm
+from engine.kernels._cpu import few_rows
 
 
 def operands(num_rows, shape=(1037, 576), seed=0):
@@ -21,7 +22,7 @@ def operands(num_rows, shape=(1037, 576), seed=0):
 @pytest.mark.parametrize("num_rows", [1, 2, 8, 16])
 def test_it_is_the_product(num_rows, shape):
     x, matrix = operands(num_rows, shape)
-    y = _few_rows.multiply_few_rows(x, matrix)
+    y = few_rows.multiply_few_rows(x, matrix)
     right = x.astype(np.float64) @ matrix.T.astype(np.float64)
     assert y.dtype == np.float32 and y.flags.c_contiguous
     np.testing.assert_allclose(y, right, rtol=0, atol=2e-6 * np.sqrt(shape[1]) * 40)
@@ -31,54 +32,44 @@ def test_the_bits_do_not_depend_on_the_threads(monkeypatch):
     x, matrix = operands(8, (4001, 576))
     results = []
     for count in (1, 2, 3, 5):
-        monkeypatch.setattr(_few_rows, "_num_threads", lambda count=count: count)
-        _few_rows._pool.cache_clear()
-        results.append(_few_rows.multiply_few_rows(x, matrix))
-    _few_rows._pool.cache_clear()
-    with _few_rows._in_use:  # another GEMM is running: no thread is free
-        results.append(_few_rows.multiply_few_rows(x, matrix))
+        monkeypatch.setattr(threads, "count", lambda count=count: count)
+        results.append(few_rows.multiply_few_rows(x, matrix))
     for result in results[1:]:
         np.testing.assert_array_equal(result, results[0])
 
 
 def test_several_threads_may_multiply_at_once():
     x, matrix = operands(4)
-    right, wrong = _few_rows.multiply_few_rows(x, matrix), []
+    right, wrong = few_rows.multiply_few_rows(x, matrix), []
 
     def work():
         for _ in range(20):
-            if not np.array_equal(_few_rows.multiply_few_rows(x, matrix), right):
+            if not np.array_equal(few_rows.multiply_few_rows(x, matrix), right):
                 wrong.append(1)
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong and not _few_rows._in_use.locked()
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
-@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # fork with threads
-def test_a_process_forked_while_the_pool_is_in_use_has_one_of_its_own():
-    with _few_rows._in_use:
-        if not (child := os.fork()):
-            os._exit(int(_few_rows._in_use.locked()))
-    assert os.waitpid(child, 0)[1] == 0
+    workers = [threading.Thread(target=work) for _ in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert not wrong
 
 
 def test_gemm_uses_it_where_it_pays(monkeypatch):
     calls = []
-    multiply = _few_rows.multiply_few_rows
-    monkeypatch.setattr(_few_rows, "_has_kernels_for_few", lambda: True)
+    multiply = few_rows.multiply_few_rows
+    monkeypatch.setattr(few_rows, "_has_kernels_for_few", lambda: True)
     monkeypatch.setattr(
-        _few_rows, "multiply_few_rows", lambda x, w: calls.append(len(x)) or multiply(x, w)
+        few_rows, "multiply_few_rows", lambda x, w: calls.append(len(x)) or multiply(x, w)
     )
     for num_rows in (1, 2, 16, 17):
         x, matrix = operands(num_rows)
         y = gemm(x, matrix)
         np.testing.assert_allclose(y, x @ matrix.T, rtol=0, atol=1e-3)
     gemm(*operands(4, (64, 64)))  # small
-    gemm(operands(4)[0], np.asfortranarray(operands(4)[1]))  # rows are not contiguous
     gemm(*operands(4), deterministic=True)
     assert calls == [2, 16]
+    x, matrix = operands(4)
+    assert few_rows.pays(x, matrix)
+    assert not few_rows.pays(x, np.asfortranarray(matrix))  # rows are not contiguous
+    assert not few_rows.pays(x.astype(np.float16), matrix.astype(np.float16))

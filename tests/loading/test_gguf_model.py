@@ -120,7 +120,7 @@ def test_blocks_of_a_gguf_are_kept(tmp_path, tiny, kept, monkeypatch):
     tensors = tiny.random_tensors(tiny.tensor_shapes(values))
     stored = write_gguf(tmp_path / "m.gguf", values, tensors, _MIXED)
     monkeypatch.setattr(
-        "engine.loading.weights._keeps", lambda device, dtype: lambda name, form: kept
+        "engine.loading.weights._keeps", lambda device, dtype, **_: lambda name, form: kept
     )
     config = load_config(tmp_path / "m.gguf")
     made = load_weights(tmp_path / "m.gguf", config, keeps_formats=True)

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from engine import reference
 from engine.dtypes import accumulation_dtype
+from engine.kernels import _cpu
 from engine.kernels._attention import (
     MAX_HEAD_DIM,
     Pages,
@@ -219,9 +219,10 @@ def attention_decode(
     if call.on_cpu:
         if out is not None:  # check before the pages are written
             call.written("out", out, "B Q H D", q.dtype, layout="rows")
-        result = _mirror(q, pages, rule, tree_mask, sinks, new_tokens)
-        out = call.finish(out, result[0], layout="rows")
-        return (out, result[1]) if return_lse else out
+        result = _on_cpu(q, pages, rule, tree_mask, sinks, new_tokens, return_lse)
+        if not return_lse:
+            return call.finish(out, result, layout="rows")
+        return call.finish(out, result[0], layout="rows"), result[1]
     out = call.output("out", out, q.shape, q.dtype, layout="rows")
     lse = call.xp.empty(q.shape[:3], np.float32) if return_lse else None
     if new_tokens is not None and not sm90.is_supported(q, pages, out, new_tokens):
@@ -250,15 +251,16 @@ def _checked_limits(
     return num_splits, min(limit, check_count(call, "max_context_len", max_context_len))
 
 
-def _mirror(
+def _on_cpu(
     q: Any,
     pages: Pages,
     rule: ScoreRule,
     tree_mask: Any,
     sinks: Any,
     new_tokens: NewTokens | None,
-) -> tuple[Any, Any]:
-    result: tuple[Any, Any] = reference.attention_decode(
+    return_lse: bool,
+) -> Any:
+    return _cpu.attention_decode(
         q,
         pages.k,
         pages.v,
@@ -272,9 +274,8 @@ def _mirror(
         tree_mask=tree_mask,
         sinks=sinks,
         **pages.scales,
-        return_lse=True,
+        return_lse=return_lse,
     )
-    return result
 
 
 def _checked_chunk(call: Contract, chunk: int, window: int) -> int:

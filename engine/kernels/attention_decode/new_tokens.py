@@ -50,8 +50,9 @@ class NewTokens:
             for name in ("q_weight", "k_weight"):
                 call.check(name, given[name] is None, "None without k", "an array")
             return None
-        for name, ok in zip(needed, is_given, strict=True):
-            call.check(name, ok, f"an array: {', '.join(needed)} belong together", None)
+        if not all(is_given):
+            missing = needed[is_given.index(False)]
+            call.check(missing, False, f"an array: {', '.join(needed)} belong together", None)
         call.check("Q", call["Q"] == 1, "1 with k", call["Q"])
         for name, shape, kind, layout in (
             ("k", "B 1 K D", dtype, "rows"),
@@ -66,9 +67,9 @@ class NewTokens:
                 given[name] = call.array(name, given[name], shape, kind, layout=layout)
         call.number("eps", given["eps"], low=0.0)
         call.number("weight_offset", given["weight_offset"])
-        fits = call["R"] % 2 == 0 and call["R"] <= call["D"]
-        wanted = f"(P, R), R even and at most D = {call['D']}"
-        call.check("cos_sin", fits, wanted, given["cos_sin"].shape)
+        if call["R"] % 2 or call["R"] > call["D"]:
+            wanted = f"(P, R), R even and at most D = {call['D']}"
+            call.check("cos_sin", False, wanted, given["cos_sin"].shape)
         if call.on_cpu:
             _check_range(call, "positions", given["positions"], 0, call["num_positions"])
             num_slots = call["P"] * call["block_size"]
@@ -122,7 +123,6 @@ class NewTokens:
 
 
 def _check_range(call: Contract, name: str, values: Any, first: int, end: int) -> None:
-    if values.size:
-        low = int(values.min())
-        high = int(values.max())
-        call.check(name, low >= first and high < end, f"from {first} to {end - 1}", (low, high))
+    found = values.tolist()
+    if found and not (first <= min(found) and max(found) < end):
+        call.check(name, False, f"from {first} to {end - 1}", (min(found), max(found)))

@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from engine import device, reference
+from engine import device
 from engine.dtypes import BFLOAT16
+from engine.kernels import _cpu
 from engine.kernels._contract import FLOATS, Contract
 from engine.kernels._module import ModuleSpec
 from engine.kernels._packed import SAMPLE, check_weight
@@ -126,17 +127,18 @@ def gemm_wna16(
     call = Contract("gemm_wna16")
     x = call.array("x", x, "M K", FLOATS, layout="rows")
     on_cpu = call.on_cpu
-    call.check("x", on_cpu or x.dtype in HALVES, "float16 or bfloat16 on CUDA", str(x.dtype))
+    if not on_cpu and x.dtype not in HALVES:
+        call.check("x", False, "float16 or bfloat16 on CUDA", str(x.dtype))
     weight = check_weight(call, weight)
     dtype = out_dtype_of(call, x.dtype, out_dtype)
     columns = check_columns(call, activation, ACTIVATIONS)
     residual = check_residual(call, activation, residual, columns, dtype)
-    is_own = activation != SWIGLU or dtype == x.dtype
-    call.check("out_dtype", is_own, f'{x.dtype} with "swiglu"', str(dtype))
+    if activation == SWIGLU and dtype != x.dtype:
+        call.check("out_dtype", False, f'{x.dtype} with "swiglu"', str(dtype))
     if bias is not None:
         bias = call.array("bias", bias, "N", x.dtype)
     if on_cpu:
-        result = reference.gemm_wna16(
+        result = _cpu.gemm_wna16(
             x,
             weight,
             bias=bias,

@@ -11,6 +11,7 @@ import numpy as np
 from engine.dtypes import BFLOAT16
 from engine.errors import WeightsError
 from engine.weights import Format, Weight, pack_weight
+from engine.weights.panels import Panels
 from engine.weights.values import E2M1, E4M3, E8M0
 
 __all__ = ["QuantizedRows"]
@@ -129,6 +130,36 @@ class QuantizedRows:
         codes = np.ascontiguousarray(self.codes)
         scales = self._block_scales() if form.group else self.scales[:, 0]
         return Weight(form, codes, self.shape, scales=np.ascontiguousarray(scales))
+
+    @property
+    def fits_panels(self) -> bool:
+        """Tell whether the rows can be laid out as `Panels`."""
+        form = self.format
+        return form.is_packed and self.codes.size > 0 and self.shape[1] % form.group == 0
+
+    def to_panels(self) -> Weight:
+        """Return the rows as a weight in the layout of the CPU's products.
+
+        The codes become signed numbers around 0 where they fit in 8 bits: a code's zero point is
+        subtracted exactly. Else it is part of the offset.
+        """
+        form = self.format
+        scales, offsets = self._float_scales()
+        codes = self.codes
+        if form.code == "e2m1":  # multiples of a half
+            codes = (2 * E2M1)[codes].astype(np.int8)
+            scales = scales * np.float32(0.5)
+        elif form.offset == "zero" and offsets is not None:
+            if form.bits < 8:
+                zeros = np.repeat(offsets.astype(np.int8), form.group, axis=1)
+                codes = codes.view(np.int8) - zeros
+                offsets = None
+            else:
+                offsets = -offsets * scales
+        elif form.zero:
+            codes = codes.view(np.int8) - np.int8(form.zero)
+        panels = Panels.of(codes.view(np.int8), scales, offsets)
+        return Weight(form, None, self.shape, permutation=self.permutation, panels=panels)
 
     def _float_scales(self) -> tuple[Array, Array | None]:
         """Return float32 scales and offsets (n, G)."""
