@@ -9,6 +9,7 @@ import sys
 import time
 from typing import Any
 
+from engine import threads
 from engine.device import Device
 
 _IMPORT = "import time; t = time.perf_counter(); import engine; print(time.perf_counter() - t)"
@@ -56,6 +57,8 @@ def _steady(device: Device) -> dict[str, float]:
         cache = model.new_cache(1, 1024)
         ids = [list(range(1000, 1256))]
         rates: dict[str, list[float]] = {"prefill_256_tokens_per_s": [], "decode_tokens_per_s": []}
+        if device.kind == "cpu":
+            rates["threads"] = [threads.count()] * 4
         for _ in range(4):
             cache.reset()
             begin = time.perf_counter()

@@ -67,7 +67,7 @@ def test_gemm_is_the_mirrors(shape, num_rows, name):
     assert y.flags.c_contiguous
 
 
-@pytest.mark.parametrize("num_rows", [1, 20])
+@pytest.mark.parametrize("num_rows", [1, 16, 20])  # 16: as many as a group has columns
 @pytest.mark.parametrize("activation", [None, "swiglu"])
 def test_the_norm_before_it_is_the_mirrors(num_rows, activation):
     weight = random_rows(FORMATS["q6_k"], (960, 768)).to_panels()

@@ -23,18 +23,19 @@ _MAX_BUFFERS = 32  # buffers that a thread keeps
 
 
 class _Scratch(threading.local):
-    """Float32 buffers of a thread, by shape."""
+    """Float32 buffers of a thread, by purpose and shape."""
 
     def __init__(self) -> None:
-        self._buffers: dict[tuple[int, ...], Array] = {}
+        self._buffers: dict[tuple[str, tuple[int, ...]], Array] = {}
 
-    def __call__(self, *shape: int) -> Array:
-        """Return an uninitialised buffer; the next call for this shape returns the same one."""
-        buffer = self._buffers.get(shape)
+    def __call__(self, purpose: str, *shape: int) -> Array:
+        """Return an uninitialised buffer; the next call with the same arguments returns it too."""
+        key = (purpose, shape)
+        buffer = self._buffers.get(key)
         if buffer is None:
             if len(self._buffers) >= _MAX_BUFFERS:
                 self._buffers.clear()
-            buffer = self._buffers[shape] = np.empty(shape, np.float32)
+            buffer = self._buffers[key] = np.empty(shape, np.float32)
         return buffer
 
 
@@ -65,8 +66,8 @@ def _sum_groups(x: Array, panel: Panel, y: Array) -> None:
     """Write the product of x (G, T, g) and a panel's codes, scaled, to y (T, n)."""
     codes = panel.codes
     num_groups, num_rows, _ = x.shape
-    numbers = _scratch(*codes.shape)
-    sums = _scratch(num_groups, num_rows, codes.shape[2])
+    numbers = _scratch("numbers", *codes.shape)
+    sums = _scratch("sums", num_groups, num_rows, codes.shape[2])
     np.copyto(numbers, codes)
     np.matmul(x, numbers, out=sums)
     np.multiply(sums, panel.scales, out=sums)
@@ -79,9 +80,11 @@ def _multiply_many(x: Array, panels: Panels, y: Array) -> None:
     step = max(1, _MAX_WIDE // size)
     for first in range(0, len(panels.views), step):
         block = panels.views[first : first + step]
-        room = _scratch(min(step, len(panels.views)), size)
-        wide = [row[: one.codes.size] for row, one in zip(room, block, strict=False)]
-        wide = [numbers.reshape(one.codes.shape) for numbers, one in zip(wide, block, strict=True)]
-        team.run([partial(panels.widen, *pair) for pair in zip(block, wide, strict=True)])
-        for panel, numbers in zip(block, wide, strict=True):
+        room = _scratch("wide", min(step, len(panels.views)), size)
+        pairs = [
+            (panel, row[: panel.codes.size].reshape(panel.codes.shape))
+            for panel, row in zip(block, room, strict=False)
+        ]
+        team.run([partial(panels.widen, *pair) for pair in pairs])
+        for panel, numbers in pairs:
             np.matmul(x, numbers.reshape(x.shape[1], -1), out=y[:, panel.features])
