@@ -490,14 +490,20 @@ def test_methods_are_compared_on_the_folds_that_they_have():
     assert errors["ensemble"]["all"] == pytest.approx(2, abs=1e-3)
     assert errors["extra trees"]["all"] == pytest.approx(4, abs=1e-3)
     np.testing.assert_allclose(result["network"][0], [1, 2, 9], atol=1e-3)
-    rows = {name: each["rows"] for name, each in errors.items()}
-    assert rows["ensemble"] == rows["mix"] == sizes[0] == np.sum(result["histogram"])
-    assert rows["extra trees"] == rows["median"] == rows["neighbours"] == sizes[:2].sum()
+    assert result["folds"] == [0] and np.sum(result["histogram"]) == sizes[0]
+    assert {each["rows"] for each in errors.values()} == {sizes[0]}
+    assert set(errors) == {"ensemble", "neighbours", "mix", "median", "extra trees"}
     known = table.compositions[fold_of != 0]
     neighbours = Neighbours(known, table.tc[fold_of != 0])
     mix = (neighbours.predict(table.compositions[fold_of == 0]) + found["network"][0][1]) / 2
     error = np.abs(mix - table.tc[fold_of == 0]).mean()
     assert errors["mix"]["all"] == pytest.approx(error, abs=1e-3)
+    trees = study.study(table, "random", {"network": {}, "extra trees": found["extra trees"]})
+    assert trees["folds"] == [0, 1] and set(trees["errors"]) == {
+        "neighbours",
+        "median",
+        "extra trees",
+    }
 
 
 def test_the_study_continues_where_it_was_stopped(tmp_path, monkeypatch, capsys):

@@ -16,6 +16,7 @@ from typing import Any
 import matplotlib
 import matplotlib.pyplot as plt
 import numpy as np
+from PIL import Image  # a dependency of matplotlib
 
 from engine import kernels
 
@@ -44,10 +45,11 @@ def predicted(histogram: Sequence[Sequence[int]], title: str) -> Any:
 
 def by_split(results: Mapping[str, Any], methods: Sequence[str]) -> Any:
     """Return the figure of mean errors by split and method, from results of `study`."""
+    nothing = {"all": float("nan")}
     values = {
-        method: [result["errors"][method]["all"] for result in results.values()]
+        method: [result["errors"].get(method, nothing)["all"] for result in results.values()]
         for method in methods
-        if all(method in result["errors"] for result in results.values())
+        if any(method in result["errors"] for result in results.values())
     }
     return _bars(list(results), values, "mean absolute error, K")
 
@@ -98,8 +100,8 @@ def pattern(crystal: crystals.Crystal, weights: Array, density: float) -> Any:
     """Return the figure of a crystal's pattern, and of attention weights (L, L) under it."""
     seen = crystal.sees(density)
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4.6), layout="constrained")
-    left.imshow(weights, cmap="magma_r", vmax=np.percentile(weights, 99))
-    left.contour(seen, levels=[0.5], colors="C0", linewidths=1)
+    left.imshow(weights, cmap="Greys", vmax=np.percentile(weights, 99.5))
+    left.contour(seen, levels=[0.5], colors="C3", linewidths=1.2)
     left.set_title("attention, trained dense; the pattern outlined")
     right.imshow(seen, cmap="Blues")
     right.set_title(str(crystal.pattern(density)))
@@ -134,11 +136,14 @@ def main() -> None:
     figures = {
         "predicted": predicted(random["histogram"], "random folds, mix"),
         "families": by_family(random, methods),
-        "splits": by_split(rows, [*methods, "neighbours", "median"]),
+        "splits": by_split(rows, ["ensemble", "mix", "random forest", "neighbours", "median"]),
         "pattern": pattern(crystal, attention_weights(trained, crystal), 0.25),
     }
     for name, figure in figures.items():
-        figure.savefig(options.out / f"superconductors-{name}.png", dpi=80)
+        figure.canvas.draw()
+        picture = Image.fromarray(np.asarray(figure.canvas.buffer_rgba())).convert("RGB")
+        # 32 colours: a third of the size.
+        picture.quantize(32).save(options.out / f"superconductors-{name}.png", optimize=True)
 
 
 if __name__ == "__main__":

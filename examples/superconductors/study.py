@@ -200,38 +200,43 @@ def study(table: Table, split: str, found: Predictions) -> dict[str, Any]:
     split : str
     found : dict
         ``found[method][fold]`` is an array (members, rows of the fold) of predictions in K. The
-        members of "network" differ in their seed; those of other methods are averaged.
+        members of "network" differ in their seed; those of other methods are averaged. All are
+        compared on the folds that every method has, if it has any.
 
     Returns
     -------
     dict
         `errors` by method. "ensemble" is the median of the networks, "neighbours" the mean of the
         nearest known rows, "mix" the mean of these two, "median" that of the known rows. "network"
-        lists the errors of the single networks by fold. "histogram" counts rows by measured and
-        predicted (mix) temperature, in `EDGES`.
+        lists the errors of the single networks by fold; "folds" are those compared. "histogram"
+        counts rows by measured and predicted (mix) temperature, in `EDGES`.
     """
     fold_of = folds(table, split)
+    found = {method: of_fold for method, of_fold in found.items() if of_fold}
     names = ("ensemble", "neighbours", "mix", "median", *found)
     values = {name: np.full(len(table), np.nan, np.float32) for name in names}
-    for fold in sorted(set().union(*found.values())):
+    networks = found.get("network", {})
+    shared = sorted(set.intersection(*(set(of_fold) for of_fold in found.values())))
+    for fold in shared:
         test = fold_of == fold
         known, tc = table.compositions[~test], table.tc[~test]
         for method, of_fold in found.items():
-            if fold in of_fold:
-                values[method][test] = of_fold[fold].mean(0)
-        if fold in found["network"]:
-            values["ensemble"][test] = np.median(found["network"][fold], axis=0)
+            values[method][test] = of_fold[fold].mean(0)
         values["neighbours"][test] = Neighbours(known, tc).predict(table.compositions[test])
-        values["mix"][test] = (values["ensemble"][test] + values["neighbours"][test]) / 2
         values["median"][test] = np.median(tc)
+        if networks:
+            values["ensemble"][test] = np.median(networks[fold], axis=0)
+            values["mix"][test] = (values["ensemble"][test] + values["neighbours"][test]) / 2
     singles = {
-        fold: np.abs(members - table.tc[fold_of == fold]).mean(1).round(3).tolist()
-        for fold, members in found["network"].items()
+        fold: np.abs(networks[fold] - table.tc[fold_of == fold]).mean(1).round(3).tolist()
+        for fold in shared
+        if networks
     }
-    del values["network"]
+    values.pop("network", None)
     is_mixed = ~np.isnan(values["mix"])
     counts, _, _ = np.histogram2d(table.tc[is_mixed], values["mix"][is_mixed], bins=(EDGES, EDGES))
     return {
+        "folds": shared,
         "network": singles,
         "errors": {
             name: errors(table, each, split)
