@@ -72,7 +72,7 @@ def _bars(labels: Sequence[str], values: Mapping[str, Sequence[float]], name: st
         axis.bar(places, heights, 0.9 * thick, label=method)
     axis.set_xticks(range(len(labels)), labels)
     axis.set_ylabel(name)
-    axis.legend(frameon=False)
+    figure.legend(loc="outside upper center", ncols=len(values), frameon=False, fontsize="small")
     return figure
 
 
