@@ -143,6 +143,10 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         "timeout": 9.0, "stream_options": _SAMPLING["stream_options"], "features": {},
         "kv_transfer_params": {},
     },
+    "/v1/engine/lens": {
+        **{name: _CHAT[name] for name in ("messages", "tools", "chat_template_kwargs")},
+        "prompt": "Hi", "token_ids": [1, 2], "num_tokens": 1, "top": 5, "model": "m",
+    },
     "/detokenize": {"tokens": [1, 2], "model": "m", "skip_special_tokens": True},
 }  # fmt: skip
 
