@@ -149,6 +149,7 @@ def _planner(arguments: argparse.Namespace) -> Planner:
             prompt_len=arguments.prompt_len or min(_PROMPT_LEN, how.max_model_len),
             max_num_seqs=arguments.max_num_seqs,
             gpus_per_host=arguments.gpus_per_host,
+            fastest_only=arguments.gpu is None,
         )
 
     return plan

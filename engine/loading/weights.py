@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from engine import threads
 from engine.config import ModelConfig
 from engine.device import CPU, Device
 from engine.dtypes import np_dtype
@@ -238,11 +239,13 @@ class _Plan:
 def _keeps(device: Device, dtype: str, *, deterministic: bool) -> Callable[[str, Format], bool]:
     """Return a predicate (name, format): whether a product reads the weight as stored.
 
-    On the CPU packed matrices are laid out as panels, for float32 activations.
+    On the CPU packed matrices are laid out as panels, for float32 activations and one thread:
+    several threads of BLAS read dense matrices faster than one thread widens panels.
     """
     if _has_all_kernels(device, dtype):
         return lambda name, form: True
-    has_panels = not device.is_cuda and dtype == "float32" and not deterministic
+    has_panels = not (device.is_cuda or deterministic) and dtype == "float32"
+    has_panels = has_panels and threads.count() == 1
     return lambda name, form: not is_expert(name) and (bool(form.activations) or has_panels)
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 from engine.cache.kv_cache import KVGeometry
@@ -18,7 +19,7 @@ from engine.scaling.division import Division, stages
 from engine.scaling.speed import Speed, Workload
 from engine.scaling.step_time import StepModel
 from engine.scaling.terms import Terms
-from engine.weights import FORMATS, dense_format
+from engine.weights import FORMATS, Format, dense_format
 
 __all__ = ["PlanRow", "ScalingPlan", "plan_scaling"]
 
@@ -116,7 +117,7 @@ class ScalingPlan:
     @property
     def fastest_token(self) -> PlanRow | None:
         """The row with the lowest latency; on a tie, the one with the most tokens/s."""
-        order = [(round(row.ms_per_token, 4), -row.output_tokens_per_s) for row in self.possible]
+        order = [(_latency(row), -row.output_tokens_per_s) for row in self.possible]
         return self.possible[order.index(min(order))] if order else None
 
     @property
@@ -193,6 +194,7 @@ def plan_scaling(
     prompt_len: int = 4096,
     max_num_seqs: int = 256,
     gpus_per_host: int = 8,
+    fastest_only: bool = False,
 ) -> ScalingPlan:
     """Predict memory and speed of each division of a model. Nothing is allocated.
 
@@ -212,6 +214,9 @@ def plan_scaling(
         Maximum number of concurrent requests per replica.
     gpus_per_host : int
         Number of GPUs per host, connected by the card's link.
+    fastest_only : bool
+        Leave out the divisions that are possible but not those of the lowest latency, whose
+        throughput takes most of the time to predict.
 
     Raises
     ------
@@ -227,16 +232,24 @@ def plan_scaling(
     ways = tuple(ways)
     if not ways:
         raise ConfigError("there must be a way to divide the model; got none")
-    rows = (
-        _row(Speed(model, way, gpus_per_host), work, max_model_len, prompt_len, max_num_seqs)
-        for way in ways
+    speeds = [Speed(model, way, gpus_per_host) for way in ways]
+    rows = [_fitting_row(speed, work, max_model_len, max_num_seqs) for speed in speeds]
+    least = min(map(_latency, rows)) if fastest_only else math.inf
+    timed = (
+        row if row.reason else _with_throughput(row, speed, work, prompt_len)
+        for row, speed in zip(rows, speeds, strict=True)
+        if row.reason or _latency(row) <= least
     )
-    return ScalingPlan(model, ways[0].num_gpus, work, prompt_len, max_model_len, tuple(rows))
+    return ScalingPlan(model, ways[0].num_gpus, work, prompt_len, max_model_len, tuple(timed))
 
 
-def _row(
-    speed: Speed, work: Workload, max_model_len: int, prompt_len: int, max_num_seqs: int
-) -> PlanRow:
+def _latency(row: PlanRow) -> float:
+    """Return the milliseconds per token in a precision in which equal layouts are equal."""
+    return round(row.ms_per_token, 4)
+
+
+def _fitting_row(speed: Speed, work: Workload, max_model_len: int, max_num_seqs: int) -> PlanRow:
+    """Return a division's memory and latency, or why it is impossible."""
     division = speed.division
     model = speed.model
     try:
@@ -252,15 +265,21 @@ def _row(
     mine = math.ceil(work.num_requests / division.data)
     running = max(1, min(row.max_num_seqs, fitting, mine))
     token = speed.token(work.mean_prompt + work.mean_output / 2)
-    rate, requests = speed.requests(work, running)
     return replace(
         row,
         longest=min(max_model_len, row.num_tokens),
         num_running=running,
         ms_per_token=token.total / 1e3,
-        output_tokens_per_s=rate,
-        prompt_tokens_per_s=1e6 / speed.prompts(prompt_len).total * division.data,
         token=token,
+    )
+
+
+def _with_throughput(row: PlanRow, speed: Speed, work: Workload, prompt_len: int) -> PlanRow:
+    rate, requests = speed.requests(work, row.num_running)
+    return replace(
+        row,
+        output_tokens_per_s=rate,
+        prompt_tokens_per_s=1e6 / speed.prompts(prompt_len).total * row.division.data,
         requests=requests,
     )
 
@@ -289,11 +308,19 @@ def _memory(model: StepModel, division: Division, max_model_len: int, max_num_se
     return min(found)[2]
 
 
+@lru_cache(maxsize=256)
+def _all_weights(
+    local: ModelConfig, dtype: str, quantization: str | None
+) -> tuple[int, Mapping[str, Format]]:
+    """Return the bytes of all weights, and the formats of the quantized ones."""
+    form = FORMATS.get(quantization or "")
+    formats = {} if form is None else quantized_formats(local, form)
+    return weight_bytes(local, dtype, formats=formats), formats
+
+
 def _stage_weights(model: StepModel, local: ModelConfig, stage: int, division: Division) -> int:
     """Return the bytes of one rank's weights in one pipeline stage."""
-    form = FORMATS.get(model.quantization or "")
-    formats = {} if form is None else quantized_formats(local, form)
-    num_bytes = weight_bytes(local, model.dtype, formats=formats)
+    num_bytes, formats = _all_weights(local, model.dtype, model.quantization)
     shape = (local.vocab_size, local.hidden_size)
     dense = dense_format(model.dtype)
     embed = dense.num_bytes(shape)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from statistics import NormalDist
@@ -156,8 +156,8 @@ class StepModel:
         local: ModelConfig,
         layer: int,
         window: int,
-        shapes: dict[str, tuple[int, ...]],
-        formats: dict[str, Format],
+        shapes: Mapping[str, tuple[int, ...]],
+        formats: Mapping[str, Format],
         step: Step,
         division: Division,
     ) -> Terms:
@@ -179,7 +179,7 @@ class StepModel:
         sums = 1 if local.parallel else 2
         return terms + self._sum(step.num_tokens, division).times(sums)
 
-    def _format(self, name: str, formats: dict[str, Format]) -> Format:
+    def _format(self, name: str, formats: Mapping[str, Format]) -> Format:
         return formats.get(name) or dense_format(weight_dtype(name, self.dtype))
 
     def _product(self, shape: tuple[int, ...], form: Format, rows: int) -> Terms:
@@ -208,8 +208,8 @@ class StepModel:
         self,
         moe: MoeConfig,
         layer: int,
-        shapes: dict[str, tuple[int, ...]],
-        formats: dict[str, Format],
+        shapes: Mapping[str, tuple[int, ...]],
+        formats: Mapping[str, Format],
         step: Step,
         division: Division,
     ) -> Terms:
@@ -299,8 +299,8 @@ class StepModel:
 
     def _output(
         self,
-        shapes: dict[str, tuple[int, ...]],
-        formats: dict[str, Format],
+        shapes: Mapping[str, tuple[int, ...]],
+        formats: Mapping[str, Format],
         step: Step,
         division: Division,
     ) -> Terms:
@@ -391,9 +391,10 @@ _STATES: dict[str, Callable[[ModelConfig], tuple[int, int, int]]] = {
 }
 
 
+@lru_cache(maxsize=256)
 def _weights(
     local: ModelConfig, quantization: str | None
-) -> tuple[dict[str, tuple[int, ...]], dict[str, Format], Counter[tuple[int, int]]]:
+) -> tuple[Mapping[str, tuple[int, ...]], Mapping[str, Format], Mapping[tuple[int, int], int]]:
     """Return shapes and formats of the weights, and the number of layers of each kind.
 
     A kind is identified by its first layer and its window.

@@ -77,6 +77,7 @@ OPTIONS = {
         *("--gpu", "--gpus", "--gpus-per-host", "--tensor-parallel-size", "--quantization"),
         *("--pipeline-parallel-size", "--data-parallel-size", "--dtype", "--kv-cache-dtype"),
         *("--max-model-len", "--max-num-seqs", "--num-requests", "--prompt-len", "--output-len"),
+        "--memory",
     ),
 }
 FLAGS = {
@@ -85,7 +86,7 @@ FLAGS = {
     "bench": ("--no-async", "--no-cuda-graphs", "--help"),
     "eval": ("--help",),
     "kernels": ("--help",),
-    "plan": ("--enable-expert-parallel", "--json", "--help"),
+    "plan": ("--enable-expert-parallel", "--json", "--help", "--help=gpu", "--help="),
 }
 TINY = ["--model", "MODEL", "--device", "cpu", "--max-tokens", "4"]
 EVAL = ["perplexity", "--model", "MODEL", "--device", "cpu", "--context", "8", "--file", "TEXT"]
@@ -103,7 +104,8 @@ def make(rng: random.Random) -> dict[str, Any]:
     elif command == "eval":
         arguments = list(EVAL)
     elif command == "plan":
-        arguments = ["MODEL", "--gpu", "h200", "--gpus", rng.choice(["1", "8", "96"])]
+        arguments = ["MODEL", "--gpus", rng.choice(["1", "8", "96"])]
+        arguments += ["--gpu", "h200"] if rng.random() < 0.8 else []
     elif command == "kernels":
         arguments = ["--arch", "sm_90a", rng.choice(["rmsnorm", "gelu"])]
     for _ in range(rng.choice([0, 1, 1, 2])):

@@ -360,7 +360,7 @@ def test_a_client_that_does_not_read_is_told_what_it_lost(monkeypatch):
             reading = client._read
             client._loop.remove_reader(sockets.descriptor(client._socket))
             await eventually(lambda: loop._clients and _first(loop).is_behind)
-            assert not engine.has_unfinished_requests()
+            await eventually(lambda: not engine.has_unfinished_requests())
             client._loop.add_reader(sockets.descriptor(client._socket), reading)
             client._read_later()
             for stream in streams:

@@ -18,7 +18,6 @@ Array = np.ndarray[Any, Any]
 # Up to this many rows the codes are multiplied, and the scales applied to the sums of the groups.
 # For more rows scaling the weights is less work.
 _MAX_FEW_ROWS = 16
-_MIN_SHARED = 1 << 20  # numbers of a weight; for fewer, waking a helper takes longer than it saves
 _MAX_WIDE = 1 << 22  # numbers of the panels that are widened at a time
 _MAX_BUFFERS = 32  # buffers that a thread keeps
 
@@ -56,13 +55,8 @@ def multiply(x: Array, panels: Panels) -> Array:
 def _multiply_few(x: Array, panels: Panels, y: Array) -> None:
     groups = x.reshape(len(x), -1, panels.group)
     by_group = groups.transpose(1, 0, 2)  # (G, T, g)
-    if panels.codes.size < _MIN_SHARED:
-        for panel in panels.views:
-            _sum_groups(by_group, panel, y[:, panel.features])
-    else:
-        team.run(
-            [partial(_sum_groups, by_group, panel, y[:, panel.features]) for panel in panels.views]
-        )
+    for panel in panels.views:
+        _sum_groups(by_group, panel, y[:, panel.features])
     if panels.offsets is not None:
         y += np.dot(np.add.reduce(groups, axis=2), panels.offsets)
 
