@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pexpect
 
-COLUMNS, ROWS = 100, 30
+COLUMNS, ROWS = 134, 34
 _PROMPT = re.compile(r"\x1b\]0;(\d+)\x07\$ ")  # the exit status, in the window's title
 _LONGEST_PAUSE = 1.5  # seconds in a recording
 
