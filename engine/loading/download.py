@@ -332,7 +332,6 @@ def _pull_hub(name: str, progress: bool) -> Path:
 def _announce_hub(name: str, options: dict[str, Any]) -> None:
     """Say how much will be downloaded, if anything, and if the hub and its library tell."""
     import huggingface_hub
-    import huggingface_hub.constants
 
     download = huggingface_hub.snapshot_download
     if "dry_run" not in inspect.signature(download).parameters:  # of an older version
@@ -342,10 +341,10 @@ def _announce_hub(name: str, options: dict[str, Any]) -> None:
     except Exception:  # the download itself reports it, or finds the model in the cache
         return
     if files:
+        from huggingface_hub.constants import ENDPOINT, HF_HUB_CACHE
+
         size = sum(each.file_size or 0 for each in files)
-        folder = Path(huggingface_hub.constants.HF_HUB_CACHE)
-        place = huggingface_hub.constants.ENDPOINT
-        _announce(f"{len(files)} files of {name}", size, place, folder)
+        _announce(f"{len(files)} files of {name}", size, ENDPOINT, Path(HF_HUB_CACHE))
 
 
 def _gguf_with(folder: Path, name: str, tag: str) -> Path:

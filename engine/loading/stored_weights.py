@@ -63,7 +63,7 @@ class StoredWeights:
                 rows = [self._dense(place) for places, _ in group for place in places]
                 parts.append(Weight.dense(self.device.xp.concatenate(rows)))
             else:
-                parts += [self._on_device(rows) for _, rows in group if rows is not None]
+                parts += [self._for_product(rows) for _, rows in group if rows is not None]
         return parts[0] if len(parts) == 1 else Weight.stacked(parts)
 
     def _experts(self, placements: Iterable[Placement], shape: tuple[int, ...]) -> Weight | None:
@@ -110,11 +110,15 @@ class StoredWeights:
     def _dense(self, place: Placement) -> Any:
         return self.device.xp.asarray(self.reader.dense_rows(place, self.dtype))
 
+    def _for_product(self, rows: QuantizedRows) -> Weight:
+        """Return a matrix on the device; on the CPU packed rows become panels, or dense."""
+        if self.device.is_cuda or not rows.format.is_packed:
+            return self._on_device(rows)
+        return rows.to_panels() if rows.fits_panels else Weight.dense(rows.numbers())
+
     def _on_device(self, rows: QuantizedRows) -> Weight:
         if not self.device.is_cuda:
-            if not rows.format.is_packed:
-                return rows.to_weight()
-            return rows.to_panels() if rows.fits_panels else Weight.dense(rows.numbers())
+            return rows.to_weight()
         xp = self.device.xp
         if rows.format.is_packed:  # packing is far faster on the device
             names = ("codes", "scales", "offsets", "super_scales", "permutation")

@@ -337,7 +337,7 @@ def test_codes_of_mxfp4_are_kept(make, shard, monkeypatch):
     """Where they are computed with, as on CUDA; a shard that begins within a block has numbers."""
     path, config, layers = make("gpt_oss", _gpt_oss_mxfp4)
     monkeypatch.setattr(
-        "engine.loading.weights._keeps", lambda device, dtype: lambda name, form: True
+        "engine.loading.weights._keeps", lambda device, dtype, **_: lambda name, form: True
     )
     exact = load_weights(path, config, shard=shard)
     kept = load_weights(path, config, shard=shard, keeps_formats=True)

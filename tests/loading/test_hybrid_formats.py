@@ -114,7 +114,7 @@ def logits(folder, **options):
 @pytest.mark.parametrize("family", IN_PROJ)
 @pytest.mark.parametrize("case", ["fp8_block", "ct_int8", "gptq"])
 def test_logits_are_those_of_the_twin(tmp_path, case, family):
-    """Exactly, if dequantized; with activations in 8 bits as close as these are."""
+    """In float32's precision; with activations in 8 bits as close as these are."""
     quantized, twin = make(tmp_path, case, family)
     wanted, _ = logits(twin)
     dequantized, _ = logits(quantized, quantization="none")
@@ -122,9 +122,9 @@ def test_logits_are_those_of_the_twin(tmp_path, case, family):
     got, model = logits(quantized)
     parts = model.decoder.weights["layers.0.delta_in"].formats()
     names = [form.name for form in parts]
-    if case == "gptq":  # The CPU dequantizes it.
-        assert set(names) == {"float32"}
-        np.testing.assert_array_equal(got, dequantized)
+    if case == "gptq":  # The CPU dequantizes it, or on one thread widens it in every product.
+        assert set(names) <= {"float32", "int4_g128"}
+        np.testing.assert_allclose(got, dequantized, rtol=1e-5, atol=1e-5)
         return
     assert names == [{"fp8_block": "fp8_block", "ct_int8": "int8"}[case], "float32"]
     norms = np.linalg.norm(got, axis=-1) * np.linalg.norm(wanted, axis=-1)
