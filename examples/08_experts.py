@@ -84,7 +84,8 @@ figure.savefig("experts_read.png", dpi=80)
 
 # %%
 LAYERS = 4
-dense = engine.load("smollm2", device="cpu", dtype="float32", max_model_len=256)
+options = {"device": "cpu", "dtype": "float32", "max_model_len": 256}
+dense = engine.load("smollm2", quantization="none", **options)  # its matrices as plain arrays
 sentence = "The cat chased a mouse, and 3 dogs chased the cat."
 ids = dense.tokenizer.encode(sentence)
 words = [dense.tokenizer.decode([i]).strip() or "␣" for i in ids]
