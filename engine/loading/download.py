@@ -334,7 +334,7 @@ def _announce_hub(name: str, options: dict[str, Any]) -> None:
     import huggingface_hub
 
     download = huggingface_hub.snapshot_download
-    if "dry_run" not in inspect.signature(download).parameters:  # of an older version
+    if "dry_run" not in inspect.signature(download).parameters:  # an older version of the library
         return
     try:
         files = [each for each in download(name, **options, dry_run=True) if each.will_download]

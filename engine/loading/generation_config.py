@@ -178,7 +178,7 @@ def _names(path: Path) -> list[str]:
         metadata = GgufFile(path).metadata
         found = [metadata.get(f"general.{key}") for key in ("basename", "name")]
         return [path.stem, *(name for name in found if isinstance(name, str))]
-    if path.parent.name == "snapshots":  # of the hub's cache: models--ORGANIZATION--NAME
+    if path.parent.name == "snapshots":  # the hub's cache: models--ORGANIZATION--NAME/snapshots
         return [path.parent.parent.name]
     return [path.name]
 

@@ -86,7 +86,9 @@ class GgufCheckpoint:
         """Return tensor `name`, dequantized."""
         shape, places = self._tensors[name]
         array = np.empty(shape, np_dtype(self.config.dtype))
-        rows = array if array.ndim < 3 else array.reshape(-1, shape[-1])  # of all experts
+        rows = (
+            array if array.ndim < 3 else array.reshape(-1, shape[-1])
+        )  # experts after one another
         for place in places:
             self._fill(rows, place)
         return array

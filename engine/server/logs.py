@@ -14,8 +14,8 @@ __all__ = ["ACCESS", "JsonFormatter", "configure_logging", "log_fields"]
 ACCESS = "engine.server.access"
 """Name of the access log's logger."""
 
-# Loggers of the server's process, and the lowest level of their lines. The libraries' own lines
-# of lower levels tell what every start and every end consists of.
+# Logger of the server's process -> lowest level that it writes. Below it the libraries log every
+# step of a start and an end.
 _LOGGERS = {
     "engine.server": logging.DEBUG,
     "uvicorn": logging.WARNING,

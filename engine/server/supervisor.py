@@ -99,7 +99,7 @@ class Supervisor:
         self._is_announced = False
         self._num_signals = 0
         self._signal = ""  # name of the first signal
-        self._totals: Counter[str] = Counter()  # of the children that have exited
+        self._totals: Counter[str] = Counter()  # counters of the children that have exited
         self._is_ending = asyncio.Event()
         self._ended: asyncio.Queue[_Child] = asyncio.Queue()
         self._tasks: set[asyncio.Task[None]] = set()

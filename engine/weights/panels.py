@@ -1,11 +1,11 @@
 """Memory layout of quantized weights for products on the CPU.
 
 NumPy multiplies floats only, so a product widens the codes to float32 on the way, a piece at a time
-into a buffer that stays in the cache: reading one byte a number instead of four more than pays for
-it. A weight (N, K) is cut into panels of n output features, and a panel into groups of g input
-features that share a scale. A panel's codes are (K/g, g, n) int8: n is the inner axis, so that one
-conversion and one batch of K/g products of (T, g) by (g, n) compute the sums of the groups, and the
-scales (K/g, n) are applied to these sums, 1/g of the work of scaling the weights.
+into a buffer that stays in the cache: on one thread, reading one byte a number instead of four more
+than pays for it. A weight (N, K) is cut into panels of n output features, and a panel into groups
+of g input features that share a scale. A panel's codes are (K/g, g, n) int8: n is the inner axis,
+so that one conversion and one batch of K/g products of (T, g) by (g, n) compute the sums of the
+groups, and the scales (K/g, n) are applied to these sums, 1/g of the work of scaling the weights.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ class Recipe:
     """How a member is trained. See `compositions.train`."""
 
     num_epochs: int = 40
-    num_neighbours: int = 4  # of members with even seeds; the others read none
+    num_neighbours: int = 4  # read by members with even seeds; the others read none
     batch_size: int = 128
     learning_rate: float = 3e-3
     weight_decay: float = 0.3

@@ -168,7 +168,7 @@ class Script:
     refused_models: list[str] = field(default_factory=list)
     defaults: dict[str, float] | None = None  # sampling parameters of the model
     calls: list[tuple[str, str]] = field(default_factory=list)  # names and arguments
-    num_layers: int = 12  # of the lens; 0: none
+    num_layers: int = 12  # layers the logit lens reads; 0: it does not support the model
     ends: str = ""  # after four tokens: "cut", or "error"
     asked: list[dict] = field(default_factory=list)
     lenses: list[dict] = field(default_factory=list)

@@ -206,7 +206,7 @@ def test_a_running_server_is_recorded_until_it_ends(model):
 
 def _temporary_folder(pid):
     for file in Path(tempfile.gettempdir()).glob(f"{PREFIX}*/server.json"):
-        with contextlib.suppress(OSError):  # of a server that has just ended
+        with contextlib.suppress(OSError):  # its server has just ended
             if f'"pid": {pid},' in file.read_text():
                 return file.parent
     raise AssertionError(f"process {pid} has no record")
