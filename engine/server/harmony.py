@@ -93,6 +93,8 @@ class HarmonyReasoning:
 
     def feed(self, delta: str) -> tuple[str, str]:
         """Feed text; return the reasoning and content that are now final."""
+        if self._kind and not (self._is_new or self._pending or "<" in delta):  # no marker begins
+            return (delta, "") if self._kind == "reasoning" else ("", delta)
         self._split(self._pending + delta, is_last=False)
         return self._take()
 
@@ -102,9 +104,9 @@ class HarmonyReasoning:
         return self._take()
 
     def _take(self) -> tuple[str, str]:
-        reasoning, content = ("".join(self._out[kind]) for kind in ("reasoning", "content"))
+        out = self._out
         self._out = {"reasoning": [], "content": []}
-        return reasoning, content
+        return "".join(out["reasoning"]), "".join(out["content"])
 
     def _split(self, text: str, *, is_last: bool) -> None:
         at = 0

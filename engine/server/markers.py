@@ -24,7 +24,7 @@ class Markers:
 
     def __init__(self, *markers: str) -> None:
         self._markers = markers
-        self._firsts = frozenset(marker[0] for marker in markers)
+        self._first = re.compile("|".join(re.escape(c) for c in {m[0] for m in markers}))
         self._longest = max(map(len, markers))
         self._pattern = re.compile("|".join(map(re.escape, markers)))
 
@@ -41,9 +41,10 @@ class Markers:
         if match is not None:
             return match.start(), match[0]
         if not is_last:
-            for at in range(max(start, len(text) - self._longest + 1), len(text)):
-                if text[at] in self._firsts and self._begins(text[at:]):
-                    return at, None
+            tail = max(start, len(text) - self._longest + 1)
+            for first in self._first.finditer(text, tail):
+                if self._begins(text[first.start() :]):
+                    return first.start(), None
         return len(text), None
 
     def _begins(self, text: str) -> bool:

@@ -380,9 +380,17 @@ class ChatChunks(Chunks):
 
     def content(self, index: int, text: str) -> bytes:
         """Return a frame that contains only content."""
-        return b'%b{"index":%d,"delta":{"content":%b%b' % (
+        return self._text(b"content", index, text)
+
+    def reasoning(self, index: int, text: str) -> bytes:
+        """Return a frame that contains only reasoning."""
+        return self._text(b"reasoning_content", index, text)
+
+    def _text(self, field: bytes, index: int, text: str) -> bytes:
+        return b'%b{"index":%d,"delta":{"%b":%b%b' % (
             self._head,
             index,
+            field,
             _encode(text),
             self._plain_tail,
         )

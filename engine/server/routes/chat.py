@@ -203,7 +203,9 @@ async def _frames(
                 yield chunks.delta(index, {"role": "assistant", "content": ""})
             # The first frame of a piece carries its ids; the others have an empty list.
             ids = piece.token_ids if returns_ids else None
-            if ids is None and not (piece.calls or piece.reasoning or piece.logprobs is not None):
+            if ids is None and not piece.calls and piece.logprobs is None:
+                if piece.reasoning:
+                    yield chunks.reasoning(index, piece.reasoning)
                 if piece.content:
                     yield chunks.content(index, piece.content)
             else:
