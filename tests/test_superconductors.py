@@ -14,10 +14,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from engine import device
+from engine import device, kernels
 from engine.dtypes import np_dtype
 from engine.reference._attention import pattern_sees
-from examples.superconductors import compositions, crystals, data, elements, screen, study
+from examples.superconductors import compositions, crystals, data, elements, ops, screen, study
 from examples.superconductors.inference import FastNetwork
 from examples.superconductors.neighbours import Neighbours, exchanged
 from examples.superconductors.network import Adam, Batch, Config, Network, absolute_slope
@@ -90,9 +90,10 @@ def test_gradients_with_dropout_are_those_of_the_masked_network():
 @pytest.mark.gpu
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-3), ("bfloat16", 0.05)])
 @pytest.mark.parametrize("make", [_composition_batch, _crystal_batch])
-def test_a_gpu_computes_the_same(cp, make, dtype, tolerance):
+@pytest.mark.parametrize("sizes", [(64, 128), (128, 256), (96, 96)])
+def test_a_gpu_computes_the_same(cp, make, dtype, tolerance, sizes):
     batch, config = make()
-    config = replace(config, hidden=64, ffn=128)
+    config = replace(config, hidden=sizes[0], ffn=sizes[1])
     groups = tuple(replace(g, cu_seqlens=cp.asarray(g.cu_seqlens)) for g in batch.groups)
     roots = None if batch.roots is None else cp.asarray(batch.roots)
     arrays = (cp.asarray(batch.elements), cp.asarray(batch.features))
@@ -427,6 +428,49 @@ def test_the_fast_network_is_the_network():
         FastNetwork(Network(config), "fp8")
     with pytest.raises(ValueError, match="got 'int3'"):
         FastNetwork(network, "int3")
+
+
+def test_the_examples_ops_are_those_of_the_engine():
+    """The formulas of `ops`, and the engine's mirrors that they replace."""
+    rng = np.random.default_rng(0)
+
+    def draw(*shape):
+        return (0.3 * rng.standard_normal(shape)).astype(ml_dtypes.bfloat16)
+
+    x, mixed, norm, out = draw(50, 64), draw(50, 64), 1 + draw(64), draw(64, 64)
+    gate_up, down, qkv = draw(128, 64), draw(64, 64), draw(192, 64)
+    for with_mixed in (False, True):
+        first = kernels.gemm(mixed, out, residual=x) if with_mixed else x
+        inner = kernels.gemm(kernels.rmsnorm(first, norm), gate_up, activation="swiglu")
+        expected = kernels.gemm(inner, down, residual=first)
+        more = (mixed, out) if with_mixed else ()
+        found = ops.finish_layer(x, norm, gate_up, down, *more)
+        _assert_near(found, expected)
+    expected = kernels.gemm(kernels.rmsnorm(x, norm), qkv)
+    _assert_near(ops.norm_product(x, norm, qkv), expected)
+    rows = draw(3, 7, 16)
+    _assert_near(ops.mean_rows(rows), rows.astype(np.float32).mean(1))
+
+
+def _assert_near(found, expected):
+    """Assert that values are equal but for roundings to bfloat16."""
+    found, expected = found.astype(np.float32), expected.astype(np.float32)
+    assert np.abs(found - expected).max() < 0.02 * np.abs(expected).max()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["finish_layer", "norm_product", "mean_rows", "token_features"])
+def test_the_examples_kernels(cp, name):
+    report = kernels.check(getattr(ops, name), show=False)
+    assert report.ok, str(report)
+
+
+@pytest.mark.gpu
+def test_hopper_takes_the_examples_ops(cp):
+    if cp.cuda.Device().compute_capability != "90":
+        pytest.skip("they are for Hopper")
+    assert ops.are_for(cp, 128, 256) and ops.are_for(cp, 64, 128)
+    assert not ops.are_for(cp, 96, 96) and not ops.are_for(cp, 128, 320)
 
 
 def test_candidates_have_seven_elements():

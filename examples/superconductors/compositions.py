@@ -19,8 +19,8 @@ from .network import (
     Network,
     absolute_slope,
     packed,
-    token_features,
 )
+from .ops import token_features
 
 __all__ = ["SCALE", "Trained", "batch_of", "in_kelvin", "train"]
 
@@ -58,7 +58,7 @@ def batch_of(
         roots.append(xp.arange(start + length - 1, group.tokens.stop, length))
         start = group.tokens.stop
     elements, *numbers = (xp.concatenate(column) for column in zip(*parts, strict=True))
-    features = token_features(*numbers, xp)
+    features = token_features(*numbers)
     return Batch(elements, features, tuple(groups), xp.concatenate(roots)), order
 
 

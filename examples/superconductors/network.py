@@ -19,6 +19,7 @@ from engine import kernels
 from engine.kernels import BlockSparse, Periodic
 
 from .elements import PROPERTIES
+from .ops import NUM_FEATURES
 
 __all__ = [
     "NEIGHBOUR",
@@ -29,10 +30,8 @@ __all__ = [
     "Network",
     "absolute_slope",
     "packed",
-    "token_features",
 ]
 
-NUM_FEATURES = 48
 NEIGHBOUR = len(PROPERTIES)  # in place of an element: a known composition
 Pattern = BlockSparse | Periodic | None
 Backward = Callable[[Any], Any]
@@ -147,28 +146,6 @@ def packed(start: int, count: int, length: int, xp: Any, room: int = 128) -> Gro
 @cache
 def _identity(count: int, length: int) -> BlockSparse:
     return BlockSparse(np.eye(count, dtype=bool), length, length)
-
-
-def token_features(fractions: Any, amounts: Any, tc: Any, distances: Any, xp: Any) -> Any:
-    """Return features of tokens, (T, 48): waves of several lengths, so that small doping is seen.
-
-    fractions, amounts : (T,) arrays
-        Share of the atoms, and atoms in the formula as written; 0 for a neighbour.
-    tc, distances : (T,) arrays
-        Critical temperature (in K) and distance of a neighbour; 0 for an element.
-    """
-    f, a, t, d = (xp.asarray(x, np.float32)[:, None] for x in (fractions, amounts, tc, distances))
-    octaves = 2.0 ** xp.arange(7, dtype=np.float32)
-    of_fraction = math.pi * f * octaves[:5]  # periods of 2 to 1/8
-    of_amount = 8 * math.pi * a / octaves  # periods of 1/4 atom to 16 atoms
-    waves = [wave(angle) for angle in (of_fraction, of_amount) for wave in (xp.sin, xp.cos)]
-    logs = [xp.log(f + 1e-3) / 3, xp.log(a + 1e-2) / 2, xp.log1p(a) / 2, f, f * f, xp.sqrt(f)]
-    near = [xp.exp(-d / reach) for reach in (0.003, 0.01, 0.03, 0.1)]
-    of_tc = [t / 30, xp.log1p(t) / 2, xp.sqrt(t) / 4, (t > 0).astype(np.float32)]
-    known = [*near, *of_tc, *(t / 30 * each for each in near), xp.log(d + 1e-3) / 3, xp.sqrt(d)]
-    found = xp.concatenate([*waves, *logs, *known], axis=1)
-    padding = xp.zeros((len(found), NUM_FEATURES - found.shape[1]), np.float32)
-    return xp.concatenate([found, padding], axis=1)
 
 
 class Network:

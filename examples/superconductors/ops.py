@@ -1,0 +1,149 @@
+"""The example's own ops: formulas in NumPy, and kernels for the sizes that the screen has.
+
+Check them with `engine kernels check examples/superconductors/ops.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from engine import kernels
+
+__all__ = ["are_for", "finish_layer", "mean_rows", "norm_product", "token_features"]
+
+NUM_FEATURES = 48
+SHARED_BYTES = 227 * 1024  # of a block on Hopper, for a layer's weights
+_SIZES = {"T": (1, 17, 500, 6000), "C": (64, 128)}
+
+
+def are_for(xp: Any, hidden: int, inner: int) -> bool:
+    """Tell whether `finish_layer` and `norm_product` run on CuPy's device, with these sizes."""
+    if xp is np or xp.cuda.Device().compute_capability != "90":
+        return False
+    fits = 2 * hidden * (hidden + 3 * inner) <= SHARED_BYTES
+    return hidden in (64, 128) and inner % 64 == 0 and fits
+
+
+def _features(fractions: Any, amounts: Any, tc: Any, distances: Any) -> Any:
+    """Return features of tokens: waves of several lengths, so that small doping is seen.
+
+    fractions, amounts : (T,) arrays
+        Share of the atoms, and atoms in the formula as written; 0 for a neighbour.
+    tc, distances : (T,) arrays
+        Critical temperature (in K) and distance of a neighbour; 0 for an element.
+    """
+    f, a, t, d = (np.asarray(x, np.float32)[:, None] for x in (fractions, amounts, tc, distances))
+    octaves = 2.0 ** np.arange(7, dtype=np.float32)
+    of_fraction = math.pi * f * octaves[:5]  # periods of 2 to 1/8
+    of_amount = 8 * math.pi * a / octaves  # periods of 1/4 atom to 16 atoms
+    waves = [wave(angle) for angle in (of_fraction, of_amount) for wave in (np.sin, np.cos)]
+    logs = [np.log(f + 1e-3) / 3, np.log(a + 1e-2) / 2, np.log1p(a) / 2, f, f * f, np.sqrt(f)]
+    near = [np.exp(-d / reach) for reach in (0.003, 0.01, 0.03, 0.1)]
+    of_tc = [t / 30, np.log1p(t) / 2, np.sqrt(t) / 4, (t > 0).astype(np.float32)]
+    known = [*near, *of_tc, *(t / 30 * each for each in near), np.log(d + 1e-3) / 3, np.sqrt(d)]
+    found = np.concatenate([*waves, *logs, *known], axis=1)
+    return np.pad(found, ((0, 0), (0, NUM_FEATURES - found.shape[1])))
+
+
+token_features = kernels.define(
+    "token_features",
+    "fractions: (T,) float32, amounts: (T,) float32, tc: (T,) float32, distances: (T,) float32"
+    f" -> (T, {NUM_FEATURES}) float32",
+    reference=_features,
+    source="token_features.cu",
+    launch=lambda call: call.grid(-(-call["T"] // 128), 128),
+    inputs={
+        "fractions": lambda rng, call: rng.random(call["T"], np.float32),
+        "amounts": lambda rng, call: 12 * rng.random(call["T"], np.float32),
+        "tc": lambda rng, call: np.maximum(0, 100 * rng.random(call["T"], np.float32) - 30),
+        "distances": lambda rng, call: rng.random(call["T"], np.float32),
+    },
+    tolerance=(1e-4, 1e-4),
+    bench={"T": 1 << 20},
+)
+
+
+def _rmsnorm(x: Any, weight: Any, eps: float) -> Any:
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight
+
+
+def _launch_norm_product(call: Any) -> Any:
+    shared = call["N"] * call["C"] * call.itemsize
+    blocks = call.sm_count * (2 if shared <= SHARED_BYTES // 2 else 1)
+    return call.grid(
+        min(blocks, -(-call["T"] // 128)),
+        256,
+        shared=shared,
+        args={"rows": call["T"]},
+        defines={"HIDDEN": call["C"]},
+    )
+
+
+norm_product = kernels.define(
+    "norm_product",
+    "x: (T, C) float16|bfloat16, norm: (C,) like x, weight: (N, C) like x, eps: float32 = 1e-6"
+    " -> (T, N) like x",
+    reference=lambda x, norm, weight, eps: _rmsnorm(x, norm, eps) @ weight.T,
+    source="layer.cu",
+    launch=_launch_norm_product,
+    where=f"C % 64 == 0, C <= 128, N % 32 == 0, 2 * N * C <= {SHARED_BYTES}",
+    alignment=16,
+    requires="sm_90a",
+    reduction="C",
+    sizes=_SIZES | {"N": (64, 384)},
+    flops="2*T*N*C",
+    bench={"T": 262144, "N": 384, "C": 128},
+)
+
+
+def _finish(
+    x: Any, norm: Any, gate_up: Any, down: Any, mixed: Any, mixed_weight: Any, eps: float
+) -> Any:
+    if mixed is not None and mixed_weight is not None:
+        x = x + mixed @ mixed_weight.T
+    gate, up = np.split(_rmsnorm(x, norm, eps) @ gate_up.T, 2, axis=-1)
+    return x + (gate * up / (1 + np.exp(-gate))) @ down.T
+
+
+def _launch_finish(call: Any) -> Any:
+    weights = 3 * call["F"] + (call["C"] if call.has("mixed_weight") else 0)
+    return call.grid(
+        min(call.sm_count, -(-call["T"] // 128)),
+        256,
+        shared=weights * call["C"] * call.itemsize,
+        args={"rows": call["T"]},
+        defines={"HIDDEN": call["C"], "INNER": call["F"]},
+    )
+
+
+finish_layer = kernels.define(
+    "finish_layer",
+    "x: (T, C) float16|bfloat16, norm: (C,) like x, gate_up: (2*F, C) like x, down: (C, F) like x,"
+    " mixed: (T, C) like x = None, mixed_weight: (C, C) like x = None, eps: float32 = 1e-6"
+    " -> (T, C) like x",
+    reference=_finish,
+    source="layer.cu",
+    launch=_launch_finish,
+    where=f"C % 64 == 0, C <= 128, F % 64 == 0, 2 * C * (C + 3 * F) <= {SHARED_BYTES}",
+    alignment=16,
+    requires="sm_90a",
+    reduction="F",
+    sizes=_SIZES | {"F": (64, 256)},
+    flops="2*T*C*(C + 3*F)",
+    bench={"T": 262144, "C": 128, "F": 256},
+)
+
+mean_rows = kernels.define(
+    "mean_rows",
+    "x: (S, L, C) float16|bfloat16 -> (S, C) like x",
+    reference=lambda x: x.mean(1),
+    source="mean_rows.cu",
+    launch=lambda call: call.grid(call["S"], 512),
+    where="L >= 1, C % 8 == 0, C <= 4096",
+    alignment=16,
+    reduction="L",
+    bench={"S": 131, "L": 2000, "C": 128},
+)
