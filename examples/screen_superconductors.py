@@ -193,7 +193,7 @@ print(f"{len(pool) / seconds['all']:,.0f} candidates a second")
 tile, _ = compositions.batch_of(pool[:1000])
 split_time = screen.parts(fast, tile)
 for part, taken in split_time.items():
-    print(f"  {part:10} {taken / split_time['all']:4.0%}")
+    print(f"  {part:16} {taken / split_time['all']:4.0%}")
 found = outputs * compositions.SCALE
 np.testing.assert_allclose(np.maximum(found[:500], 0), plain.predict(pool[:500]), atol=1e-2)
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from engine import kernels
 
-from . import compositions, crystals
+from . import compositions, crystals, ops
 from .crystals import Crystal
 from .data import MAX_ELEMENTS, Compositions
 from .elements import NUMBER
@@ -138,11 +138,14 @@ _PARTS = {
     "products": ("gemm", "gemm_fp8"),
     "norms": ("rmsnorm",),
     "embedding": ("embedding",),
+    "norm and product": ("norm_product",),
+    "after attention": ("finish_layer",),
+    "mean": ("mean_rows",),
 }
 
 
 def parts(network: FastNetwork, batch: Any) -> dict[str, float]:
-    """Return the seconds that the kernels of a forward pass take, by part, and of all of it.
+    """Return the seconds of a forward pass, by part, of those that it has, and of all of it.
 
     Each call is followed by a synchronisation, so the sum is above the time of an unwatched pass.
     """
@@ -154,18 +157,19 @@ def parts(network: FastNetwork, batch: Any) -> dict[str, float]:
     with ExitStack() as stack:
         for part, names in _PARTS.items():
             for name in names:
-                timed = _timed(name, network.xp, partial(add, part))
-                stack.enter_context(kernels.override(name, timed))
+                stack.enter_context(_timed(name, network.xp, partial(add, part)))
         start = time.perf_counter()
         network.predict(batch)
         synchronize(network.xp)
         seconds["all"] = time.perf_counter() - start
-    return seconds
+    return {part: taken for part, taken in seconds.items() if taken}
 
 
-def _timed(name: str, xp: Any, add: Callable[[float], None]) -> Callable[..., Any]:
-    """Return op `name`, which also reports its seconds."""
-    op = getattr(kernels, name)
+@contextmanager
+def _timed(name: str, xp: Any, add: Callable[[float], None]) -> Iterator[None]:
+    """Report the seconds of each call of an op, of the engine or of the example."""
+    is_own = name in ops.__all__
+    op = getattr(ops if is_own else kernels, name)
 
     def timed(*arguments: Any, **options: Any) -> Any:
         synchronize(xp)
@@ -175,7 +179,15 @@ def _timed(name: str, xp: Any, add: Callable[[float], None]) -> Callable[..., An
         add(time.perf_counter() - start)
         return result
 
-    return timed
+    if is_own:
+        setattr(ops, name, timed)
+        try:
+            yield
+        finally:
+            setattr(ops, name, op)
+    else:
+        with kernels.override(name, timed):
+            yield
 
 
 def synchronize(xp: Any) -> None:
