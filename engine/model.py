@@ -42,6 +42,7 @@ from engine.loading.decoder import check_arguments, load_decoder
 from engine.loading.download import ModelSource, resolve_model
 from engine.loading.generation_config import sampling_defaults
 from engine.loading.gguf import GgufFile
+from engine.loading.host_copies import HostCopies
 from engine.loading.load_config import LoadConfig, resolve_load_config
 from engine.loading.lora import LoraAdapter, read_adapter
 from engine.loading.model_config import load_config
@@ -246,6 +247,7 @@ class Model:
     ) -> None:
         self._decoder: Decoder | None = decoder
         self._parked: ParkedDecoder | None = None  # None unless the model sleeps
+        self._host_copies = HostCopies(load_config.device)  # of the weights, while it sleeps
         self._earlier_expert_load: dict[int, np.ndarray[Any, np.dtype[np.int64]]] = {}
         self.config = decoder.config
         self.load_config = load_config
@@ -760,13 +762,17 @@ class Model:
         Parameters
         ----------
         level : int
-            1 copies the weights to host memory. 2 drops them: `wake_up` reads the checkpoint again.
+            1 copies the weights to host memory. On CUDA that memory is page-locked, and kept for
+            the next sleep until one at level 2 or `close`. 2 drops the weights: `wake_up` reads
+            the checkpoint again.
 
         Raises
         ------
         ConfigError
             If the model has several ranks or stages, or room for LoRA adapters, or `level` is
             neither 1 nor 2.
+        OutOfMemoryError
+            If the host has no room for the weights; the model stays awake.
         EngineError
             If it sleeps already.
         """
@@ -780,8 +786,10 @@ class Model:
         decoder = self.decoder
         if decoder.adapters is not None:
             raise ConfigError("sleep needs a model without LoRA adapters; got enable_lora=True")
+        if level == 2:
+            self._host_copies.free()
+        self._parked = ParkedDecoder(decoder, self._host_copies if level == 1 else None)
         self._earlier_expert_load = self.expert_load()
-        self._parked = ParkedDecoder(decoder, keeps_weights=level == 1)
         del decoder
         self._decoder = None
         gc.collect()  # parts of a decoder refer to each other
@@ -802,6 +810,7 @@ class Model:
     def close(self) -> None:
         """Free the weights; the model cannot be used afterwards."""
         self._parked = None
+        self._host_copies.free()
         self._decoder = None
         self.free_cached_memory()
 

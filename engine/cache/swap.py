@@ -23,9 +23,9 @@ import numpy as np
 
 from engine import dtypes, kernels
 from engine.cache.kv_cache import KVCache
-from engine.cache.memory_pool import device_memory, format_bytes
+from engine.cache.pinned_memory import check_host_memory, pinned_array
 from engine.cache.state_slots import SlotMoves
-from engine.device import CPU, cupy
+from engine.device import cupy
 from engine.errors import ConfigError, ContractError, OutOfMemoryError
 
 __all__ = ["Moves", "SwapSpace", "move_blocks"]
@@ -134,7 +134,8 @@ class SwapSpace:
         g = kv.geometry
         self.num_blocks = num_blocks
         self.num_slots = num_slots
-        _check_host_memory(num_blocks * g.bytes_per_block + num_slots * g.bytes_per_slot)
+        num_bytes = num_blocks * g.bytes_per_block + num_slots * g.bytes_per_slot
+        check_host_memory(num_bytes, "host blocks", "lower swap_space_gb")
         self._blocks = _HostTier(
             kv, "swap buffers", kv.flat_pages, kv.num_blocks, num_blocks, buffer_bytes
         )
@@ -380,23 +381,11 @@ def _host_array(
 ) -> np.ndarray[Any, Any]:
     """Return an uninitialised host array, in page-locked memory if `pinned`."""
     num_bytes = math.prod(shape) * dtype.itemsize
-    if not pinned:
-        try:
-            return np.empty(shape, dtype)
-        except MemoryError as error:
-            raise OutOfMemoryError(
-                f"swap_space_gb must fit in the host's memory; {num_bytes} bytes did not ({error})"
-            ) from error
-    cp = cupy()
-    # CuPy's pinned pool is avoided: it may round up, and never returns memory to the system.
-    memory = cp.cuda.PinnedMemoryPointer(cp.cuda.PinnedMemory(num_bytes), 0)
-    return np.frombuffer(memory, np.uint8, num_bytes).view(dtype).reshape(shape)
-
-
-def _check_host_memory(num_bytes: int) -> None:
-    total, free = device_memory(CPU)
-    if num_bytes > free:
+    if pinned:
+        return pinned_array(num_bytes, cupy()).view(dtype).reshape(shape)
+    try:
+        return np.empty(shape, dtype)
+    except MemoryError as error:
         raise OutOfMemoryError(
-            f"host blocks need {format_bytes(num_bytes)}, but only {format_bytes(free)} of the "
-            f"host's {format_bytes(total)} are free; lower swap_space_gb"
-        )
+            f"swap_space_gb must fit in the host's memory; {num_bytes} bytes did not ({error})"
+        ) from error

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from engine.config import ModelConfig
-from engine.device import Device, to_numpy
 from engine.loading.decoder import load_decoder
 from engine.loading.download import ModelSource
+from engine.loading.host_copies import HostCopies
 from engine.loading.load_config import LoadConfig
 from engine.models.decoder import Decoder
 from engine.weights import Weight
@@ -27,8 +26,8 @@ class ParkedDecoder:
     ----------
     decoder : Decoder
         It is not kept: its memory becomes free with its last reference.
-    keeps_weights : bool
-        Whether to copy the weights; otherwise `build` reads the checkpoint again.
+    host : HostCopies or None
+        Where the weights are copied to; None: `build` reads the checkpoint again.
 
     Attributes
     ----------
@@ -36,7 +35,7 @@ class ParkedDecoder:
         Bytes of the copies.
     """
 
-    def __init__(self, decoder: Decoder, *, keeps_weights: bool) -> None:
+    def __init__(self, decoder: Decoder, host: HostCopies | None) -> None:
         self._local_config = decoder.config
         self._options: dict[str, Any] = {
             "deterministic": decoder.deterministic,
@@ -47,7 +46,8 @@ class ParkedDecoder:
         self._kernels = decoder.kernels
         self._patterns = decoder.patterns
         self._kv_scales = decoder.kv_scales.saved()
-        self._weights = _moved(decoder.weights, _on_host) if keeps_weights else None
+        self._host = host
+        self._weights = None if host is None else _moved(decoder.weights, host.take)
         unique = {id(each): each for each in (self._weights or {}).values()}
         self.num_bytes = sum(weight.num_bytes for weight in unique.values())
 
@@ -70,9 +70,8 @@ class ParkedDecoder:
         OutOfMemoryError, WeightsError
             If the device has no room, or the files cannot be read any more.
         """
-        device = options.device
-        device.activate()
-        if self._weights is None:
+        options.device.activate()
+        if self._host is None or self._weights is None:
             decoder = load_decoder(
                 source,
                 config,
@@ -83,7 +82,7 @@ class ParkedDecoder:
         else:
             decoder = Decoder(
                 self._local_config,
-                _moved(self._weights, lambda array: _on_device(array, device)),
+                _moved(self._weights, self._host.restore),
                 self._max_model_len,
                 model_kernels=self._kernels,
                 patterns=self._patterns,
@@ -93,33 +92,29 @@ class ParkedDecoder:
         return decoder
 
 
-def _on_host(array: Any) -> np.ndarray[Any, Any]:
-    host = to_numpy(array)
-    return host.copy() if host is array else host
-
-
-def _on_device(array: np.ndarray[Any, Any], device: Device) -> Any:
-    if not device.is_cuda:
-        return array.copy()
-    found = device.xp.empty(array.shape, array.dtype)
-    found.set(np.ascontiguousarray(array))
-    return found
-
-
-def _moved(weights: Any, move: Any) -> dict[str, Weight]:
+def _moved(
+    weights: Mapping[str, Weight], move: Callable[[Sequence[Any]], Sequence[Any]]
+) -> dict[str, Weight]:
     """Return the weights with their arrays moved; those that are shared stay shared."""
-    arrays: dict[int, Any] = {}
+    arrays = {id(array): array for weight in weights.values() for array in _arrays(weight)}
+    moved = dict(zip(arrays, move(list(arrays.values())), strict=True))
     known: dict[int, Weight] = {}
 
-    def moved(weight: Weight) -> Weight:
+    def with_moved(weight: Weight) -> Weight:
         if id(weight) not in known:
-            changes: dict[str, Any] = {"parts": tuple(map(moved, weight.parts))}
+            changes: dict[str, Any] = {"parts": tuple(map(with_moved, weight.parts))}
             for name in _ARRAYS:
                 if (array := getattr(weight, name)) is not None:
-                    if id(array) not in arrays:
-                        arrays[id(array)] = move(array)
-                    changes[name] = arrays[id(array)]
+                    changes[name] = moved[id(array)]
             known[id(weight)] = replace(weight, **changes)
         return known[id(weight)]
 
-    return {name: moved(weight) for name, weight in weights.items()}
+    return {name: with_moved(weight) for name, weight in weights.items()}
+
+
+def _arrays(weight: Weight) -> Iterator[Any]:
+    for part in weight.parts:
+        yield from _arrays(part)
+    for name in _ARRAYS:
+        if (array := getattr(weight, name)) is not None:
+            yield array
