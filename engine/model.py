@@ -12,6 +12,7 @@ from __future__ import annotations
 import gc
 import inspect
 import sys
+import weakref
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from os import PathLike
@@ -788,11 +789,14 @@ class Model:
             raise ConfigError("sleep needs a model without LoRA adapters; got enable_lora=True")
         if level == 2:
             self._host_copies.free()
+        found = (array for weight in decoder.weights.values() for _, array in weight.arrays())
+        arrays = [weakref.ref(array) for array in found]
         self._parked = ParkedDecoder(decoder, self._host_copies if level == 1 else None)
         self._earlier_expert_load = self.expert_load()
-        del decoder
+        del decoder, found
         self._decoder = None
-        gc.collect()  # parts of a decoder refer to each other
+        if any(array() is not None for array in arrays):
+            gc.collect()  # it takes as long as copying gigabytes
         self.free_cached_memory()
 
     def wake_up(self) -> None:

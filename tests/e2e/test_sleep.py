@@ -94,6 +94,52 @@ def test_device_memory_is_free_during_a_sleep(level):
     engine.close()
 
 
+@pytest.mark.gpu
+def test_logits_on_a_gpu_stay_the_same_bit_for_bit():
+    """Host memory is kept for the next sleep, and given back by one at level 2 and by `close`."""
+    model = tiny_model("cuda", dataclasses.replace(CONFIG, vocab_size=1 << 16), deterministic=True)
+
+    def logits():
+        cache = model.new_cache(1, len(PROMPT))
+        found = model.step([PROMPT], cache).get()
+        cache.close()
+        return found
+
+    want = logits()
+    weights = model.weight_bytes - model.decoder.table_bytes
+    pool = model.device.xp.get_default_memory_pool()
+    addresses = []
+    for level in (1, 1, 2, 1):
+        before = pool.used_bytes()
+        model.sleep(level)
+        assert pool.used_bytes() <= before - weights
+        buffers = model._host_copies._buffers
+        assert (model._host_copies.num_bytes >= weights) == (level == 1)
+        addresses.append([buffer.ctypes.data for buffer in buffers])
+        del buffers
+        model.wake_up()
+        assert np.array_equal(logits(), want)
+    assert addresses[0] == addresses[1] and addresses[0] and not addresses[2]
+    model.close()
+    assert model._host_copies.num_bytes == 0
+
+
+def test_a_model_whose_weights_the_host_cannot_hold_stays_awake(monkeypatch):
+    model = tiny_model(config=EXPERTS)
+    model.step([PROMPT], model.new_cache(1, len(PROMPT)))
+    load_of = {layer: counts.copy() for layer, counts in model.expert_load().items()}
+
+    def full(arrays):
+        raise OutOfMemoryError("the host is full")
+
+    monkeypatch.setattr(model._host_copies, "take", full)
+    with pytest.raises(OutOfMemoryError, match="the host is full"):
+        model.sleep()
+    found = model.expert_load()
+    assert all(np.array_equal(found[layer], counts) for layer, counts in load_of.items())
+    assert model.step([[1]], model.new_cache(1, 4)).shape == (1, 97)
+
+
 @pytest.mark.parametrize("level", [1, 2])
 @pytest.mark.parametrize("quantization", [None, "none"])
 def test_a_checkpoint(level, quantization):
