@@ -448,6 +448,9 @@ def test_the_examples_ops_are_those_of_the_engine():
         _assert_near(found, expected)
     expected = kernels.gemm(kernels.rmsnorm(x, norm), qkv)
     _assert_near(ops.norm_product(x, norm, qkv), expected)
+    found = ops.weight_gradient(x, mixed)
+    expected = kernels.gemm(x.T.copy(), mixed.T.copy(), out_dtype=np.float32)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
     rows = draw(3, 7, 16)
     _assert_near(ops.mean_rows(rows), rows.astype(np.float32).mean(1))
 
@@ -459,7 +462,7 @@ def _assert_near(found, expected):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["finish_layer", "norm_product", "mean_rows", "token_features"])
+@pytest.mark.parametrize("name", [name for name in ops.__all__ if name != "are_for"])
 def test_the_examples_kernels(cp, name):
     report = kernels.check(getattr(ops, name), show=False)
     assert report.ok, str(report)

@@ -18,8 +18,8 @@ import numpy as np
 from engine import kernels
 from engine.kernels import BlockSparse, Periodic
 
+from . import ops
 from .elements import PROPERTIES
-from .ops import NUM_FEATURES
 
 __all__ = [
     "NEIGHBOUR",
@@ -58,7 +58,7 @@ class Config:
     num_heads: int = 4
     ffn: int = 256
     num_layers: int = 2
-    num_features: int = NUM_FEATURES
+    num_features: int = ops.NUM_FEATURES
     dropout: float = 0.0
     seed: int = 0
 
@@ -414,6 +414,8 @@ def weight_gradient(dy: Any, x: Any) -> Any:
     """Return dyᵀ x, (out, in), in float32 (float64 for float64)."""
     if _is_plain(x):
         return dy.T @ x
+    if x.dtype.itemsize == 2 and dy.shape[1] % 8 == x.shape[1] % 8 == 0:
+        return ops.weight_gradient(dy, x)
     return kernels.gemm(_contiguous(dy.T), _contiguous(x.T), out_dtype=np.float32)
 
 

@@ -12,7 +12,14 @@ import numpy as np
 
 from engine import kernels
 
-__all__ = ["are_for", "finish_layer", "mean_rows", "norm_product", "token_features"]
+__all__ = [
+    "are_for",
+    "finish_layer",
+    "mean_rows",
+    "norm_product",
+    "token_features",
+    "weight_gradient",
+]
 
 NUM_FEATURES = 48
 SHARED_BYTES = 227 * 1024  # of a block on Hopper, for a layer's weights
@@ -146,4 +153,38 @@ mean_rows = kernels.define(
     alignment=16,
     reduction="L",
     bench={"S": 131, "L": 2000, "C": 128},
+)
+
+
+def _launch_weight_gradient(call: Any) -> Any:
+    rows, n, k = (call[size] for size in ("R", "N", "K"))
+    grid = (-(-n // 128), -(-k // 128))
+    shares = max(1, min(2 * call.sm_count // (grid[0] * grid[1]), -(-rows // 256)))
+    share = -(-rows // (32 * shares)) * 32
+    shares = -(-rows // share)
+    partials = call.scratch((shares, n, k))
+    return [
+        call.grid(
+            (*grid, shares),
+            256,
+            shared=4 * 2 * 32 * 128 * call.itemsize,
+            entry="partial_products",
+            args={"partials": partials, "share": share},
+        ),
+        call.grid1d(n * k, args={"partials": partials, "count": n * k, "shares": shares}),
+    ]
+
+
+weight_gradient = kernels.define(
+    "weight_gradient",
+    "dy: (R, N) float16|bfloat16, x: (R, K) like dy -> (N, K) float32",
+    reference=lambda dy, x: dy.T @ x,
+    source="weight_gradient.cu",
+    launch=_launch_weight_gradient,
+    where="R >= 1, N % 8 == 0, K % 8 == 0",
+    alignment=16,
+    reduction="R",
+    sizes={"R": (1, 33, 5000)},
+    flops="2*R*N*K",
+    bench={"R": 262144, "N": 512, "K": 128},
 )
