@@ -29,7 +29,7 @@ class Reader {
   absent = new Set(); // closing marks that do not occur before the end
 
   constructor(text, from, to, depth) {
-    Object.assign(this, { text, at: from, to, depth, begun: from });
+    Object.assign(this, { text: text.slice(0, to), at: from, to, depth, begun: from });
   }
 
   read() {
@@ -61,7 +61,7 @@ class Reader {
 
   runOf(at, char) {
     let stop = at;
-    while (stop < this.to && this.text[stop] === char) stop++;
+    while (this.text[stop] === char) stop++;
     return stop - at;
   }
 
@@ -90,9 +90,8 @@ class Reader {
   find(mark, from) {
     if (this.absent.has(mark)) return -1;
     const at = this.text.indexOf(mark, from);
-    if (at >= 0 && at + mark.length <= this.to) return at;
-    this.absent.add(mark);
-    return -1;
+    if (at < 0) this.absent.add(mark);
+    return at;
   }
 
   escape(at) {
@@ -101,7 +100,7 @@ class Reader {
       const end = this.find(next === "(" ? "\\)" : "\\]", at + 2);
       if (end >= 0) return { node: { kind: "math", from: at + 2, to: end }, stop: end + 2 };
     }
-    if (at + 1 < this.to && PUNCTUATION.test(next)) return { stop: at + 2, begun: at + 1 };
+    if (next && PUNCTUATION.test(next)) return { stop: at + 2, begun: at + 1 };
     return null;
   }
 
@@ -109,7 +108,7 @@ class Reader {
     const size = this.runOf(at, "`");
     const mark = `run ${size}`;
     if (this.absent.has(mark)) return null;
-    for (let end = at + size; (end = this.text.indexOf("`", end)) >= 0 && end < this.to; ) {
+    for (let end = at + size; (end = this.text.indexOf("`", end)) >= 0; ) {
       const length = this.runOf(end, "`");
       if (length === size) return { node: this.codeNode(at + size, end), stop: end + size };
       end += length;
@@ -185,9 +184,9 @@ class Reader {
 
   // An image is shown as a link to it: the page loads nothing from other hosts.
   link(start, open) {
-    const close = this.bracket(open);
-    if (close < 0 || this.text[close + 1] !== "(") return null;
-    const rest = this.text.slice(close + 2, this.to);
+    const close = this.closingBracket(open);
+    if (close === undefined || this.text[close + 1] !== "(") return null;
+    const rest = this.text.slice(close + 2);
     const found = /^\s*<?((?:[^\s()<>]|\([^\s()<>]*\))*)>?(?:\s+"[^"]*")?\s*\)/.exec(rest);
     const href = found && safeAddress(found[1]);
     if (!href) return null;
@@ -195,22 +194,27 @@ class Reader {
     return { node: { kind: "link", href, nodes }, stop: close + 2 + found[0].length };
   }
 
-  bracket(open) {
-    if (this.absent.has("]")) return -1;
-    let depth = 0;
-    for (let at = open; at < this.to; at++) {
+  // Returns the place of the bracket that closes `open`; undefined if none does, as in "[0, 1)".
+  closingBracket(open) {
+    this.brackets ??= this.matchBrackets();
+    return this.brackets.get(open);
+  }
+
+  matchBrackets() {
+    const matches = new Map();
+    const opened = [];
+    for (let at = this.at; at < this.to; at++) {
       if (this.text[at] === "\\") at++;
-      else if (this.text[at] === "[") depth++;
-      else if (this.text[at] === "]" && --depth === 0) return at;
+      else if (this.text[at] === "[") opened.push(at);
+      else if (this.text[at] === "]" && opened.length) matches.set(opened.pop(), at);
     }
-    this.absent.add("]");
-    return -1;
+    return matches;
   }
 
   address(at, pattern, border) {
     pattern.lastIndex = at;
     const found = pattern.exec(this.text);
-    if (!found || at + found[0].length > this.to) return null;
+    if (!found) return null;
     const whole = border ? found[0] : trimmed(found[0]);
     const href = safeAddress(border ? found[1] : whole);
     if (!href) return null;

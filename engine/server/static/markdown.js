@@ -2,7 +2,8 @@
 //
 // A line is {text, at}: `at` is the offset of its first character in the source, so that every
 // character of a block can be traced to the token it came from. Blocks do not depend on text after
-// the next block's beginning: an answer that grows is parsed again from its last block only.
+// the first line of the next block: an answer that grows is parsed again from the last block that
+// begins before its unfinished line.
 
 const FENCE = /^( {0,3})(`{3,}|~{3,})[ \t]*([^`]*)$/;
 const HEADING = /^ {0,3}(#{1,6})(?:[ \t]+|$)/;
@@ -73,18 +74,21 @@ function indentOf({ text }, most) {
   return Math.min(most, text.length - text.trimStart().length);
 }
 
-// Display math ends with its closing mark; without one before a blank line it is a paragraph.
+// Display math ends with its closing mark; without one before a blank line it is a paragraph, whose
+// lines begin no other block: "+ b" is a list nowhere in a formula, also before the formula is whole.
+// Returns null if text follows the closing mark.
 function mathAt(lines, start, [open, close]) {
   const first = lines[start].text.indexOf(open) + open.length;
   const own = [];
-  for (let at = start; at < lines.length && !isBlank(lines[at]); at++) {
+  let at = start;
+  for (; at < lines.length && !isBlank(lines[at]); at++) {
     const line = at === start ? cut(lines[at], first) : lines[at];
     const end = line.text.indexOf(close);
-    if (end >= 0 && line.text.slice(end + close.length).trim()) return null; // more text follows
+    if (end >= 0 && line.text.slice(end + close.length).trim()) return null;
     own.push(end >= 0 ? { text: line.text.slice(0, end), at: line.at } : line);
     if (end >= 0) return [{ kind: "math", lines: own.filter((one) => !isBlank(one)) }, at + 1];
   }
-  return null;
+  return [{ kind: "paragraph", lines: lines.slice(start, at) }, at];
 }
 
 function headingOf(line, [whole, marks]) {

@@ -50,9 +50,9 @@ export class PieceMap {
   }
 }
 
-// A text that grows: only its last block is drawn again.
+// A text that grows: only its last blocks are drawn again.
 export class RichText {
-  tail = 0; // offset of the last block
+  tail = 0; // offset of the first block that is drawn again
   numDone = 0; // elements before it
   level = TOP_LEVEL; // of the last heading before it
 
@@ -67,10 +67,13 @@ export class RichText {
     const levels = setLevels(blocks, this.level);
     while (this.element.childNodes.length > this.numDone) this.element.lastChild.remove();
     this.element.append(...blocks.map((block) => elementOf(block, this.map)));
-    if (!blocks.length) return;
-    this.tail = blocks.at(-1).at;
-    this.numDone += blocks.length - 1;
-    this.level = levels.at(-2) ?? this.level;
+    // A block that begins in the last line may belong to the one before: "-" begins "-|-", a table's.
+    const lastLine = text.lastIndexOf("\n") + 1;
+    const numDone = blocks.findLastIndex(({ at }) => at < lastLine);
+    if (numDone < 1) return;
+    this.tail = blocks[numDone].at;
+    this.numDone += numDone;
+    this.level = levels[numDone - 1];
   }
 }
 
