@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -40,6 +40,9 @@ CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
 _DTYPES = ("F32", "F16", "BF16")
 _MAX_RANK = 4096
+_PEFT_ALPHA = 8.0  # lora_alpha of a configuration without one
+_MAX_GROUPS = 4  # of a pattern: the time to match "(a|b)(c|d)…" grows exponentially with them
+_MAX_ALTERNATIVES = 64  # "|" in a pattern
 
 _PREFIX = re.compile(r"^(base_model\.model\.)?")
 _TENSOR = re.compile(
@@ -58,6 +61,8 @@ _UNSUPPORTED = {
     "use_qalora": "pooled inputs",
     "alora_invocation_tokens": "activation by a token",
 }
+# Values of init_lora_weights that subtract the first A and B from the model's own matrices.
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 _serial = itertools.count(1)
 
@@ -165,39 +170,63 @@ class _Scales:
         for key, what in _UNSUPPORTED.items():
             if values.get(key):
                 raise fields.error(key, f"left out ({what} are not supported)")
-        self._where = where
+        if str(values.get("init_lora_weights")).startswith(_CHANGES_BASE):
+            raise fields.error(
+                "init_lora_weights",
+                "true, as peft writes it with path_initial_model_for_weight_conversion (this "
+                "initialization has changed the base model's matrices too)",
+            )
+        self._fields = fields
         self._rank = fields.integer("r", 1, _MAX_RANK)
-        self._alpha = fields.real("lora_alpha", -math.inf, math.inf, float(self._rank))
+        self._alpha = fields.real("lora_alpha", -math.inf, math.inf, _PEFT_ALPHA)
         self._is_rslora = fields.flag("use_rslora", False)
-        self._ranks = self._patterns(values, "rank_pattern")
-        self._alphas = self._patterns(values, "alpha_pattern")
+        self._ranks = self._patterns("rank_pattern", int)
+        self._alphas = self._patterns("alpha_pattern", (int, float))
 
     def of(self, module: str) -> tuple[int, float]:
         """Return the rank of a module's matrices, and the factor on their product."""
         rank = int(_by_pattern(self._ranks, module, self._rank))
-        alpha = float(_by_pattern(self._alphas, module, self._alpha))
+        alpha = _by_pattern(self._alphas, module, self._alpha)
         return rank, alpha / (math.sqrt(rank) if self._is_rslora else rank)
 
-    def _patterns(self, values: Mapping[str, Any], key: str) -> dict[str, float]:
-        found = values.get(key) or {}
+    def _patterns(
+        self, key: str, kinds: type | tuple[type, ...]
+    ) -> list[tuple[re.Pattern[str], float]]:
+        """Return the patterns under `key`, each with its number, which is of one of `kinds`."""
+        found = self._fields.raw(key) or {}
+        wanted = "numbers" if isinstance(kinds, tuple) else "whole numbers"
         is_fine = isinstance(found, dict) and all(
-            isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+            isinstance(value, kinds) and not isinstance(value, bool) and value > 0
             for value in found.values()
         )
-        if not is_fine or any(re.search(r"[^\w.\-^$\\|()]", one) for one in found):
-            raise ConfigError(
-                f"{self._where}: {key} must map names of modules to numbers above 0; got "
-                f"{shown(found)}"
-            )
-        return found
+        if not is_fine:
+            raise self._fields.error(key, f"a map from names of modules to {wanted} above 0")
+        return [(self._compiled(key, pattern), value) for pattern, value in found.items()]
+
+    def _compiled(self, key: str, pattern: str) -> re.Pattern[str]:
+        """Return an expression for a module whose name is the pattern or ends with it."""
+        is_quick = (
+            re.fullmatch(r"[\w.\-^$\\|()]*", pattern)
+            and pattern.count("(") <= _MAX_GROUPS
+            and pattern.count("|") <= _MAX_ALTERNATIVES
+        )
+        try:
+            if is_quick:
+                return re.compile(rf"(?:.*\.)?(?:{pattern})$")
+        except re.error:
+            pass  # a single bracket, for example
+        raise self._fields.error(
+            key,
+            f"a map from names of modules, or expressions of at most {_MAX_GROUPS} groups without "
+            f"repetition, to numbers ({shown(pattern)} is none)",
+        )
 
 
-def _by_pattern(patterns: Mapping[str, float], module: str, default: float) -> float:
-    """Return the value of the first pattern that is the module's name or an ending of it."""
-    for pattern, value in patterns.items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
-            return value
-    return default
+def _by_pattern(
+    patterns: Iterable[tuple[re.Pattern[str], float]], module: str, default: float
+) -> float:
+    """Return the value of the first pattern that matches a module's name."""
+    return next((value for pattern, value in patterns if pattern.match(module)), default)
 
 
 def _modules(name: str, tensors: SafetensorsFile) -> dict[str, dict[str, Array]]:
@@ -233,7 +262,12 @@ def _modules(name: str, tensors: SafetensorsFile) -> dict[str, dict[str, Array]]
         values = tensors.read(stored, 0, first).astype(np.float32)
         if not np.isfinite(values).all():
             raise WeightsError(f"adapter {shown(name)}: tensor {shown(stored)} must be finite")
-        modules.setdefault(text_name(match["module"]), {})[part] = values
+        parts = modules.setdefault(text_name(match["module"]), {})
+        if parts.setdefault(part, values) is not values:
+            raise WeightsError(
+                f"adapter {shown(name)}: tensor {shown(stored)} must be the only {part} of its "
+                "module; got another one"
+            )
     for module, parts in modules.items():
         if ("lora_A" in parts) != ("lora_B" in parts):
             has, lacks = sorted(("lora_A", "lora_B"), key=parts.__contains__, reverse=True)
@@ -295,10 +329,10 @@ class _Reader:
                     f"must have lora_A {wanted[0]} and lora_B {wanted[1]}, by its rank {rank} and "
                     f"the model's matrix {shape}; got {a.shape} and {b.shape}",
                 )
-            b = b * np.float32(scale)
+            b = self._scaled(module, b, scale)
         bias = None
         if "lora_B.bias" in parts:
-            bias = parts["lora_B.bias"] * np.float32(scale)
+            bias = self._scaled(module, parts["lora_B.bias"], scale)
         whole = parts.get("bias")
         for one in (bias, whole):
             if one is not None and one.shape != shape[:1]:
@@ -377,6 +411,23 @@ class _Reader:
         a, b, bias = self.matrices[target]
         assert bias is not None
         return a, b, bias
+
+    def _scaled(self, module: str, values: Array, scale: float) -> Array:
+        """Return values times the adapter's scale.
+
+        Raises
+        ------
+        WeightsError
+            If a product is too large for float32.
+        """
+        try:
+            with np.errstate(over="raise"):
+                scaled: Array = values * np.float32(scale)
+        except FloatingPointError:
+            raise self._error(
+                module, f"must have values that float32 holds after scaling; got scale {scale:g}"
+            ) from None
+        return scaled
 
     def _cast(self, module: str, values: Array) -> Array:
         """Return values in the dtype of the activations.

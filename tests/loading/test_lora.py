@@ -52,6 +52,8 @@ def _q(pairs_rank=4, rows=32, columns=32, seed=0):
         ({"lora_alpha": 32, "use_rslora": True}, lambda rank: 32 / rank**0.5),
         ({"alpha_pattern": {"q_proj": 7}}, lambda rank: 7 / rank),
         ({"alpha_pattern": {r"layers\.0\.self_attn\.q_proj": 7, "k": 1}}, lambda rank: 7 / rank),
+        ({"alpha_pattern": {r"layers\.(0|2)\.self_attn\.(q|k)_proj": 7}}, lambda rank: 7 / rank),
+        ({"lora_alpha": None}, lambda rank: 8 / rank),
         ({"alpha_pattern": {"proj": 7}}, lambda rank: 1.0),  # a part of a name is not its ending
         ({"r": 2, "rank_pattern": {"q_proj": "rank"}, "lora_alpha": 6}, lambda rank: 6 / rank),
     ],
@@ -187,8 +189,12 @@ CONFIGS = {
     "fan_in_fan_out must be left out": {"fan_in_fan_out": True},
     "r must be a whole number": {"r": 0},
     "lora_alpha must be": {"lora_alpha": "x"},
-    "rank_pattern must map names": {"rank_pattern": {"q_proj": -1}},
-    "alpha_pattern must map names": {"alpha_pattern": {"(a+)+": 4}},
+    "init_lora_weights must be true": {"init_lora_weights": "pissa_niter_4"},
+    "rank_pattern must be a map from names of modules to whole": {"rank_pattern": {"q_proj": -1}},
+    "rank_pattern must be .* whole numbers above 0; got": {"rank_pattern": {"q_proj": 4.5}},
+    r"alpha_pattern must be .* \('\(a\+\)\+' is none\)": {"alpha_pattern": {"(a+)+": 4}},
+    r"alpha_pattern must be .* \('\(q_proj' is none\)": {"alpha_pattern": {"(q_proj": 4}},
+    "alpha_pattern must be .* of at most 4 groups": {"alpha_pattern": {"(q|q)" * 30: 4}},
 }
 
 
@@ -235,6 +241,9 @@ TENSORS = {
         f"{E1}.lora_B.weight": np.ones((40, 4), np.float32),
     },
     "must hold tensors": {},
+    "must be the only lora_A of its module": _tensors(
+        **{f"{Q}.lora_A.default.weight": np.ones((4, 32), np.float32)}
+    ),
 }
 
 
@@ -248,6 +257,12 @@ def test_tensors_that_are_refused(base, tmp_path, message, tensors):
     with pytest.raises(WeightsError, match=message) as error:
         _model(base("llama")).read_adapter("mine", folder)
     assert "adapter 'mine'" in str(error.value)
+
+
+def test_a_scale_that_no_number_holds(base, tmp_path):
+    folder = write_adapter(tmp_path / "a", _q(), 4, lora_alpha=1e300)
+    with pytest.raises(WeightsError, match=f"'{Q}' must have values that float32 holds"):
+        _model(base("llama")).read_adapter("a", folder)
 
 
 def test_a_rank_above_the_limit(base, tmp_path):
