@@ -141,6 +141,7 @@ def test_the_tokenizer_and_the_ends_come_along(models):
     assert copy.tokenizer.special_tokens == direct.tokenizer.special_tokens
     assert copy.tokenizer.eos_token_ids == direct.tokenizer.eos_token_ids
     assert copy.eos_token_ids == direct.eos_token_ids
+    assert copy.sampling_defaults == direct.sampling_defaults  # though "copy" names no model
 
 
 def test_the_folder_is_one_of_compressed_tensors(copied):
