@@ -12,11 +12,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from types import SimpleNamespace
 
 import pytest
 
 from engine.cli import main
-from engine.loading import download
+from engine.loading import download, model_facts
+from engine.loading.download import ModelSource
 from engine.loading.model_cache import cached_models
 from engine.server import running
 from engine.server.running import ServerRecord, tree_memory
@@ -187,6 +189,17 @@ def test_show_reads_folders_and_says_where_values_are_from(command, tmp_path):
     assert "license       mit\n" in out and "none: the model continues text" in out
     assert "(of the engine: the model names none)" in out
     assert command("show", "--template", str(tmp_path / "plain"))[:2] == (1, "\n")
+
+
+def test_the_format_of_a_file_is_that_of_its_layers(tmp_path, monkeypatch):
+    """A tied embedding may have more bytes than all layers, and another format."""
+    tensors = {"token_embd.weight": ("Q8_0", 900), "blk.0.a": ("Q4_K", 500), "blk.0.b": ("F32", 90)}
+    file = SimpleNamespace(tensors={
+        name: SimpleNamespace(format=SimpleNamespace(name=form), start=0, stop=size)
+        for name, (form, size) in tensors.items()
+    })  # fmt: skip
+    monkeypatch.setattr(model_facts, "GgufFile", lambda path: file)
+    assert model_facts.quantization_formats(ModelSource("gguf", tmp_path)) == ("Q4_K",)
 
 
 def test_show_downloads_nothing(caches, command):

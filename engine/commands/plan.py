@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -17,9 +16,8 @@ from engine.config import ModelConfig
 from engine.device import Device
 from engine.errors import ConfigError
 from engine.loading.download import ModelSource
-from engine.loading.gguf import GgufFile
 from engine.loading.load_config import resolve_load_config
-from engine.loading.quantized.scheme import load_scheme
+from engine.loading.model_facts import quantization_formats
 from engine.model_files import excerpt
 from engine.scaling import (
     CARDS,
@@ -158,29 +156,17 @@ def _planner(arguments: argparse.Namespace) -> Planner:
 def _stored_format(source: ModelSource | None) -> str | None:
     """Return the quantization format of a model's files; None if they are not quantized.
 
-    A .gguf file mixes types: return the one with the most bytes in layers.
-
     Raises
     ------
     ConfigError
         If a folder's files contain several formats.
     """
-    if source is None:
-        return None
-    if source.kind == "gguf":
-        sizes: Counter[str] = Counter()
-        for name, tensor in GgufFile(source.path).tensors.items():
-            if name.startswith("blk."):
-                sizes[tensor.format.name.lower()] += tensor.stop - tensor.start
-        most = max(sizes, key=lambda name: sizes[name], default="")
-        return most if most in FORMATS else None
-    scheme = load_scheme(source.path)
-    if scheme is None:
-        return None
-    if len(scheme.formats) != 1:
-        names = ", ".join(scheme.formats) or "none"
-        raise ConfigError(f"the model's files have several formats ({names}): name one with -q")
-    return scheme.formats[0]
+    names = () if source is None else quantization_formats(source)
+    if len(names) > 1:
+        raise ConfigError(
+            f"the model's files have several formats ({', '.join(names)}): name one with -q"
+        )
+    return next((name.lower() for name in names if name.lower() in FORMATS), None)
 
 
 def _check_positive(name: str, number: int | None) -> None:

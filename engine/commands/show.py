@@ -30,10 +30,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Print a line for each fact; with --template, the chat template."""
     name = chosen_model(arguments.named_model, arguments.model) or ""
     source = _source_here(name)
-    tokenizer = _tokenizer(source)
     if arguments.template:
-        print(tokenizer.chat_template or "")
-        return 0 if tokenizer.chat_template else 1
+        template = _tokenizer(source).chat_template
+        print(template or "")
+        return 0 if template else 1
     facts = model_facts(source)
     defaults = sampling_defaults(source.path)
     values = ", ".join(f"{name} {value}" for name, value in defaults.values.items())
@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
         "parameters": shown_count(facts.num_parameters),
         "context": f"{facts.context} tokens",
         "weights": facts.weights,
-        "template": _template(tokenizer),
+        "template": _template(_tokenizer(source)),
         "defaults": f"{values} ({origin})",
         "license": facts.license or "not named in its files",
     }

@@ -16,7 +16,7 @@ from engine.loading.quantized.scheme import load_scheme
 from engine.loading.weight_table import weight_shapes
 from engine.model_files import is_present, read_file, read_json
 
-__all__ = ["ModelFacts", "model_facts", "num_parameters", "stored_format"]
+__all__ = ["ModelFacts", "model_facts", "num_parameters", "quantization_formats"]
 
 _MAX_CARD_BYTES = 4 << 20
 
@@ -32,7 +32,7 @@ class ModelFacts:
     context : int
         Longest sequence, in tokens.
     weights : str
-        Format of most of its weights: a dtype or a quantization format.
+        Its quantization formats, or the dtype of its weights.
     license : str
         "" if the files name none.
     """
@@ -57,7 +57,7 @@ def model_facts(source: ModelSource) -> ModelFacts:
         architecture=config.model_type,
         num_parameters=num_parameters(config),
         context=config.max_position_embeddings,
-        weights=stored_format(source) or config.dtype,
+        weights=" ".join(quantization_formats(source)) or config.dtype,
         license=_license(source),
     )
 
@@ -70,18 +70,20 @@ def num_parameters(config: ModelConfig) -> int:
     return sum(math.prod(shape) for shape in shapes.values())
 
 
-def stored_format(source: ModelSource) -> str:
-    """Return the quantization format of a model's files: of several, that of most weights.
+def quantization_formats(source: ModelSource) -> tuple[str, ...]:
+    """Return the quantization formats of a model's files; none for a folder without any.
 
-    It is "" for a folder that is not quantized.
+    A .gguf file mixes types, float ones too: of these, the one of most bytes in layers, by the
+    file's name for it.
     """
     if source.kind == "gguf":
         sizes: Counter[str] = Counter()
-        for tensor in GgufFile(source.path).tensors.values():
-            sizes[tensor.format.name] += tensor.stop - tensor.start
-        return max(sizes, key=lambda name: sizes[name], default="")
+        for name, tensor in GgufFile(source.path).tensors.items():
+            if name.startswith("blk."):
+                sizes[tensor.format.name] += tensor.stop - tensor.start
+        return tuple(name for name, _ in sizes.most_common(1))
     scheme = load_scheme(source.path)
-    return "" if scheme is None else " ".join(scheme.formats)
+    return () if scheme is None else tuple(scheme.formats)
 
 
 def _license(source: ModelSource) -> str:
