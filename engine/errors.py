@@ -184,8 +184,9 @@ def did_you_mean(name: str, known: Iterable[str], otherwise: str = "") -> str:
     >>> did_you_mean("genrate", ["generate", "chat"]), did_you_mean("x", ["chat"], "see --help")
     ("; did you mean 'generate'?", '; see --help')
     """
-    near = difflib.get_close_matches(name[:80], list(known), n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}?" if near else otherwise
+    plain = {one.lstrip("-/"): one for one in known}  # every option begins with "--"
+    near = difflib.get_close_matches(name[:80].lstrip("-/"), plain, n=1, cutoff=0.5)
+    hint = f"did you mean {plain[near[0]]!r}?" if near else otherwise
     return f"; {hint}" if hint else ""
 
 

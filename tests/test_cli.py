@@ -82,6 +82,7 @@ def test_without_a_command_the_help_has_an_example_of_each(command):
         (("run", "smollm2"), "there is no command 'run'; did you mean 'chat'?"),
         (("zzz",), "there is no command 'zzz'; commands: chat, generate"),
         (("generate", "--temprature=1", "x"), "--temprature=1; did you mean '--temperature'?"),
+        (("ps", "--port", "1"), "unrecognized arguments: --port 1 (see engine ps --help)"),
         (("bench", "thruput"), "got 'thruput'; did you mean 'throughput'?"),
         (("bench", "smollm2", "thruput"), "got 'thruput'; did you mean 'throughput'?"),
         (("eval", "perplexty", "--file", "x"), "got 'perplexty'; did you mean 'perplexity'?"),

@@ -11,6 +11,7 @@ from typing import Any
 
 from engine import env
 from engine.checks import shown
+from engine.commands._options import SAMPLING_TYPES
 from engine.errors import ConfigError, did_you_mean
 from engine.model_files import read_json
 
@@ -69,10 +70,12 @@ def load_conversation(name: str) -> dict[str, Any]:
     messages = record.get("messages")
     if not isinstance(messages, list) or not all(map(_is_message, messages)):
         raise ConfigError(f"{file}: messages must be a list of roles and texts")
-    if not isinstance(record.get("sampling"), dict):
-        raise ConfigError(
-            f"{file}: sampling must be an object; got {shown(record.get('sampling'))}"
-        )
+    sampling = record.get("sampling")
+    if not isinstance(sampling, dict):
+        raise ConfigError(f"{file}: sampling must be an object; got {shown(sampling)}")
+    for name in sampling.keys() - SAMPLING_TYPES.keys():
+        hint = did_you_mean(name, SAMPLING_TYPES)
+        raise ConfigError(f"{file}: there is no sampling parameter {name!r:.100}{hint}")
     return record
 
 

@@ -21,7 +21,7 @@ Message = dict[str, str]
 _COMMANDS = {
     "/help": ("", "list the commands"),
     "/set": ("[NAME [VALUE]]", "show the sampling parameters, or set one; VALUE default: unset it"),
-    "/system": ("[TEXT]", "show or set the system message"),
+    "/system": ("[TEXT]", "show or set the system message; TEXT default: unset it"),
     "/model": ("[NAME]", "show the model, or go on with another one"),
     "/save": ("NAME", "save the conversation"),
     "/load": ("[NAME]", "list the saved conversations, or go on with one"),
@@ -153,7 +153,7 @@ class Session:
 
     def _system(self, argument: str) -> None:
         if argument:
-            self.system_message = argument
+            self.system_message = None if argument == "default" else argument
         _say(
             f"system message: {printable(self.system_message)}"
             if self.system_message

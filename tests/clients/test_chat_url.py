@@ -311,6 +311,7 @@ def test_a_conversation_is_saved_and_loaded(talk, tmp_path):
         ({"messages": [], "sampling": []}, "sampling must be an object"),
         ({"messages": [], "sampling": {"top_p": 7}}, "top_p must be a number"),
         ({"messages": [], "sampling": {"topp": 0.1}}, "did you mean 'top_p'?"),
+        ({"messages": [], "sampling": {"n": 3}}, "there is no sampling parameter 'n'"),
     ],
 )
 def test_a_damaged_conversation_changes_nothing(talk, tmp_path, record, message):
@@ -319,6 +320,12 @@ def test_a_damaged_conversation_changes_nothing(talk, tmp_path, record, message)
     requests, out, err = talk("one", "/load bad", "two")
     assert message in err and out.splitlines() == ["1 one", "3 two"]
     assert "top_p" not in requests[-1].body
+
+
+def test_a_system_message_is_unset(talk):
+    requests, out, err = talk("one", "/system default", "two", words=("--system", "be brief"))
+    assert out.splitlines() == ["2 one", "3 two"] and "no system message" in err
+    assert requests[-1].body["messages"][0]["role"] == "user"
 
 
 def test_clear_keeps_the_system_message(talk):
