@@ -193,7 +193,7 @@ class _Scales:
         self, key: str, kinds: type | tuple[type, ...]
     ) -> list[tuple[re.Pattern[str], float]]:
         """Return the patterns under `key`, each with its number, which is of one of `kinds`."""
-        found = self._fields.raw(key) or {}
+        found: Any = self._fields.raw(key) or {}
         wanted = "numbers" if isinstance(kinds, tuple) else "whole numbers"
         is_fine = isinstance(found, dict) and all(
             isinstance(value, kinds) and not isinstance(value, bool) and value > 0
