@@ -166,6 +166,7 @@ def test_adam_steps():
         ("D0.13Nb1D0.11Nb1", {"H": 0.24, "Nb": 2}),
         ("Sr4V2.7TI0.3O9.51", {"Sr": 4, "V": 2.7, "Ti": 0.3, "O": 9.51}),
         ("La2Sr0Cu0.8Zn0.2O4", {"La": 2, "Cu": 0.8, "Zn": 0.2, "O": 4}),
+        ("La1.Sr.5Cu.", {"La": 1, "Sr": 0.5, "Cu": 1}),
         ("Hg1Sr2Ho0.333Ce0.667Cu2O6=z", dict(Hg=1, Sr=2, Ho=0.333, Ce=0.667, Cu=2, O=6)),
     ],
 )
@@ -176,7 +177,10 @@ def test_formulas(formula, atoms):
         assert found[elements.NUMBER[symbol]] == pytest.approx(amount)
 
 
-@pytest.mark.parametrize(("formula", "said"), [("Xx2O1", "'Xx'"), ("", "no element"), ("O0", "no")])
+@pytest.mark.parametrize(
+    ("formula", "said"),
+    [("Xx2O1", "'Xx'"), ("", "no element"), ("O0", "no"), ("(La0.9Sr0.1)2CuO4", "brackets")],
+)
 def test_bad_formulas(formula, said):
     with pytest.raises(ValueError, match=said):
         data.parse_formula(formula)
@@ -553,8 +557,19 @@ def test_methods_are_compared_on_the_folds_that_they_have():
     }
 
 
+def test_too_few_rows_are_refused():
+    table = data.generated(12)
+    with pytest.raises(ValueError, match="batch_size must be at most 12, the rows; got 16"):
+        BRIEF.train(table.compositions, table.tc, seed=1)
+    few = replace(BRIEF, batch_size=4, num_neighbours=12)
+    with pytest.raises(ValueError, match="count of neighbours must be at most 11; got 12"):
+        few.train(table.compositions, table.tc, seed=0)
+    with pytest.raises(ValueError, match="batch_size must be at most 2, the crystals; got 8"):
+        crystals.train(crystals.generate(2), np.ones(2), config=SMALL, num_epochs=1)
+
+
 def test_the_study_continues_where_it_was_stopped(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(study, "load", lambda *_: data.generated(150))
+    monkeypatch.setattr(study, "load", lambda *_: data.generated(200))
     monkeypatch.setattr(study, "has_forest", lambda: False)
     given = "--splits random screen --folds 0 1 --seeds 1 --epochs 1 --candidates 30 --device cpu"
     files = ["--members", str(tmp_path), "--json", str(tmp_path / "found.json")]
@@ -564,11 +579,14 @@ def test_the_study_continues_where_it_was_stopped(tmp_path, monkeypatch, capsys)
     record = json.loads((tmp_path / "found.json").read_text())
     assert {"card", "date", "commit", "command", "rows"} <= set(record)
     (row,) = record["rows"]
-    fold_of = data.folds(data.generated(150))
+    fold_of = data.folds(data.generated(200))
     assert row["errors"]["mix"]["rows"] == (fold_of < 2).sum() == np.sum(row["histogram"])
     assert set(row["errors"]) == {"ensemble", "neighbours", "mix", "median"}
     assert [len(members) for members in row["network"].values()] == [1, 1]
     assert len(record["best_candidates"]) == 10
+    next(tmp_path.glob("*/*.npz")).rename(tmp_path / "other.part")  # one that was being written
+    study.main()
+    assert "1 of 3 models to train" in capsys.readouterr().out
     study.main()
     assert "0 of 3 models to train" in capsys.readouterr().out
     assert json.loads((tmp_path / "found.json").read_text())["rows"] == record["rows"]

@@ -145,7 +145,16 @@ def train(
 
     report : callable, optional
         Called with the number of each epoch and the mean of its losses in K.
+
+    Raises
+    ------
+    ValueError
+        If there are fewer rows than `batch_size`.
     """
+    if len(compositions) < batch_size:
+        raise ValueError(
+            f"batch_size must be at most {len(compositions)}, the rows; got {batch_size}"
+        )
     network = Network(config, xp, dtype)
     neighbours = Neighbours(compositions, tc, count=max(1, num_neighbours))
     known = neighbours.known(compositions, num_neighbours, skip=np.arange(len(compositions)))

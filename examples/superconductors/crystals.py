@@ -407,9 +407,18 @@ def train(
     learning_rate: float = 2e-3,
     report: Callable[[int, float], None] | None = None,
 ) -> Trained:
-    """Train on the mean absolute error of the energies, with attention of this density."""
+    """Train on the mean absolute error of the energies, with attention of this density.
+
+    Raises
+    ------
+    ValueError
+        If there are fewer crystals than `batch_size`.
+    """
+    if len(crystals) < batch_size:
+        raise ValueError(f"batch_size must be at most {len(crystals)}, the crystals; "
+                         f"got {batch_size}")  # fmt: skip
     network = Network(replace(config, num_features=NUM_FEATURES), xp, dtype)
-    mean, deviation = float(targets.mean()), float(targets.std())
+    mean, deviation = float(targets.mean()), float(targets.std()) or 1.0
     wanted = ((targets - mean) / deviation).astype(np.float32)
     steps = len(crystals) // batch_size * num_epochs
     adam = Adam(learning_rate, steps, mean_decay=0.98)

@@ -60,7 +60,7 @@ FAMILIES = (
 # Place of each element by rising electronegativity; number 0 comes last.
 _RANK = np.lexsort((np.arange(len(SYMBOLS)), PROPERTIES[:, 0])).argsort()
 _RANK[0] = len(SYMBOLS)
-_PART = re.compile(r"([A-Z][a-z]?)([0-9]*\.?[0-9]*)")
+_PART = re.compile(r"([A-Z][a-z]?)([0-9]+\.?[0-9]*|\.[0-9]+)?")
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ def parse_formula(formula: str) -> dict[int, float]:
     Raises
     ------
     ValueError
-        If an element is unknown, or none has an amount above 0.
+        If an element is unknown, none has an amount above 0, or a bracket would multiply some.
 
     Examples
     --------
@@ -176,6 +176,8 @@ def parse_formula(formula: str) -> dict[int, float]:
     {39: 1.0, 56: 2.0, 29: 3.0, 8: 6.9}
     """
     text = re.sub(r"O[XYZ]$", "O", formula).replace("TI", "Ti")
+    if any(bracket in text for bracket in "([{"):
+        raise ValueError(f"formula {formula!r}: brackets must be multiplied out")
     parts: dict[int, float] = {}
     is_open = False
     for symbol, amount in _PART.findall(text):

@@ -68,12 +68,19 @@ class Neighbours:
 
         skip : (M,) array of int, optional
             A known row that each composition may not have: itself.
+
+        Raises
+        ------
+        ValueError
+            If fewer rows are listed than `count`.
         """
         rows = np.empty((len(wanted), count), np.int64)
         distances = np.empty((len(wanted), count), np.float32)
         if count == 0:
             return rows, distances
         shortlist = min(self.SHORTLIST, len(self._tc))
+        if count > (most := shortlist - (skip is not None)):
+            raise ValueError(f"count of neighbours must be at most {most}; got {count}")
         traits = self._traits_of(wanted)
         for i, (elements, shares) in enumerate(zip(wanted.elements, wanted.fractions, strict=True)):
             common = np.minimum(self._shares[elements], shares[:, None]).sum(0)

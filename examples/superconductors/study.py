@@ -125,7 +125,7 @@ def run_task(
     dtype = np_dtype("bfloat16" if chosen.is_cuda else "float32")
     if task.method == "crystals":
         text = json.dumps(crystal_study(xp=chosen.xp, dtype=dtype))
-        np.savez(folder / task.file, json=text)
+        _keep(folder / task.file, json=text)
         return text
     if task.fold < 0:
         test = np.zeros(len(table), bool)
@@ -139,8 +139,16 @@ def run_task(
     else:
         found = recipe.train(known, tc, task.seed, chosen.xp, dtype).predict(wanted)
     seconds = time.perf_counter() - start
-    np.savez(folder / task.file, tc=found, seconds=seconds)
+    _keep(folder / task.file, tc=found, seconds=seconds)
     return f"{task.file}: {seconds:.0f} s"
+
+
+def _keep(path: Path, **values: Any) -> None:
+    """Write a file that is there only once it is whole: the command may be stopped at any time."""
+    part = path.with_suffix(".part")
+    with part.open("wb") as file:
+        np.savez(file, **values)
+    part.replace(path)
 
 
 def has_forest() -> bool:
