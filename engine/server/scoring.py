@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import math
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -37,6 +37,7 @@ class Scorer(Protocol):
         self,
         pairs: Sequence[Pair],
         *,
+        fields: Pair,
         pooling: str | None = None,
         instruction: str | None = None,
         cache_salt: str | None = None,
@@ -46,6 +47,8 @@ class Scorer(Protocol):
         Parameters
         ----------
         pairs : sequence of (str, str)
+        fields : (str, str)
+            The request fields that hold the texts, for messages.
         pooling : str, optional
             "last" or "mean"; only with embeddings.
         instruction : str, optional
@@ -86,6 +89,7 @@ class _Cosine:
         self,
         pairs: Sequence[Pair],
         *,
+        fields: Pair,
         pooling: str | None = None,
         instruction: str | None = None,
         cache_salt: str | None = None,
@@ -94,7 +98,7 @@ class _Cosine:
         if instruction is not None:
             message = "instruction needs a reranker; this model compares embeddings"
             raise APIError(400, message, param="instruction")
-        texts = list(dict.fromkeys(text for pair in pairs for text in pair))
+        texts = {text: field for pair in pairs for text, field in zip(pair, fields, strict=True)}
         size = self._client.model_info.hidden_size
         most = self._config.max_embedding_values
         if len(texts) * size > most:
@@ -110,17 +114,18 @@ class _Cosine:
         found = [float(np.dot(by_text[first], by_text[second])) for first, second in pairs]
         return [min(1.0, max(-1.0, each)) for each in found], sum(map(len, ids))
 
-    def _encoded(self, texts: Sequence[str]) -> list[list[int]]:
+    def _encoded(self, texts: Mapping[str, str]) -> list[list[int]]:
+        """Return the token ids of each text; `texts`: text -> its field."""
         tokenizer = self._client.tokenizer
         if tokenizer is None:
             raise APIError(400, "the model has no tokenizer, and cannot compare texts")
         found = []
-        for text in texts:
-            check_length(text, "a text", self._client)
+        for text, field in texts.items():
+            check_length(text, field, self._client)
             ids = tokenizer.encode(text)
             if not ids:
-                raise APIError(400, "a text must have at least one token; got one without")
-            check_num_tokens(len(ids), "a text", self._client, num_reserved=0)
+                raise APIError(400, f"{field} must not be empty", param=field)
+            check_num_tokens(len(ids), field, self._client, num_reserved=0)
             found.append(ids)
         return found
 
@@ -161,6 +166,7 @@ class _Reranker:
         self,
         pairs: Sequence[Pair],
         *,
+        fields: Pair,
         pooling: str | None = None,
         instruction: str | None = None,
         cache_salt: str | None = None,
@@ -171,25 +177,26 @@ class _Reranker:
             raise APIError(400, message, param="pooling")
         if instruction is None:
             instruction = self._form.instruction
-        prompts = await asyncio.to_thread(self._prompts, pairs, instruction)
+        prompts = await asyncio.to_thread(self._prompts, pairs, fields, instruction)
         found = await all_or_none([self._score(ids, cache_salt) for ids in prompts])
         return found, sum(map(len, prompts))
 
-    def _prompts(self, pairs: Sequence[Pair], instruction: str) -> list[list[int]]:
+    def _prompts(self, pairs: Sequence[Pair], fields: Pair, instruction: str) -> list[list[int]]:
+        name = " and ".join(fields)
         tokenizer = self._client.tokenizer
         found = []
         most = self._config.max_body_bytes
         num_chars = 0
         for query, document in pairs:
-            fields = {"instruction": instruction, "query": query, "document": document}
-            prompt = tokenizer.fill(self._form.template, **fields)
+            filling = {"instruction": instruction, "query": query, "document": document}
+            prompt = tokenizer.fill(self._form.template, **filling)
             num_chars += len(prompt.text)
             if num_chars > most:  # more than the body's: each prompt repeats the query
                 message = f"the prompts of all pairs must have at most {most} characters"
                 raise APIError(400, f"{message} (max_body_bytes); got more")
-            check_length(prompt.text, "a query and its document", self._client)
+            check_length(prompt.text, name, self._client)
             ids = tokenizer.encode_prompt(prompt)
-            check_num_tokens(len(ids), "a query and its document", self._client)
+            check_num_tokens(len(ids), name, self._client)
             found.append(ids)
         return found
 

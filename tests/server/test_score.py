@@ -182,8 +182,9 @@ def test_keys_do_not_share_prefixes(reranker):
         ("/score", {"text_1": "a"}, "text_2", "text_2"),
         ("/score", {"text_1": "a", "text_2": "b", "instruction": "c"}, "instruction", "reranker"),
         ("/score", {"text_1": "a", "text_2": "b", "pooling": "max"}, "pooling", "max"),
-        ("/score", {"text_1": "", "text_2": "b"}, None, "at least one token"),
-        ("/score", {"text_1": "a " * 600, "text_2": "b"}, "a text", "512"),
+        ("/score", {"text_1": "", "text_2": "b"}, "text_1", "text_1 must not be empty"),
+        ("/score", {"text_1": "a", "text_2": "b " * 600}, "text_2", "your text_2 resulted in 601"),
+        ("/rerank", {"query": "a", "documents": ["b", "c " * 600]}, "documents", "512"),
         ("/rerank", {"query": "a", "documents": []}, "documents", "1 to 1024"),
         ("/rerank", {"query": "a", "documents": ["b"], "top_n": -1}, "top_n", "got -1"),
         ("/rerank", {"query": "a", "documents": [{"title": "b"}]}, None, "title"),
@@ -205,7 +206,7 @@ def test_a_reranker_refuses_what_it_does_not_have(reranker):
         return found.json()["error"]["message"]
 
     assert "pooling needs a model of embeddings" in error(text_1="a", text_2="b", pooling="last")
-    assert "512" in error(text_1="a", text_2="b " * 600)
+    assert "your text_1 and text_2 resulted in" in error(text_1="a", text_2="b " * 600)
     long = "a b " * 100  # each pair fits, but not all of them
     config = ServerConfig(reranker="qwen3", max_body_bytes=9000)
     model = load("smollm2", device="cpu", dtype="float32")  # its server closes it

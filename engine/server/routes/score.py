@@ -59,7 +59,7 @@ async def create_scores(request: Request) -> Response:
     model = check_model(body.model, request, takes_adapters=False)
     pairs = pairs_of(body, request.app.state.config.max_prompts)
     request_id = f"score-{secrets.token_hex(16)}"
-    found, count = await _scores(request, body, pairs, request_id)
+    found, count = await _scores(request, body, pairs, ("text_1", "text_2"), request_id)
     data = [ScoreItem(index, score) for index, score in enumerate(found)]
     usage = Usage(count, count)
     return _json(ScoreResponse(request_id, int(time.time()), model, data, usage))
@@ -75,7 +75,8 @@ async def create_ranking(request: Request) -> Response:
         raise APIError(400, message, param="top_n")
     texts = [text_of_document(document) for document in body.documents]
     request_id = f"rerank-{secrets.token_hex(16)}"
-    found, count = await _scores(request, body, [(body.query, text) for text in texts], request_id)
+    pairs = [(body.query, text) for text in texts]
+    found, count = await _scores(request, body, pairs, ("query", "documents"), request_id)
     order = sorted(range(len(texts)), key=lambda index: -found[index])
     results = [RerankResult(index, found[index]) for index in order[: body.top_n or None]]
     if body.return_documents is not False:
@@ -88,6 +89,7 @@ async def _scores(
     request: Request,
     body: ScoreRequest | RerankRequest,
     pairs: Sequence[Pair],
+    fields: Pair,
     request_id: str,
 ) -> tuple[list[float], int]:
     state = request.app.state
@@ -96,6 +98,7 @@ async def _scores(
             log_prompt(request_id, "\n".join(pair))
     work = state.scorer.scores(
         pairs,
+        fields=fields,
         pooling=body.pooling,
         instruction=body.instruction,
         cache_salt=request.state.key_salt,
