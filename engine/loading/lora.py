@@ -180,7 +180,7 @@ class _Scales:
         self._rank = fields.integer("r", 1, _MAX_RANK)
         self._alpha = fields.real("lora_alpha", -math.inf, math.inf, _PEFT_ALPHA)
         self._is_rslora = fields.flag("use_rslora", False)
-        self._ranks = self._patterns("rank_pattern", int)
+        self._ranks = self._patterns("rank_pattern", (int,))
         self._alphas = self._patterns("alpha_pattern", (int, float))
 
     def of(self, module: str) -> tuple[int, float]:
@@ -189,17 +189,13 @@ class _Scales:
         alpha = _by_pattern(self._alphas, module, self._alpha)
         return rank, alpha / (math.sqrt(rank) if self._is_rslora else rank)
 
-    def _patterns(
-        self, key: str, kinds: type | tuple[type, ...]
-    ) -> list[tuple[re.Pattern[str], float]]:
+    def _patterns(self, key: str, kinds: tuple[type, ...]) -> list[tuple[re.Pattern[str], float]]:
         """Return the patterns under `key`, each with its number, which is of one of `kinds`."""
-        found: Any = self._fields.raw(key) or {}
-        wanted = "numbers" if isinstance(kinds, tuple) else "whole numbers"
-        is_fine = isinstance(found, dict) and all(
-            isinstance(value, kinds) and not isinstance(value, bool) and value > 0
-            for value in found.values()
-        )
-        if not is_fine:
+        found = self._fields.raw(key) or {}
+        if not isinstance(found, dict) or not all(
+            type(value) in kinds and value > 0 for value in found.values()
+        ):
+            wanted = "numbers" if float in kinds else "whole numbers"
             raise self._fields.error(key, f"a map from names of modules to {wanted} above 0")
         return [(self._compiled(key, pattern), value) for pattern, value in found.items()]
 
