@@ -20,7 +20,6 @@ constexpr int kHidden = HIDDEN;
 constexpr int kBlocks = kHidden / 32;  // of a row's columns
 constexpr int kRows = 16;              // of a warp
 constexpr int kTiles = 4;              // of 8 columns in a block
-constexpr int kFinishThreads = 256;
 
 // Operand fragments of 16 rows: per block, two instructions' worth.
 template <int kCount>
@@ -223,7 +222,7 @@ __device__ __forceinline__ void feed_forward(Sums& sums, const Operand<kBlocks>&
       multiply(sums.d[n][i], inner, 0, d.at(n, i, odd, f));
 }
 
-extern "C" __global__ void __launch_bounds__(kFinishThreads, 1)
+extern "C" __global__ void __launch_bounds__(256, 1)
     finish_layer(const scalar_t* x, const scalar_t* norm, const scalar_t* gate_up, const scalar_t* down,
                  const scalar_t* mixed, const scalar_t* mixed_weight, scalar_t* out, int64_t rows, float eps) {
   constexpr int kInner = INNER;

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -246,9 +246,10 @@ class Network:
             if grads is None or not self.config.dropout:
                 steps.append((backward, True))
                 return x + y
-            keep = self._keep(y)
-            steps.append((lambda d: backward(d * keep), True))
-            return x + y * keep
+            self._num_masks += 1
+            drop = partial(self._drop, self._num_masks)
+            steps.append((lambda d: backward(drop(d)), True))
+            return x + drop(y)
 
         def apply(function: Any, x: Any, *options: Any) -> Any:
             y, backward = function(x, grads, *options)
@@ -270,19 +271,12 @@ class Network:
 
         return outputs.astype(self.flat.dtype), backward
 
-    def _keep(self, y: Any) -> Any:
-        """Return factors of y's shape, 0 or 1 / (1 - dropout), from a hash of a running number."""
-        xp, rate = self.xp, self.config.dropout
-        self._num_masks += 1
-        # https://github.com/skeeto/hash-prospector: a permutation of 32-bit integers.
-        x = xp.arange(y.size, dtype=np.uint32) + np.uint32(self._num_masks * 0x9E3779B9 % 2**32)
-        x ^= x >> np.uint32(16)
-        x *= np.uint32(0x7FEB352D)
-        x ^= x >> np.uint32(15)
-        x *= np.uint32(0x846CA68B)
-        x ^= x >> np.uint32(16)
-        kept = (x >= np.uint32(rate * 2**32)).astype(self.flat.dtype) / (1 - rate)
-        return kept.astype(self.dtype).reshape(y.shape)
+    def _drop(self, number: int, y: Any) -> Any:
+        """Return y with the mask of this number: a share is set to 0, the rest scaled up."""
+        rate = self.config.dropout
+        if isinstance(y, np.ndarray):
+            return y * ops.keep_factors(y.size, number, rate).astype(y.dtype).reshape(y.shape)
+        return ops.dropout(y.reshape(-1), number % 2**32, rate).reshape(y.shape)
 
     def _linear(self, x: Any, grads: Any, name: str) -> tuple[Any, Backward]:
         weight = self.weights[name]
@@ -466,15 +460,16 @@ class Adam:
             self.mean = flat.copy()
         rate = self.rate()
         self._step += 1
-        norm = xp.sqrt((gradient * gradient).sum())
-        gradient = gradient * xp.minimum(1.0, self.clip / (norm + 1e-12)).astype(flat.dtype)
-        first, second = self._moments
         beta_1, beta_2 = self.betas
-        first += (1 - beta_1) * (gradient - first)
-        second += (1 - beta_2) * (gradient * gradient - second)
-        scale = math.sqrt(1 - beta_2**self._step) / (1 - beta_1**self._step)
-        flat *= 1 - rate * self.weight_decay
-        flat -= rate * scale * first / (xp.sqrt(second) + 1e-8)
-        decay = min(self.mean_decay, self._step / (self._step + 10))
-        self.mean += (1 - decay) * (flat - self.mean)
+        step = ops.adam_formula if xp is np else ops.adam_step
+        step(
+            *(flat, *self._moments, self.mean, gradient),
+            rate=rate,
+            decay=self.weight_decay,
+            clip=self.clip,
+            beta_1=beta_1,
+            beta_2=beta_2,
+            correction=math.sqrt(1 - beta_2**self._step) / (1 - beta_1**self._step),
+            mean_share=1 - min(self.mean_decay, self._step / (self._step + 10)),
+        )
         network.update()

@@ -13,8 +13,12 @@ import numpy as np
 from engine import kernels
 
 __all__ = [
+    "adam_formula",
+    "adam_step",
     "are_for",
+    "dropout",
     "finish_layer",
+    "keep_factors",
     "mean_rows",
     "norm_product",
     "token_features",
@@ -187,4 +191,93 @@ weight_gradient = kernels.define(
     sizes={"R": (1, 33, 5000)},
     flops="2*R*N*K",
     bench={"R": 262144, "N": 512, "K": 128},
+)
+
+
+def keep_factors(count: int, number: int, rate: float) -> Any:
+    """Return dropout's factors, 0 or 1 / (1 - rate), (count,) float64, by hashes of a number.
+
+    https://github.com/skeeto/hash-prospector: a permutation of 32-bit integers.
+    """
+    x = np.arange(count, dtype=np.uint32) + np.uint32(number * 0x9E3779B9 % 2**32)
+    x ^= x >> np.uint32(16)
+    x *= np.uint32(0x7FEB352D)
+    x ^= x >> np.uint32(15)
+    x *= np.uint32(0x846CA68B)
+    x ^= x >> np.uint32(16)
+    return (x >= np.uint32(rate * 2**32)) / (1 - rate)
+
+
+dropout = kernels.define(
+    "dropout",
+    "y: (N,) float, number: uint32, rate: float32 -> (N,) like y",
+    reference=lambda y, number, rate: y * keep_factors(len(y), int(number), float(rate)),
+    source="dropout.cu",
+    launch=lambda call: call.grid1d(call["N"], 256),
+    where="rate >= 0, rate < 1",
+    inputs={"number": lambda rng, call: 12345, "rate": lambda rng, call: 0.25},
+    bench={"N": 1 << 20},
+)
+
+
+def adam_formula(
+    weights: Any,
+    first: Any,
+    second: Any,
+    mean: Any,
+    gradient: Any,
+    rate: float,
+    decay: float,
+    clip: float,
+    beta_1: float,
+    beta_2: float,
+    correction: float,
+    mean_share: float,
+) -> None:
+    """Take a step of `network.Adam`, in place.
+
+    weights, first, second, mean, gradient : (P,) arrays
+        Weights, moments of their gradient, mean of the weights over steps, gradient.
+    """
+    norm = np.sqrt((gradient * gradient).sum())
+    gradient = gradient * np.minimum(1.0, clip / (norm + 1e-12)).astype(weights.dtype)
+    first += (1 - beta_1) * (gradient - first)
+    second += (1 - beta_2) * (gradient * gradient - second)
+    weights *= 1 - rate * decay
+    weights -= rate * correction * first / (np.sqrt(second) + 1e-8)
+    mean += mean_share * (weights - mean)
+
+
+def _launch_adam(call: Any) -> Any:
+    parts = call.scratch(128)
+    return [
+        call.grid(128, 256, entry="sum_squares", args={"parts": parts}),
+        call.grid1d(call["P"], 256, args={"parts": parts}),
+    ]
+
+
+adam_step = kernels.define(
+    "adam_step",
+    "weights: (P,) float32 inout, first: (P,) float32 inout, second: (P,) float32 inout,"
+    " mean: (P,) float32 inout, gradient: (P,) float32, rate: float32, decay: float32,"
+    " clip: float32, beta_1: float32, beta_2: float32, correction: float32, mean_share: float32",
+    reference=adam_formula,
+    source="adam_step.cu",
+    launch=_launch_adam,
+    where="P >= 1",
+    inputs={"second": lambda rng, call: rng.random(call["P"], np.float32)}
+    | {
+        name: lambda rng, call, value=value: value
+        for name, value in {
+            "rate": 1e-2,
+            "decay": 0.3,
+            "clip": 1.0,
+            "beta_1": 0.9,
+            "beta_2": 0.99,
+            "correction": 1.5,
+            "mean_share": 0.01,
+        }.items()
+    },
+    tolerance=(1e-4, 1e-5),
+    bench={"P": 400_000},
 )
