@@ -343,7 +343,11 @@ class Model:
             if f"{weight}_bias" in decoder.weights
         }
         config, shard = decoder.parts.whole(self.config)
-        return read_adapter(name, path, config, products, shard, biases)
+        adapter = read_adapter(name, path, config, products, shard, biases)
+        if not self.device.is_cuda:
+            return adapter
+        self.device.activate()
+        return adapter.pinned(self.device.xp)
 
     def write_adapter(self, adapter: LoraAdapter, slot: int) -> None:
         """Copy an adapter to a slot on the device, in the order of the current stream."""

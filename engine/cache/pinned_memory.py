@@ -6,6 +6,7 @@ import contextlib
 import logging
 import mmap
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -14,15 +15,18 @@ from engine.cache.memory_pool import device_memory, format_bytes
 from engine.device import CPU
 from engine.errors import OutOfMemoryError
 
-__all__ = ["check_host_memory", "pinned_array"]
+__all__ = ["check_host_memory", "pinned_array", "room", "views"]
+
+Array = np.ndarray[Any, Any]
 
 _log = logging.getLogger("engine")
 
 _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device
 _HUGE_PAGE_BYTES = 2 << 20
+_ALIGNMENT = 256  # bytes, of arrays that share a piece of memory
 
 
-def pinned_array(num_bytes: int, xp: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
+def pinned_array(num_bytes: int, xp: Any) -> Array:
     """Return host memory that is page-locked until its last view is gone.
 
     Pages are mapped before CUDA locks them, huge ones where the kernel has them: that is several
@@ -73,6 +77,35 @@ def pinned_array(num_bytes: int, xp: Any) -> np.ndarray[Any, np.dtype[np.uint8]]
     return pages[:num_bytes]
 
 
+def room(arrays: Iterable[Any]) -> int:
+    """Return the bytes of memory that holds copies of these arrays.
+
+    Examples
+    --------
+    >>> room([np.zeros(100, np.float32), np.zeros(3, np.uint8)])
+    768
+    """
+    return sum(map(_aligned, arrays))
+
+
+def views(memory: Array, arrays: Iterable[Any]) -> list[Array]:
+    """Cut `memory`, of `room(arrays)` bytes, into uninitialised arrays of these shapes and dtypes.
+
+    Examples
+    --------
+    >>> memory = np.zeros(512, np.uint8)
+    >>> [view.shape for view in views(memory, [np.zeros((2, 3)), np.zeros(5)])]
+    [(2, 3), (5,)]
+    """
+    found = []
+    start = 0
+    for array in arrays:
+        part = memory[start : start + array.nbytes]
+        found.append(part.view(array.dtype).reshape(array.shape))
+        start += _aligned(array)
+    return found
+
+
 def check_host_memory(num_bytes: int, purpose: str, advice: str) -> None:
     """Raise `OutOfMemoryError` unless this process may still take `num_bytes` of host memory."""
     total, free = device_memory(CPU)
@@ -81,6 +114,10 @@ def check_host_memory(num_bytes: int, purpose: str, advice: str) -> None:
             f"{purpose} need {format_bytes(num_bytes)}, but only {format_bytes(free)} of the "
             f"host's {format_bytes(total)} are free; {advice}"
         )
+
+
+def _aligned(array: Any) -> int:
+    return -(-int(array.nbytes) // _ALIGNMENT) * _ALIGNMENT
 
 
 def _unlock(runtime: Any, address: int) -> None:

@@ -71,6 +71,7 @@ class AdapterSlots:
         self.products: dict[str, AdaptedProduct] = {}
         self.kinds: frozenset[str] = frozenset()
         self._bounds = dict(bounds)
+        self._sources: dict[int, tuple[Any, Any]] = {}  # slot -> its matrices, and their last copy
         self._sorted: dict[int, tuple[Any, Any]] = {}  # number of rows -> their order and offsets
 
     @property
@@ -97,6 +98,14 @@ class AdapterSlots:
         """
         for name, product in self.products.items():
             product.write(slot, *matrices.get(name, (None, None, None)))
+        if self.xp is not np:
+            # SAFETY: the device reads page-locked arrays after this returns. They are kept, and the
+            # former adapter's are let go once their copies are done.
+            if (former := self._sources.pop(slot, None)) is not None:
+                former[1].synchronize()
+            event = self.xp.cuda.Event(disable_timing=True)
+            event.record()
+            self._sources[slot] = matrices, event
         self.kinds |= {name.rpartition(".")[2] for name in matrices}
 
     @contextmanager

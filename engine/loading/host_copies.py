@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from engine import threads
-from engine.cache.pinned_memory import check_host_memory, pinned_array
+from engine.cache.pinned_memory import check_host_memory, pinned_array, room, views
 from engine.device import Device
 from engine.errors import OutOfMemoryError
 
@@ -18,7 +18,6 @@ __all__ = ["HostCopies"]
 Array = np.ndarray[Any, Any]
 
 _GROUP_BYTES = 256 << 20  # bytes of host memory that a thread locks at once
-_ALIGNMENT = 256  # bytes
 _MAX_WORKERS = 8
 
 
@@ -63,7 +62,7 @@ class HostCopies:
         if not self._device.is_cuda:
             return [array.copy() for array in arrays]
         groups = _grouped(arrays)
-        sizes = [sum(map(_room, group)) for group in groups]
+        sizes = list(map(room, groups))
         if [len(buffer) for buffer in self._buffers] != sizes:
             self._buffers = []
             check_host_memory(
@@ -79,7 +78,7 @@ class HostCopies:
             futures = {i: pool.submit(self._copied, groups[i], sizes[i], kept[i]) for i in order}
         self._buffers = [futures[i].result() for i in range(len(groups))]
         found = zip(self._buffers, groups, strict=True)
-        return [view for buffer, group in found for view in _views(buffer, group)]
+        return [view for buffer, group in found for view in views(buffer, group)]
 
     def restore(self, copies: Sequence[Array]) -> list[Any]:
         """Return new arrays on the device with the values of copies.
@@ -125,7 +124,7 @@ class HostCopies:
             buffer = pinned_array(size, cp)
         with cp.cuda.Stream(non_blocking=True) as stream:
             sources = [cp.ascontiguousarray(array) for array in group]
-            for source, view in zip(sources, _views(buffer, group), strict=True):
+            for source, view in zip(sources, views(buffer, group), strict=True):
                 _copy(
                     cp,
                     view.ctypes.data,
@@ -144,30 +143,14 @@ def _copy(cp: Any, target: int, source: int, num_bytes: int, kind: int) -> None:
         cp.cuda.runtime.memcpyAsync(target, source, num_bytes, kind, stream)
 
 
-def _room(array: Any) -> int:
-    """Return the bytes of a copy, rounded up."""
-    return -(-int(array.nbytes) // _ALIGNMENT) * _ALIGNMENT
-
-
 def _grouped(arrays: Sequence[Any]) -> list[list[Any]]:
     """Cut a sequence into groups of `_GROUP_BYTES` or more; the last one may have less."""
     groups: list[list[Any]] = []
-    room = _GROUP_BYTES
+    num_bytes = _GROUP_BYTES
     for array in arrays:
-        if room >= _GROUP_BYTES:
+        if num_bytes >= _GROUP_BYTES:
             groups.append([])
-            room = 0
+            num_bytes = 0
         groups[-1].append(array)
-        room += _room(array)
+        num_bytes += room([array])
     return groups
-
-
-def _views(buffer: Array, group: Sequence[Any]) -> list[Array]:
-    """Return the parts of `buffer` for the copies of a group."""
-    views = []
-    start = 0
-    for array in group:
-        part = buffer[start : start + array.nbytes]
-        views.append(part.view(array.dtype).reshape(array.shape))
-        start += _room(array)
-    return views

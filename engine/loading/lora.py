@@ -11,13 +11,14 @@ import itertools
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from engine.cache.pinned_memory import pinned_array, room, views
 from engine.checks import shown
 from engine.config import ModelConfig
 from engine.device import to_numpy
@@ -88,6 +89,23 @@ class LoraAdapter:
     rank: int
     matrices: dict[str, tuple[Array, Array, Array | None]]
     serial: int
+
+    def pinned(self, xp: Any) -> LoraAdapter:
+        """Return the adapter in page-locked memory: copies to a slot do not wait for the host.
+
+        `xp` is `cupy`, with its current device.
+        """
+        triples = self.matrices.values()
+        arrays = [array for triple in triples for array in triple if array is not None]
+        copies = views(pinned_array(room(arrays), xp), arrays)
+        for copy, array in zip(copies, arrays, strict=True):
+            copy[...] = array
+        left = iter(copies)
+        matrices = {
+            name: (next(left), next(left), None if bias is None else next(left))
+            for name, (_, _, bias) in self.matrices.items()
+        }
+        return replace(self, matrices=matrices)
 
 
 def adapter_bounds(
@@ -218,6 +236,11 @@ class _Scales:
         )
 
 
+def _times(values: Array, factor: float) -> Array:
+    """Return float32 values times a factor; the same array for 1."""
+    return values if factor == 1.0 else values * np.float32(factor)
+
+
 def _by_pattern(
     patterns: Iterable[tuple[re.Pattern[str], float]], module: str, default: float
 ) -> float:
@@ -255,7 +278,7 @@ def _modules(name: str, tensors: SafetensorsFile) -> dict[str, dict[str, Array]]
                 f"{', '.join(_DTYPES)}; got {dtype}"
             )
         first, *_ = tensors.shape(stored) or (1,)
-        values = tensors.read(stored, 0, first).astype(np.float32)
+        values = tensors.read(stored, 0, first).astype(np.float32, copy=False)
         if not np.isfinite(values).all():
             raise WeightsError(f"adapter {shown(name)}: tensor {shown(stored)} must be finite")
         parts = modules.setdefault(text_name(match["module"]), {})
@@ -351,24 +374,24 @@ class _Reader:
         if product is None:
             kinds = "attention, dense MLPs and recurrent layers"
             raise self._error(module, f"must be a projection of {kinds}; others are not supported")
-        rows = np.arange(place.first, place.last)
+        rows: Any = slice(place.first, place.last)
         if self._config.interleaved_rope and place.rotated is not None:
-            rows = half_split(rows, place.rotated)
+            rows = half_split(np.arange(place.first, place.last), place.rotated)
         start = place.start + self._shift(place, product)
-        own = slice(start, start + len(rows))
+        own = slice(start, start + place.last - place.first)
         _, b_out, bias_out = self._matrices(target, product)
         if a is not None and b is not None:
-            b_out[own, : b.shape[1]] = self._cast(module, b[rows] * np.float32(place.factor))
+            b_out[own, : b.shape[1]] = self._cast(module, _times(b[rows], place.factor))
             self._place_a(module, target, product, start, a, place.columns)
         # Ranks that sum their products hold the bias once.
         if place.columns is not None and self._shard.index > 0:
             return
         if bias is not None:
-            bias_out[own] += self._cast(module, bias[rows] * np.float32(place.factor))
+            bias_out[own] += self._cast(module, _times(bias[rows], place.factor))
         if whole is not None:
             base = self._biases.get(target)
             before = 0 if base is None else to_numpy(base)[own].astype(np.float32)
-            bias_out[own] += self._cast(module, whole[rows] * np.float32(place.factor) - before)
+            bias_out[own] += self._cast(module, _times(whole[rows], place.factor) - before)
 
     def _place_a(
         self,

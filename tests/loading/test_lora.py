@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
+import weakref
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
 import engine
+from engine import device
 from engine.errors import ConfigError, EngineError, WeightsError
+from engine.layers.lora import AdapterSlots
 from engine.loading.lora import adapter_bounds, read_adapter
 from engine.weights import Shard
 from tests.loading.tiny import EXTRA, config_of, random_tensors, tensor_shapes
@@ -291,3 +296,67 @@ def test_files_that_are_refused(base, tmp_path):
 def test_options(base, option, value):
     with pytest.raises(ConfigError, match=f"{option} must be"):
         engine.load(base("llama"), device="cpu", **{option: value})
+
+
+def test_a_copy_in_pinned_memory_holds_the_same_matrices(base, tmp_path):
+    folder = base("qwen2")
+    model = _model(folder, dtype="bfloat16")
+    tensors = load_file(folder / "model.safetensors")
+    pairs = random_adapter(adaptable(model, tensors), tensors, 8)
+    adapter = model.read_adapter("sql", write_adapter(tmp_path / "sql", pairs, 8))
+    locked = []
+    runtime = SimpleNamespace(
+        hostRegister=lambda address, num_bytes, flags: locked.append((address, num_bytes)),
+        hostUnregister=lambda address: None,
+        CUDARuntimeError=RuntimeError,
+    )
+    pinned = adapter.pinned(SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))
+    [(address, num_bytes)] = locked
+    assert pinned.matrices.keys() == adapter.matrices.keys() and pinned.serial == adapter.serial
+    for name, wanted in adapter.matrices.items():
+        for found, array in zip(pinned.matrices[name], wanted, strict=True):
+            assert found.dtype == array.dtype and np.array_equal(found, array)
+            assert address <= found.ctypes.data <= address + num_bytes - found.nbytes
+
+
+def test_what_the_device_copies_is_kept_until_it_is_copied():
+    class Event:
+        is_done = False
+
+        def __init__(self, *, disable_timing):
+            assert disable_timing
+
+        def record(self):
+            events.append(self)
+
+        def synchronize(self):
+            self.is_done = True
+
+    events = []
+    xp = SimpleNamespace(cuda=SimpleNamespace(Event=Event))
+    slots = AdapterSlots(xp, 2, 16, {}, np.dtype(np.float32))
+    arrays = [np.zeros((16, 8), np.float32) for _ in range(3)]
+    kept = [weakref.ref(array) for array in arrays]
+    for slot, number in ((0, 0), (1, 1), (0, 2)):
+        slots.write(slot, {"layers.0.qkv": (arrays[number], arrays[number], None)})
+    arrays.clear()
+    gc.collect()
+    assert [ref() is not None for ref in kept] == [False, True, True]
+    assert [event.is_done for event in events] == [True, False, False]
+
+
+@pytest.mark.gpu
+def test_an_adapter_that_is_dropped_at_once_is_written_whole(base, tmp_path):
+    if not device.resolve_device("auto")[0].is_cuda:
+        pytest.skip("no GPU")
+    folder = base("qwen2")
+    model = engine.load(folder, device="cuda", progress=False, enable_lora=True, max_lora_rank=16)
+    tensors = load_file(folder / "model.safetensors")
+    pairs = random_adapter(adaptable(model, tensors), tensors, 8)
+    path = write_adapter(tmp_path / "sql", pairs, 8)
+    wanted = model.read_adapter("sql", path).matrices
+    model.write_adapter(model.read_adapter("sql", path), 1)
+    gc.collect()
+    for name, product in model.decoder.adapters.products.items():
+        for (_, array), matrix in zip(product.arrays(), wanted[name], strict=True):
+            assert np.array_equal(array[1].get(), matrix)
