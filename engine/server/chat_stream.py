@@ -401,7 +401,7 @@ class ChatStream:
             )
         answer = self._answers[completion.index]
         thought, content, events = answer.feed(completion.text, is_last=reason is not None)
-        calls = [event for event in events if not isinstance(event, TextDelta)]
+        calls = [event for event in events if not isinstance(event, TextDelta)] if events else ()
         if reason == "stop" and answer.has_calls and not self._request.is_forced:
             reason = "tool_calls"
         if not self._request.shows_reasoning:

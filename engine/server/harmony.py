@@ -155,7 +155,7 @@ class HarmonyReasoning:
             self._kind = "reasoning" if is_thought else "content"
         self._header = ""
         self._num_given = 0
-        self._is_new = True
+        self._is_new = self._kind != "call" or not self._keeps_calls  # a whole call is never parted
 
     def _end(self, marker: str) -> None:
         """End a message, whose closing marker may be missing."""

@@ -48,12 +48,10 @@ _on_device = {}
 def scripted(logits, *, seeds, positions):
     xp = device.array_module(logits)
     if xp not in _on_device:
-        _on_device[xp] = xp.asarray(_LINES[1:])
-    lines = _on_device[xp]
-    last = lines.shape[1] - 1
-    columns = xp.clip(positions - _FIRST, 0, last)
-    rows = (seeds % np.uint64(len(lines))).astype(np.int64)
-    return lines[rows, columns]
+        _on_device[xp] = xp.asarray(_LINES[1:].ravel())
+    num_lines, length = _LINES[1:].shape
+    rows = (seeds % np.uint64(num_lines)).astype(np.int64)
+    return _on_device[xp].take(rows * length + (positions - _FIRST).clip(0, length - 1))
 """
 TEMPLATE = """\
 <|start|>system<|message|>Reasoning: {{ reasoning_effort | default("medium") }}
