@@ -29,8 +29,8 @@ _ALIGNMENT = 256  # bytes, of arrays that share a piece of memory
 def pinned_array(num_bytes: int, xp: Any) -> Array:
     """Return host memory that is page-locked until its last view is gone.
 
-    Pages are mapped before CUDA locks them, huge ones where the kernel has them: that is several
-    times faster than the driver's own allocation, and other threads may do the same meanwhile.
+    Pages are mapped before CUDA locks them: huge ones where the kernel has them, and without the
+    GIL, so that several threads may do so at once.
     CuPy's pinned pool is avoided: it may round up, and never returns memory to the system.
 
     Parameters

@@ -24,10 +24,9 @@ _MAX_WORKERS = 8
 class HostCopies:
     """Makes copies of a device's arrays on the host, and arrays of these copies.
 
-    On CUDA they are in page-locked memory. Locking it takes several times longer than copying to
-    it. So arrays are copied in groups, each to memory of its own: while one is copied, other
-    threads lock the memory of the next ones. The memory is kept for the next copies of arrays of
-    the same sizes. On the CPU nothing is kept.
+    On CUDA they are in page-locked memory. Arrays are copied in groups, each to memory of its own:
+    while one is copied, other threads map and lock the memory of the next ones. The memory is kept
+    for the next copies of arrays of the same sizes. On the CPU nothing is kept.
 
     Parameters
     ----------
