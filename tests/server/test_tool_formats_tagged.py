@@ -285,6 +285,7 @@ def test_particular_answers(name, text, expected):
     ("schema", "types"),
     [
         ({"type": "integer"}, {"integer"}),
+        ({"type": [["string"], {}, 5]}, None),
         ({"type": ["string", "null"]}, {"string", "null"}),
         ({"oneOf": [{"type": "array"}, {"enum": [1.5, True, "a"]}]},
          {"array", "number", "boolean", "string"}),

@@ -37,8 +37,8 @@ def _types(schema: Any, root: Mapping[str, Any], depth: int) -> frozenset[str]:
     if (reference := schema.get("$ref")) is not None:
         return _types(_referred(reference, root), root, depth + 1)
     if (types := schema.get("type")) is not None:
-        given = [types] if isinstance(types, str) else types
-        return frozenset(t for t in given if t in _ANY) if isinstance(given, list) else frozenset()
+        given = types if isinstance(types, list) else [types]
+        return frozenset(t for t in given if isinstance(t, str) and t in _ANY)
     if isinstance(values := schema.get("enum"), list):
         return frozenset(_type_of(value) for value in values)
     if "const" in schema:
