@@ -89,7 +89,7 @@ class HarmonyReasoning:
     @property
     def is_reasoning(self) -> bool:
         """Whether the next text may be reasoning."""
-        return self._kind in ("", "reasoning") and not self._is_plain
+        return self._is_header or self._kind == "reasoning"
 
     def feed(self, delta: str) -> tuple[str, str]:
         """Feed text; return the reasoning and content that are now final."""
@@ -108,31 +108,46 @@ class HarmonyReasoning:
         self._out = {"reasoning": [], "content": []}
         return "".join(out["reasoning"]), "".join(out["content"])
 
+    @property
+    def _is_header(self) -> bool:
+        return not self._kind and not self._is_plain
+
     def _split(self, text: str, *, is_last: bool) -> None:
         at = 0
         while True:
-            markers = _IN_BODY if self._kind or self._is_plain else _IN_HEADER
-            found, marker = markers.find(text, at, is_last)
-            self._read(text[at:found])
+            was_header = self._is_header
+            found, marker = (_IN_HEADER if was_header else _IN_BODY).find(text, at, is_last)
+            at += self._read(text[at:found])
+            if was_header and not self._is_header:
+                continue  # other markers count in text without a header
             if marker is None:
                 break
             self._mark(marker)
             at = found + len(marker)
-        self._pending = text[found:]
+        self._pending = text[at:]
 
-    def _read(self, text: str) -> None:
-        """Read text of a header or a message."""
-        if not text:
-            return
+    def _read(self, text: str) -> int:
+        """Read text of a header or a message; return the number of characters read."""
         if self._kind == "call" and self._keeps_calls:
             self._out["content"].append(text)
-        elif self._kind or self._is_plain:
-            self._put("reasoning" if self._kind == "reasoning" else "content", text)
+        elif self._is_header:
+            return self._read_header(text)
         else:
-            self._header += text
-            if not _may_be_header(self._header) or len(self._header) > _MAX_HEADER_CHARS:
-                self._is_plain = True
-                self._put("content", self._header[self._num_given :])
+            self._put("reasoning" if self._kind == "reasoning" else "content", text)
+        return len(text)
+
+    def _read_header(self, text: str) -> int:
+        """Read text of a header, up to the character that shows that it is none."""
+        header = self._header + text
+        most = min(len(header), _MAX_HEADER_CHARS)
+        if len(header) == most and _may_be_header(header):
+            self._header = header
+            return len(text)
+        ends = range(len(self._header) + 1, most + 1)
+        end = next((end for end in ends if not _may_be_header(header[:end])), most + 1)
+        self._is_plain = True
+        self._put("content", header[self._num_given : end])
+        return end - len(self._header)
 
     def _mark(self, marker: str) -> None:
         if marker == _MESSAGE:
@@ -166,6 +181,8 @@ class HarmonyReasoning:
         self._is_plain = False
 
     def _put(self, kind: str, text: str) -> None:
+        if not text:
+            return
         if self._is_new and self._has[kind]:
             self._out[kind].append("\n\n")
         self._is_new = False

@@ -79,6 +79,8 @@ ANSWERS = [  # (answer, reasoning, content, calls)
     (f"{ANALYSIS}Hm.{FINAL}Yes", "Hm.", "Yes", []),
     (f"{FINAL}Yes<|retu", "", "Yes<|retu", []),
     ("Plain text, 1 < 2.", "", "Plain text, 1 < 2.", []),
+    (f"Plain text.{FINAL}Yes", "", "Plain text.\n\nYes", []),
+    ("</<|message|>x<|channel|>analysis<|message|>Hm", "Hm", "</<|message|>x", []),
     ("assistants help", "", "s help", []),
     # No call: damaged, or of an unknown function.
     (f"{ADD}{{'a': 1}}<|call|>", "", "{'a': 1}", []),
