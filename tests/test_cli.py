@@ -303,6 +303,7 @@ def test_doctor_reports_what_is_there():
     text = _run("doctor").stdout
     for word in ("engine", "python", "packages", "cache", "driver", "nvrtc", "kernel"):
         assert f" {word}" in text
+    assert re.search(r"^ok   threads +1 of \d+ cores?: ", text, re.MULTILINE)
     assert "CPU: ready" in text
 
 

@@ -49,6 +49,17 @@ def _extras(path):
 @pytest.mark.parametrize("path", _cases(lambda name: name in _SLOW_SCRIPTS))
 def test_runs_as_a_script(path, tmp_path):
     _run_script(path, tmp_path)
+    if (lens := tmp_path / "logits.png").exists():
+        from matplotlib.image import imread
+
+        darkness = (imread(lens)[..., :3].mean(-1) < 0.25).mean()
+        assert darkness < 0.4, "most of the picture can be told apart"
+
+
+@pytest.mark.parametrize("path", FILES.values(), ids=FILES)
+def test_pictures_of_numbers_have_a_scale(path):
+    cells = path.read_text().split("\n# %%")
+    assert all("colorbar(" in cell for cell in cells if "imshow(" in cell and "cmap=" in cell)
 
 
 @pytest.mark.gpu

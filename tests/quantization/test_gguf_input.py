@@ -160,8 +160,11 @@ def test_the_command_takes_a_file(tmp_path, capsys):
     write_gguf(tmp_path / "m.gguf", values, tensors)
     with pytest.raises(SystemExit) as done:
         main(["quantize", str(tmp_path / "m.gguf"), str(tmp_path / "q"), "--format", "fp8"])
-    assert not done.value.code, capsys.readouterr().err
-    assert capsys.readouterr().out == f"{tmp_path / 'q'}\n"
+    printed = capsys.readouterr()
+    assert not done.value.code, printed.err
+    assert printed.out == f"{tmp_path / 'q'}\n"
+    size = sum(file.stat().st_size for file in (tmp_path / "q").iterdir())
+    assert printed.err == f"{size / 1000:.3g} kB in fp8\n"
     assert load_config(tmp_path / "q").hidden_size == 128
 
 
