@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -227,6 +228,8 @@ def test_the_command_prints_the_plan(capsys):
 def test_the_command_reads_a_gguf_file_and_this_machines_memory(capsys):
     status, text, error = _run(capsys, "--plan", "smollm2", "--dtype", "float16")
     assert status == 0, error
+    assert text.startswith("smollm2 in q4_1 on ") and re.search("MLPs .* MiB  q4_1\n", text)
+    text = _run(capsys, "--plan", "smollm2", "--dtype", "float16", "-q", "none")[1]
     assert text.startswith("smollm2 in float16 on ") and "output layer" not in text
 
 

@@ -5,7 +5,12 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-__all__ = ["add_quantization_argument", "quantization_option"]
+from engine.errors import ConfigError
+from engine.loading.download import ModelSource
+from engine.loading.model_facts import quantization_formats
+from engine.weights import FORMATS
+
+__all__ = ["add_quantization_argument", "planned_quantization", "quantization_option"]
 
 
 def add_quantization_argument(parser: argparse.ArgumentParser) -> None:
@@ -21,3 +26,21 @@ def add_quantization_argument(parser: argparse.ArgumentParser) -> None:
 def quantization_option(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the keyword argument for `load`, `LLM` or `LLMEngine`; empty without the option."""
     return {} if arguments.quantization is None else {"quantization": arguments.quantization}
+
+
+def planned_quantization(given: str | None, source: ModelSource | None) -> str | None:
+    """Return the format to plan a model in: `given`, or that of its files; None for none.
+
+    Raises
+    ------
+    ConfigError
+        If a folder's files contain several formats, and none is given.
+    """
+    if given is not None or source is None:
+        return given
+    names = quantization_formats(source)
+    if len(names) > 1:
+        raise ConfigError(
+            f"the model's files have several formats ({', '.join(names)}): name one with -q"
+        )
+    return next((name.lower() for name in names if name.lower() in FORMATS), None)

@@ -18,7 +18,7 @@ from engine._version import __version__
 from engine.cache.memory_pool import device_memory, format_bytes
 from engine.checks import shown, shown_size
 from engine.commands._bench_models import named_config
-from engine.commands._quantization import add_quantization_argument
+from engine.commands._quantization import add_quantization_argument, planned_quantization
 from engine.commands._speculation import add_speculation_argument, speculation_option
 from engine.commands.kernels import checked_arch, op_names, op_specs
 from engine.config import ModelConfig
@@ -141,10 +141,13 @@ def _plan(arguments: argparse.Namespace) -> str:
     else:
         place = device.Device("cuda", 0)
         total = _parsed_memory(arguments.memory)
-    options = (arguments.dtype or "auto", "auto", arguments.max_model_len, arguments.quantization)
+    quantization = planned_quantization(arguments.quantization, source)
+    # "dummy": a plan may be in a format that files can have and no option converts to.
+    options = (arguments.dtype or "auto", "dummy", arguments.max_model_len, quantization)
     how = resolve_load_config(config, source, (place, ""), *options)
     where = place if arguments.memory is None else f"{format_bytes(total)} of a GPU"
-    title = f"{excerpt(arguments.plan)} in {how.quantization or how.dtype} on {where}"
+    form = how.dtype if how.quantization in (None, "none") else how.quantization
+    title = f"{excerpt(arguments.plan)} in {form} on {where}"
     draft = None
     num_drafts = 0
     speculative = SpeculativeConfig.from_option(
@@ -162,9 +165,8 @@ def _draft(speculative: SpeculativeConfig, target: LoadConfig) -> tuple[ModelCon
     length = min(target.max_model_len, config.max_position_embeddings)
     dtype = speculative.dtype or target.dtype
     place = (target.device, "")
-    how = resolve_load_config(
-        config, source, place, dtype, "auto", length, speculative.quantization
-    )
+    quantization = planned_quantization(speculative.quantization, source)
+    how = resolve_load_config(config, source, place, dtype, "dummy", length, quantization)
     return config, how
 
 

@@ -11,13 +11,11 @@ from typing import Any
 from engine.checks import shown
 from engine.commands._bench_models import named_config
 from engine.commands._parser import add_positional_model, chosen_model
-from engine.commands._quantization import add_quantization_argument
+from engine.commands._quantization import add_quantization_argument, planned_quantization
 from engine.config import ModelConfig
 from engine.device import Device
 from engine.errors import ConfigError
-from engine.loading.download import ModelSource
 from engine.loading.load_config import resolve_load_config
-from engine.loading.model_facts import quantization_formats
 from engine.model_files import excerpt
 from engine.scaling import (
     CARDS,
@@ -31,7 +29,6 @@ from engine.scaling import (
 )
 from engine.scaling.card_table import CardTable, Planner, card_table
 from engine.scaling.plan import ScalingPlan, plan_scaling
-from engine.weights import FORMATS
 
 __all__ = ["add_arguments", "run"]
 
@@ -125,7 +122,7 @@ def _planner(arguments: argparse.Namespace) -> Planner:
             f"got {shown(arguments.kv_cache_dtype)}"
         )
     config, source = named_config(arguments.model)
-    stored = arguments.quantization or _stored_format(source)
+    stored = planned_quantization(arguments.quantization, source)
     page_itemsize = 2 if arguments.kv_cache_dtype == "auto" else 1
 
     def plan(card: Card, quantization: str | None = None) -> ScalingPlan:
@@ -151,22 +148,6 @@ def _planner(arguments: argparse.Namespace) -> Planner:
         )
 
     return plan
-
-
-def _stored_format(source: ModelSource | None) -> str | None:
-    """Return the quantization format of a model's files; None if they are not quantized.
-
-    Raises
-    ------
-    ConfigError
-        If a folder's files contain several formats.
-    """
-    names = () if source is None else quantization_formats(source)
-    if len(names) > 1:
-        raise ConfigError(
-            f"the model's files have several formats ({', '.join(names)}): name one with -q"
-        )
-    return next((name.lower() for name in names if name.lower() in FORMATS), None)
 
 
 def _check_positive(name: str, number: int | None) -> None:

@@ -3,12 +3,12 @@
 import { events, request } from "./api.js";
 import { BlockGrid } from "./blocks.js";
 import { Chart } from "./chart.js";
+import { $ } from "./dom.js";
 import { sendLoad } from "./load.js";
 import { forgetColors, isCalm } from "./palette.js";
 import { RequestList } from "./requests.js";
 import { PrefixTree } from "./tree.js";
 
-const $ = (id) => document.getElementById(id);
 const SILENCE = 5000; // ms without a snapshot before the page reports a problem
 
 const count = new Intl.NumberFormat("en");
