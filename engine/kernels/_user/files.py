@@ -69,7 +69,7 @@ def load_name(target: str) -> Any:
 def _parts(target: str) -> tuple[Path, str]:
     path, _, name = target.rpartition(":") if ".py:" in target else (target, "", "")
     if not Path(path).is_file():
-        raise ConfigError(f"must be a Python file, or FILE.py:NAME; there is no file {path!r}")
+        raise ConfigError(f"file must be a Python file, or FILE.py:NAME; there is no file {path!r}")
     return Path(path).resolve(), name
 
 
@@ -81,7 +81,7 @@ def _run(path: Path) -> Any:
         return sys.modules[key]
     spec = importlib.util.spec_from_file_location(key, path)
     if spec is None or spec.loader is None:
-        raise ConfigError(f"must be a Python file; got {str(path)!r}")
+        raise ConfigError(f"file must be a Python file; got {str(path)!r}")
     module = importlib.util.module_from_spec(spec)
     sys.modules[key] = module
     sys.path.insert(0, str(path.parent))  # as if the file were run
