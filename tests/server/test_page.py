@@ -372,7 +372,10 @@ def test_parameters_are_sent_and_checked(chat, script):
     [
         ((429, "8 requests wait", {"Retry-After": "3"}),
          "The server is busy. It says: 8 requests wait. Try again in 3 s."),
-        ((503, "shutting down", {}), "The server takes no requests now. It says: shutting down"),
+        ((503, "shutting down", {"Retry-After": "10"}),
+         "The server takes no requests now. It says: shutting down. Try again in 10 s."),
+        ((503, "the engine has ended", {}),
+         "The server takes no requests now. It says: the engine has ended."),
         ((400, "top_k must be at least 1, got 0", {}), "top_k must be at least 1, got 0"),
     ],
 )  # fmt: skip
@@ -408,7 +411,7 @@ def test_a_stream_that_breaks_off_is_told(chat, script, ends, words):
 def test_models_that_were_not_known_yet_are_asked_for_again(chat, script):
     script.knows_models = False
     chat.driver.refresh()
-    words = "The server takes no requests now. It says: loading the model"
+    words = "The server takes no requests now. It says: loading the model."
     chat.wait(lambda: chat.text("#problem-text") == words)
     chat.ask("Why?", until_done=False)
     chat.wait(lambda: chat.text("#send") == "Send" and not script.asked)

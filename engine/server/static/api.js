@@ -73,9 +73,10 @@ async function errorOf(response) {
 }
 
 function inWords(status, said, wait) {
+  const says = said && ` It says: ${said}.`;
   const later = wait ? ` Try again in ${wait} s.` : " Try again in a moment.";
-  if (status === 429) return `The server is busy.${said ? ` It says: ${said}.` : ""}${later}`;
-  if (status === 503) return `The server takes no requests now.${said ? ` It says: ${said}` : ""}`;
+  if (status === 429) return `The server is busy.${says}${later}`;
+  if (status === 503) return `The server takes no requests now.${says}${wait ? later : ""}`;
   if (status === 404 && !said) return "The server does not know this address.";
   if (status === 413 && !said) return "The conversation is longer than the server accepts.";
   return said || `The server answered with status ${status}.`;

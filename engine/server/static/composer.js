@@ -1,6 +1,6 @@
 // The box in which a message is written.
 
-import { $ } from "./dom.js";
+import { $, isSendKey } from "./dom.js";
 
 export function setPrompt(text) {
   $("prompt").value = text;
@@ -26,8 +26,7 @@ export function startComposer({ send, stop, isBusy }) {
     else if (performance.now() - sentAt > 300) stop(); // ignores the second click of a double click
   });
   $("prompt").addEventListener("keydown", (event) => {
-    const breaksLine = event.shiftKey || event.isComposing || matchMedia("(pointer: coarse)").matches;
-    if (event.key !== "Enter" || breaksLine) return;
+    if (!isSendKey(event)) return;
     event.preventDefault();
     if (!isBusy()) submit();
   });

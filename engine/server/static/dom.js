@@ -34,6 +34,13 @@ export function copyButton(label, textOf) {
   return made;
 }
 
+// Whether Enter was pressed to send a text, not to break its line or to choose a character. A phone's
+// keyboard has no other key for a line break.
+export function isSendKey(event) {
+  const breaksLine = event.shiftKey || event.isComposing || matchMedia("(pointer: coarse)").matches;
+  return event.key === "Enter" && !breaksLine;
+}
+
 // Browsers allow clipboard access only on pages from localhost or over TLS.
 async function copyText(text) {
   try {

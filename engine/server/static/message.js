@@ -1,7 +1,7 @@
 // One message of the conversation.
 
 import { inWords } from "./answer.js";
-import { button, copyButton, folded, make } from "./dom.js";
+import { button, copyButton, folded, isSendKey, make } from "./dom.js";
 import { RichText } from "./rich.js";
 import { nodesOf } from "./tokens.js";
 
@@ -165,7 +165,7 @@ export class MessageView {
     });
     area.addEventListener("keydown", (event) => {
       if (event.key === "Escape") cancel.click();
-      else if (event.key === "Enter" && !event.shiftKey && !event.isComposing) form.requestSubmit();
+      else if (isSendKey(event)) form.requestSubmit();
       else return;
       event.preventDefault();
       event.stopPropagation();

@@ -1,14 +1,13 @@
 // The page of the API: every endpoint of openapi.json, with its fields and a curl command.
 
 import { onMissingKey, request, saveKey } from "../static/api.js";
+import { $, copyButton } from "../static/dom.js";
 
 const METHODS = ["get", "post", "put", "patch", "delete"];
 const MAX_DEPTH = 6; // of nested objects; schemas may contain themselves
 
 let schemas = {};
 let entries = [];
-
-const byId = (id) => document.getElementById(id);
 
 function element(tag, { text, ...properties } = {}, ...children) {
   const made = Object.assign(document.createElement(tag), properties);
@@ -142,17 +141,9 @@ function curl(method, path, operation, { isStream = false } = {}) {
 }
 
 function command(text) {
-  const button = element("button", { type: "button", className: "copy", text: "Copy" });
-  button.addEventListener("click", async () => {
-    try {
-      await navigator.clipboard.writeText(text);
-      button.textContent = "Copied";
-    } catch {
-      button.textContent = "Select it, and copy with the keyboard";
-    }
-    setTimeout(() => { button.textContent = "Copy"; }, 2000);
-  });
-  return [element("pre", { tabIndex: 0 }, element("code", { text })), button];
+  const copy = copyButton("Copy the command", () => text);
+  copy.className = "copy";
+  return [element("pre", { tabIndex: 0 }, element("code", { text })), copy];
 }
 
 function details(method, path, operation) {
@@ -204,14 +195,14 @@ function groupOf(path) {
 
 function show(found) {
   schemas = found.components.schemas;
-  byId("version").textContent = found.info.version;
+  $("version").textContent = found.info.version;
   entries = Object.entries(found.paths).flatMap(([path, item]) =>
     METHODS.filter((method) => item[method]).map((method) => entry(method, path, item[method]))
   );
   const sections = [...grouped(entries)].sort(([a], [b]) => order(a) - order(b)).map(([title, own]) =>
     element("section", {}, element("h2", { text: title }), ...own.map((one) => one.made))
   );
-  byId("endpoints").replaceChildren(...sections);
+  $("endpoints").replaceChildren(...sections);
   search();
   openLinked();
 }
@@ -229,7 +220,7 @@ function order(title) {
 
 // Every word must occur; the order does not matter.
 function search() {
-  const words = byId("search").value.toLowerCase().split(/\s+/).filter(Boolean);
+  const words = $("search").value.toLowerCase().split(/\s+/).filter(Boolean);
   let count = 0;
   for (const one of entries) {
     const matches = words.every((word) => one.words.includes(word));
@@ -239,11 +230,11 @@ function search() {
   for (const part of document.querySelectorAll("main > section")) {
     part.hidden = ![...part.children].some((one) => one.className === "endpoint" && !one.hidden);
   }
-  byId("count").textContent = words.length ? `${count} of ${entries.length} endpoints` : "";
+  $("count").textContent = words.length ? `${count} of ${entries.length} endpoints` : "";
 }
 
 function openLinked() {
-  const linked = location.hash && byId(decodeURIComponent(location.hash.slice(1)));
+  const linked = location.hash && $(decodeURIComponent(location.hash.slice(1)));
   if (linked) {
     linked.open = true;
     linked.scrollIntoView();
@@ -252,14 +243,14 @@ function openLinked() {
 
 // Resolves to whether a key was entered.
 function askForKey() {
-  const form = byId("key-form");
+  const form = $("key-form");
   form.hidden = false;
-  byId("key").focus();
+  $("key").focus();
   return new Promise((resolve) => {
     form.addEventListener("submit", (event) => {
       event.preventDefault();
-      saveKey(byId("key").value.trim());
-      byId("key").value = "";
+      saveKey($("key").value.trim());
+      $("key").value = "";
       form.hidden = true;
       resolve(true);
     }, { once: true });
@@ -270,18 +261,18 @@ async function load() {
   try {
     show(await (await request("openapi.json")).json());
   } catch (error) {
-    byId("problem").hidden = false;
-    byId("problem").textContent = error.message;
+    $("problem").hidden = false;
+    $("problem").textContent = error.message;
   }
 }
 
 onMissingKey(askForKey);
-byId("search").addEventListener("input", search);
+$("search").addEventListener("input", search);
 window.addEventListener("hashchange", openLinked);
 document.addEventListener("keydown", (event) => {
   if (event.key === "/" && !/input|textarea/i.test(event.target.tagName)) {
     event.preventDefault();
-    byId("search").focus();
+    $("search").focus();
   }
 });
 load();
