@@ -21,7 +21,9 @@ from examples.superconductors import compositions, crystals, data, elements, ops
 from examples.superconductors.inference import FastNetwork
 from examples.superconductors.neighbours import Neighbours, exchanged
 from examples.superconductors.network import Adam, Batch, Config, Network, absolute_slope
+from examples.superconductors.training import Step
 
+ONE = crystals.PROTOTYPES[:1]
 SMALL = Config(hidden=16, num_heads=2, ffn=24, num_layers=2, seed=1)
 BRIEF = study.Recipe(num_epochs=12, batch_size=16, hidden=32, num_heads=2, ffn=48, num_layers=1)
 
@@ -113,6 +115,35 @@ def test_a_gpu_computes_the_same(cp, make, dtype, tolerance, sizes):
     Adam(1e-2, 10).step(card, cp.asarray(results[1][1]))
     after = card.predict(there)
     assert cp.isfinite(after).all() and (after != cp.asarray(results[1][0])).any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("density", [1.0, 0.3])
+def test_replayed_steps_are_the_steps(cp, density):
+    """Graphs of two kinds of batches, in turn, leave the weights that launched kernels leave."""
+    config = replace(SMALL, hidden=64, ffn=128, num_features=crystals.NUM_FEATURES)
+    rng = np.random.default_rng(0)
+    weights = []
+    for replays in (True, False):
+        network = Network(config, cp, np_dtype("bfloat16"))
+        step = Step(network, Adam(1e-2, 20), max_graphs=2 if replays else 0)
+        for index in range(10):
+            some = crystals.generate(3, index, length=60 + 40 * (index % 2), prototypes=ONE)
+            batch, _ = crystals.batch_of(some, density, cp)
+            outputs = step(batch, cp.asarray(rng.standard_normal((3, 1)), np.float32))
+            assert cp.isfinite(outputs).all()
+        assert len(step._graphs) == (2 if replays else 0)
+        weights.append(device.to_numpy(network.flat))
+        rng = np.random.default_rng(0)
+    np.testing.assert_array_equal(*weights)
+
+
+def test_batches_of_training_are_alike():
+    some = crystals.generate(50, 1, length=40)
+    batches = crystals._alike(some, 4, np.random.default_rng(0))
+    assert sorted(np.concatenate(batches)) == list(range(50))
+    assert max(len(batch) for batch in batches) == 4
+    assert all(len({some[i].kind for i in batch}) == 1 for batch in batches)
 
 
 def test_a_composition_sees_only_itself():

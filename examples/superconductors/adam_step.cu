@@ -17,14 +17,15 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     adam_step(float* weights, float* first, float* second, float* mean, const float* gradient,
-              const float* parts, int P, float rate, float decay, float clip, float beta_1,
-              float beta_2, float correction, float mean_share) {
+              const float* parts, const float* schedule, int P, float decay, float clip,
+              float beta_1, float beta_2) {
   __shared__ float smem[kThreads / kWarpSize];
   const float squares = block_sum<kThreads / kWarpSize>(
       threadIdx.x < kParts ? parts[threadIdx.x] : 0.0f, smem);
   const float scale = fminf(1.0f, clip / (sqrtf(squares) + 1e-12f));
   const int i = blockIdx.x * kThreads + threadIdx.x;
   if (i >= P) return;
+  const float rate = schedule[0], correction = schedule[1], mean_share = schedule[2];
   const float g = gradient[i] * scale;
   const float m = first[i] += (1.0f - beta_1) * (g - first[i]);
   const float v = second[i] += (1.0f - beta_2) * (g * g - second[i]);

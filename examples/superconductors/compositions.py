@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,10 +16,10 @@ from .network import (
     Batch,
     Config,
     Network,
-    absolute_slope,
     packed,
 )
 from .ops import token_features
+from .training import Step
 
 __all__ = ["SCALE", "Trained", "batch_of", "in_kelvin", "train"]
 
@@ -160,12 +159,11 @@ def train(
     known = neighbours.known(compositions, num_neighbours, skip=np.arange(len(compositions)))
     data = (compositions, tc / SCALE, known)
     adam = Adam(learning_rate, len(compositions) // batch_size * num_epochs, weight_decay)
+    step = Step(network, adam)
     for epoch in range(num_epochs):
         losses = []
         for batch, wanted in _batches(data, batch_size, epoch, network):
-            outputs, gradient = network.gradient(batch, partial(absolute_slope, wanted=wanted))
-            losses.append(abs(outputs - wanted).mean())
-            adam.step(network, gradient)
+            losses.append(abs(step(batch, wanted) - wanted).mean())
         if report is not None:
             report(epoch, float(sum(losses)) / len(losses) * SCALE)
     network.update(adam.mean)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,8 @@ import numpy as np
 from engine.kernels import Periodic
 
 from .elements import ELECTRONEGATIVITY, NUMBER, RADIUS
-from .network import Adam, Batch, Config, Group, Network, absolute_slope
+from .network import Adam, Batch, Config, Group, Network
+from .training import Step
 
 NUM_FEATURES = 32
 _LENGTHS = slice(-4, -1)  # features that are lengths of the cell: they scale
@@ -205,6 +206,11 @@ class Crystal:
         return len(self.elements)
 
     @property
+    def kind(self) -> tuple[int, tuple[int, int, int]]:
+        """Equal for crystals of one prototype and size."""
+        return id(self.prototype), self.repeats
+
+    @property
     def cell_sites(self) -> int:
         """Sites of a cell."""
         return len(self.prototype.site_kinds)
@@ -357,7 +363,7 @@ def batch_of(
     """
     kinds: dict[Any, list[int]] = {}
     for index, crystal in enumerate(crystals):
-        kinds.setdefault((id(crystal.prototype), crystal.repeats), []).append(index)
+        kinds.setdefault(crystal.kind, []).append(index)
     groups, features = [], []
     start = 0
     for members in kinds.values():
@@ -420,20 +426,30 @@ def train(
     network = Network(replace(config, num_features=NUM_FEATURES), xp, dtype)
     mean, deviation = float(targets.mean()), float(targets.std()) or 1.0
     wanted = ((targets - mean) / deviation).astype(np.float32)
-    steps = len(crystals) // batch_size * num_epochs
-    adam = Adam(learning_rate, steps, mean_decay=0.98)
     rng = np.random.default_rng(config.seed)
+    num_steps = len(_alike(crystals, batch_size, rng)) * num_epochs
+    adam = Adam(learning_rate, num_steps, mean_decay=0.98)
+    step = Step(network, adam)
     for epoch in range(num_epochs):
-        rows = rng.permutation(len(crystals))
         total = 0.0
-        for start in range(0, len(rows) - batch_size + 1, batch_size):
-            chosen = rows[start : start + batch_size]
+        for chosen in _alike(crystals, batch_size, rng):
             batch, order = batch_of([crystals[i] for i in chosen], density, xp)
             aim = xp.asarray(wanted[chosen][order])[:, None]
-            outputs, gradient = network.gradient(batch, partial(absolute_slope, wanted=aim))
-            total += float(abs(outputs - aim).mean())
-            adam.step(network, gradient)
+            total += float(abs(step(batch, aim) - aim).sum())
         if report is not None:
-            report(epoch, total / (steps // num_epochs) * deviation)
+            report(epoch, total / len(crystals) * deviation)
     network.update(adam.mean)
     return Trained(network, mean, deviation)
+
+
+def _alike(crystals: Sequence[Crystal], size: int, rng: np.random.Generator) -> list[Array]:
+    """Return the crystals' indices as batches of one prototype and size, in random order."""
+    kinds: dict[Any, list[int]] = {}
+    for index in rng.permutation(len(crystals)):
+        kinds.setdefault(crystals[index].kind, []).append(index)
+    batches = [
+        np.array(members[start : start + size])
+        for members in kinds.values()
+        for start in range(0, len(members), size)
+    ]
+    return [batches[i] for i in rng.permutation(len(batches))]

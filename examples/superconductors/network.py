@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,7 @@ __all__ = [
 ]
 
 NEIGHBOUR = len(PROPERTIES)  # in place of an element: a known composition
+Array = np.ndarray[Any, Any]
 Pattern = BlockSparse | Periodic | None
 Backward = Callable[[Any], Any]
 
@@ -119,12 +120,18 @@ class Batch:
     groups : tuple of Group
     roots : (B,) array of int64, or None
         Token from which each sequence's result is read; if None, from the mean of its tokens.
+    order : (T,) array of int64
+        The tokens sorted by element, which the gradient of the elements' table needs.
     """
 
     elements: Any
     features: Any
     groups: tuple[Group, ...]
     roots: Any = None
+
+    @cached_property
+    def order(self) -> Any:
+        return self.elements.argsort(kind="stable")
 
     def __len__(self) -> int:
         return sum(group.count for group in self.groups)
@@ -186,6 +193,9 @@ class Network:
             parts.append(np.ones(count) if is_norm else rng.standard_normal(count) * scale)
         wide = np.float64 if self.dtype == np.float64 else np.float32
         self.flat = xp.asarray(np.concatenate(parts), wide)
+        self._narrow = xp.empty(size, self.dtype)
+        self.weights = self.views(self._narrow)
+        self.table = xp.empty_like(self.weights["embedding"])
         self._properties = xp.asarray(np.pad(PROPERTIES, ((0, 1), (0, 0))), self.dtype)
         self._num_masks = config.seed << 20  # dropout masks drawn
         self.update()
@@ -215,11 +225,10 @@ class Network:
     def update(self, flat: Any = None) -> None:
         """Take over `flat` as the weights (default: `self.flat`, after it was changed)."""
         if flat is not None:
-            self.flat = self.xp.asarray(flat, self.flat.dtype)
-        self.weights = self.views(self.flat.astype(self.dtype))
-        self.table = self.weights["embedding"] + product(
-            self._properties, self.weights["properties"]
-        )
+            self.flat[...] = flat
+        self._narrow[...] = self.flat
+        self.table[...] = product(self._properties, self.weights["properties"])
+        self.table += self.weights["embedding"]
 
     def predict(self, batch: Batch) -> Any:
         """Return the outputs, (B, 1) float32."""
@@ -302,7 +311,7 @@ class Network:
         x, of_features = self._linear(features, grads, "features")
 
         def backward(dx: Any) -> None:
-            order = self.xp.argsort(batch.elements, kind="stable")
+            order = batch.order
             table = kernels.embedding_backward(dx, batch.elements[order], order, len(self.table))
             grads["embedding"] += table.astype(self.flat.dtype)
             grads["properties"] += weight_gradient(table, self._properties)
@@ -348,9 +357,13 @@ class Network:
             return x[batch.roots], to_roots
 
         def to_tokens(dy: Any) -> Any:
-            lengths = [group.length for group in batch.groups for _ in range(group.count)]
-            shares = dy.astype(self.flat.dtype) / self.xp.asarray(lengths)[:, None]
-            return self.xp.repeat(shares.astype(dy.dtype), lengths, axis=0)
+            dx = self.xp.empty_like(x)
+            first = 0
+            for g in batch.groups:
+                share = dy[first : first + g.count].astype(self.flat.dtype) / g.length
+                dx[g.tokens].reshape(g.count, g.length, -1)[...] = share[:, None]
+                first += g.count
+            return dx
 
         means = [
             x[g.tokens].reshape(g.count, g.length, -1).astype(self.flat.dtype).mean(1)
@@ -454,22 +467,29 @@ class Adam:
 
     def step(self, network: Network, gradient: Any) -> None:
         """Change the network's weights."""
+        self.apply(network, gradient, network.xp.asarray(self.schedule()))
+
+    def schedule(self) -> Array:
+        """Return what changes from step to step, for the next one. See `ops.adam_formula`."""
+        rate = self.rate()
+        self._step += 1
+        beta_1, beta_2 = self.betas
+        correction = math.sqrt(1 - beta_2**self._step) / (1 - beta_1**self._step)
+        mean_share = 1 - min(self.mean_decay, self._step / (self._step + 10))
+        return np.array([rate, correction, mean_share], np.float32)
+
+    def apply(self, network: Network, gradient: Any, schedule: Any) -> None:
+        """Change the network's weights by a step of this schedule."""
         xp, flat = network.xp, network.flat
         if self._moments is None:
             self._moments = (xp.zeros_like(flat), xp.zeros_like(flat))
             self.mean = flat.copy()
-        rate = self.rate()
-        self._step += 1
-        beta_1, beta_2 = self.betas
-        step = ops.adam_formula if xp is np else ops.adam_step
-        step(
-            *(flat, *self._moments, self.mean, gradient),
-            rate=rate,
+        formula = ops.adam_formula if xp is np else ops.adam_step
+        formula(
+            *(flat, *self._moments, self.mean, gradient, schedule),
             decay=self.weight_decay,
             clip=self.clip,
-            beta_1=beta_1,
-            beta_2=beta_2,
-            correction=math.sqrt(1 - beta_2**self._step) / (1 - beta_1**self._step),
-            mean_share=1 - min(self.mean_decay, self._step / (self._step + 10)),
+            beta_1=self.betas[0],
+            beta_2=self.betas[1],
         )
         network.update()

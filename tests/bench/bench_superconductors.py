@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,8 @@ from engine import kernels
 from engine.dtypes import np_dtype
 from examples.superconductors import compositions, crystals, data, screen, study
 from examples.superconductors.inference import FastNetwork
-from examples.superconductors.network import Adam, Config, Network, absolute_slope, packed
+from examples.superconductors.network import Adam, Config, Network, packed
+from examples.superconductors.training import Step
 from tests.bench.screen_torch import TorchPeer, has_torch
 
 DENSITY = 0.25
@@ -37,7 +39,7 @@ class Sizes:
     sequences: int = 1 << 17  # compositions per batch
     lengths: tuple[int, ...] = (200, 1000, 2000, 4000)
     crystals: int = 100_000
-    tokens: int = 262_144  # of crystals per batch
+    tokens: int = 1 << 20  # of crystals per batch
     recipe: study.Recipe = _RECIPE
     crystal: Config = _CRYSTAL
     known: int = 768  # crystals to train on; a quarter as many are tested
@@ -195,24 +197,21 @@ class Bench:
 
     def training(self) -> Iterator[dict[str, Any]]:
         """A step of training on crystals: forward pass, backward pass and optimizer."""
+        for share in (32, 4):
+            yield from self._steps(max(1, self.sizes.tokens // share // self.sizes.lengths[-2]))
+
+    def _steps(self, count: int) -> Iterator[dict[str, Any]]:
         length = self.sizes.lengths[-2]
-        count = max(1, self.sizes.tokens // length // 8)
         some = crystals.generate(count, 3, length=length, prototypes=_PEROVSKITE)
         wanted = self.xp.zeros((count, 1), np.float32)
         config = replace(self.sizes.crystal, num_features=crystals.NUM_FEATURES)
         for name, density in (("ours", 1.0), ("ours, pattern", DENSITY)):
-            network = Network(config, self.xp, self.dtype)
-            adam = Adam(1e-3, 1000)
+            step = Step(Network(config, self.xp, self.dtype), Adam(1e-3, 1000))
             batch, _ = crystals.batch_of(some, density, self.xp)
-
-            def step(network: Any = network, adam: Any = adam, batch: Any = batch) -> None:
-                _, gradient = network.gradient(batch, lambda y: absolute_slope(y, wanted))
-                adam.step(network, gradient)
-
-            yield self._step(name, step, length, count)
+            yield self._step(name, partial(step, batch, wanted), length, count)
         if self.is_cuda and has_torch():
             peer = TorchPeer(Network(config, self.xp, self.dtype))
-            yield self._step("torch", lambda: peer.train(batch, wanted), length, count)
+            yield self._step("torch", partial(peer.train, batch, wanted), length, count)
 
     def _step(self, name: str, step: Callable[[], None], length: int, count: int) -> dict[str, Any]:
         return {

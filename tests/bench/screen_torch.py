@@ -39,6 +39,7 @@ class TorchPeer:
         self.xp = network.xp
         self._torch = torch
         self._model = _model(network.config, network)
+        torch._dynamo.reset()  # each peer is a model of its own: no limit on their number
         self._run = torch.compile(self._model, fullgraph=True)
         self._optimizer: Any = None
 
