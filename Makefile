@@ -99,12 +99,12 @@ shots: model   ## the pictures of the docs: terminal recordings (needs npm) and 
 	  --in docs/casts/$$name.cast --out docs/img/terminal-$$name.svg || exit 1; done
 	$(BIN)/python -m tests.server.page_screenshots
 
-CUDA_FILES := $(shell find cuda_src -name '*.cu' -o -name '*.cuh')
+C_FILES := $(shell find cuda_src engine -name '*.cu' -o -name '*.cuh' -o -name '*.c')
 
-lint: $(VENV)/.installed-dev   ## ruff for Python, clang-format for CUDA
+lint: $(VENV)/.installed-dev   ## ruff for Python, clang-format for C and CUDA
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/clang-format --dry-run --Werror $(CUDA_FILES)
+	$(BIN)/clang-format --dry-run --Werror $(C_FILES)
 
 types: $(VENV)/.installed-dev   ## mypy --strict on engine/
 	$(BIN)/mypy
@@ -115,7 +115,7 @@ kernels: $(VENV)/.installed-dev   ## compile every kernel, where its code differ
 format: $(VENV)/.installed-dev   ## reformat
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i $(CUDA_FILES)
+	$(BIN)/clang-format -i $(C_FILES)
 
 docs: $(VENV)/.installed-dev   ## the site, in build/site (outputs of the course: after `make notebooks`)
 	$(BIN)/python docs/site

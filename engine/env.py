@@ -14,6 +14,7 @@ from engine.errors import ConfigError
 __all__ = [
     "VARIABLES",
     "Variable",
+    "c_compiler",
     "cache_dir",
     "commit",
     "compile_workers",
@@ -57,6 +58,11 @@ VARIABLES: tuple[Variable, ...] = (
         "OPENBLAS_NUM_THREADS or the like if set, else measured",
         "number of threads that compute on the CPU",
     ),
+    Variable(
+        "ENGINE_CC",
+        "CC if set, else cc, gcc or clang if found",
+        'C compiler of the products with quantized weights on the CPU; "none": NumPy',
+    ),
     Variable("ENGINE_DEBUG", "0", "1 checks every block table and poisons freed memory (slow)"),
     Variable("ENGINE_OFFLINE", "0", "1 forbids network access (also HF_HUB_OFFLINE=1)"),
     Variable(
@@ -84,6 +90,11 @@ def cache_dir() -> Path:
         return Path(own).expanduser()
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(base).expanduser() / "engine"
+
+
+def c_compiler() -> str | None:
+    """Return the command of the C compiler given by `ENGINE_CC`; None if unset."""
+    return os.environ.get("ENGINE_CC") or None
 
 
 def kernel_tier() -> str:

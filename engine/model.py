@@ -30,6 +30,7 @@ from engine.config import ModelConfig
 from engine.device import Device, cupy, resolve_device, to_numpy
 from engine.dtypes import KV_CODE_DTYPES
 from engine.errors import ConfigError, EngineError, RequestError, unknown_keyword
+from engine.kernels._cpu import compiled
 from engine.kernels._override.scope import ModelKernels
 from engine.kernels._override.table import Overrides
 from engine.layers.batch import ForwardBatch
@@ -193,7 +194,9 @@ def load(
         features = 2 * max(config.intermediate_size, config.hidden_size)
         threads.choose((features, config.hidden_size))
     if device == "auto":
-        what = f"{place} ({why})" if place.is_cuda else f"{place} ({why}), {threads.current()}"
+        what = f"{place} ({why})"
+        if not place.is_cuda:
+            what += f", {threads.current()}, {compiled.description()}"
         print(f"engine: device {what}, dtype {options.dtype}", file=sys.stderr)
     decoder = load_decoder(
         source,

@@ -24,6 +24,7 @@ from engine.commands.kernels import checked_arch, op_names, op_specs
 from engine.config import ModelConfig
 from engine.errors import CompileError, ConfigError
 from engine.kernels import _module, _nvrtc
+from engine.kernels._cpu import compiled
 from engine.loading.download import local_path
 from engine.loading.load_config import LoadConfig, resolve_load_config
 from engine.model_files import excerpt
@@ -89,6 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
         ("python", lambda: f"{platform.python_version()} on {platform.platform()}"),
         ("packages", _packages),
         ("threads", _threads),
+        ("products", _products),
         ("settings", _settings),
         ("cache", _cache),
         ("model smollm2", _model),
@@ -194,6 +196,13 @@ def _packages() -> str:
 def _threads() -> str:
     chosen = threads.choose(_MATRIX)
     return f"{chosen.count} of {os.cpu_count()} cores: {chosen.reason}"
+
+
+def _products() -> str:
+    text = compiled.description()
+    if compiled.kernels() is None:
+        text += ": quantized models take about twice as long"
+    return text
 
 
 def _settings() -> str:

@@ -13,9 +13,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import re
-import tempfile
 import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +25,7 @@ from typing import Any
 from engine import device, env
 from engine.errors import CompileError
 from engine.kernels import _nvrtc
+from engine.kernels._disk_cache import cache_folder, write_file
 
 __all__ = [
     "ARCHITECTURES",
@@ -269,26 +268,9 @@ def _cache_key(spec: ModuleSpec, arch: str) -> str:
     return f"{Path(spec.file).stem}-{hashlib.sha256(text.encode()).hexdigest()[:32]}"
 
 
-@cache
-def _cache_folder(base: Path) -> Path:
-    """Create the kernel cache as a private folder; one that others can write to is an error."""
-    folder = base / "kernels"
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise _not_written(folder, error) from error
-    status = folder.stat()
-    if hasattr(os, "getuid") and (status.st_uid != os.getuid() or status.st_mode & 0o022):
-        raise CompileError(
-            f"kernel cache {folder} must be owned and writable by this user only; got "
-            f"uid {status.st_uid}, mode {status.st_mode & 0o777:o}. Fix it or set ENGINE_CACHE_DIR"
-        )
-    return folder
-
-
 def _read_cache(spec: ModuleSpec, arch: str, key: str) -> CompiledModule | None:
     """Return the cached module, or None if it is missing or damaged."""
-    folder = _cache_folder(env.cache_dir())
+    folder = cache_folder()
     try:
         record = json.loads((folder / f"{key}.json").read_text())
         path = folder / record["cubin"]
@@ -305,7 +287,7 @@ def _read_cache(spec: ModuleSpec, arch: str, key: str) -> CompiledModule | None:
 def _write_cache(spec: ModuleSpec, arch: str, key: str, program: _nvrtc.Program) -> CompiledModule:
     """Store a program. The record is written last and names the cubin by its hash, so that two
     processes that compile the same module at once cannot mix their files."""
-    folder = _cache_folder(env.cache_dir())
+    folder = cache_folder()
     digest = hashlib.sha256(program.cubin).hexdigest()
     path = folder / f"{key}-{digest[:16]}.cubin"
     record = {
@@ -314,26 +296,6 @@ def _write_cache(spec: ModuleSpec, arch: str, key: str, program: _nvrtc.Program)
         "entries": [asdict(entry) for entry in program.entries],
         "log": program.log,
     }
-    try:
-        _write_atomic(path, program.cubin)
-        _write_atomic(folder / f"{key}.json", json.dumps(record).encode())
-    except OSError as error:
-        raise _not_written(folder, error) from error
+    write_file(path, program.cubin)
+    write_file(folder / f"{key}.json", json.dumps(record).encode())
     return CompiledModule(spec, arch, path, program.entries, program.log)
-
-
-def _not_written(folder: Path, error: OSError) -> CompileError:
-    return CompileError(
-        f"kernel cache {folder} cannot be written ({error}); fix it or set ENGINE_CACHE_DIR"
-    )
-
-
-def _write_atomic(path: Path, data: bytes) -> None:
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".tmp-")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise

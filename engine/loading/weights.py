@@ -26,6 +26,7 @@ from engine import threads
 from engine.config import ModelConfig
 from engine.device import CPU, Device
 from engine.dtypes import np_dtype
+from engine.kernels._cpu import compiled
 from engine.loading.dummy import dummy_weights
 from engine.loading.stored_weights import StoredWeights, stored_formats
 from engine.loading.tensor_reader import TensorReader, rows_of
@@ -239,13 +240,14 @@ class _Plan:
 def _keeps(device: Device, dtype: str, *, deterministic: bool) -> Callable[[str, Format], bool]:
     """Return a predicate (name, format): whether a product reads the weight as stored.
 
-    On the CPU packed matrices are laid out as panels, for float32 activations and one thread:
-    several threads of BLAS read dense matrices faster than one thread widens panels.
+    On the CPU packed matrices are laid out as panels, for float32 activations. Without C kernels
+    for one thread only: several threads of BLAS read dense matrices faster than NumPy widens panels
+    on one.
     """
     if _has_all_kernels(device, dtype):
         return lambda name, form: True
     has_panels = not (device.is_cuda or deterministic) and dtype == "float32"
-    has_panels = has_panels and threads.count() == 1
+    has_panels = has_panels and (compiled.kernels() is not None or threads.count() == 1)
     return lambda name, form: not is_expert(name) and (bool(form.activations) or has_panels)
 
 

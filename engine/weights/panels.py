@@ -1,11 +1,11 @@
 """Memory layout of quantized weights for products on the CPU.
 
-NumPy multiplies floats only, so a product widens the codes to float32 on the way, a piece at a time
-into a buffer that stays in the cache: on one thread, reading one byte a number instead of four more
-than pays for it. A weight (N, K) is cut into panels of n output features, and a panel into groups
-of g input features that share a scale. A panel's codes are (K/g, g, n) int8: n is the inner axis,
-so that one conversion and one batch of K/g products of (T, g) by (g, n) compute the sums of the
-groups, and the scales (K/g, n) are applied to these sums, 1/g of the work of scaling the weights.
+A product widens the codes to float32 on the way: reading one byte a number instead of four more
+than pays for it. A weight (N, K) is cut into panels of 64 output features, and a panel into groups
+of g input features that share a scale. A panel's codes are (K/g, g, 64) int8: one vector of codes
+belongs to one input feature, whose number multiplies it, and the scales (K/g, 64) are applied to
+the sums of the groups, 1/g of the work of scaling the weights. A product reads all arrays once,
+from front to back.
 """
 
 from __future__ import annotations
@@ -13,61 +13,38 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from engine.weights.formats import Format
 
-__all__ = ["Panel", "Panels", "panel_format"]
+__all__ = ["WIDTH", "Panels", "panel_format"]
 
 Array = np.ndarray[Any, Any]
 
-_MAX_ELEMENTS = 1 << 18  # maximum numbers of a panel: as float32 they fit in an L2 cache of 1 MiB
-_MULTIPLE = 16  # output features of a panel come in whole vectors
-
-
-class Panel(NamedTuple):
-    """Views of one panel's arrays.
-
-    Attributes
-    ----------
-    features : slice
-        The panel's output features.
-    codes : (G, g, n) array of int8
-    scales : (G, 1, n) array of float32
-    """
-
-    features: slice
-    codes: Array
-    scales: Array
+WIDTH = 64  # output features of a panel
 
 
 @dataclass(frozen=True, eq=False)
 class Panels:
     """A matrix (N, K) of integer codes: number = scale * code + offset.
 
+    P = ceil(N / 64) panels; the features after N are zeros. G = K / g groups.
+
     Attributes
     ----------
-    codes : (N * K,) array of int8
-        The panels' codes (G, g, n), one panel after the other.
-    scales : (N * G,) array of float32
-        The panels' scales (G, n), likewise.
-    offsets : (G, N) array of float32, or None
+    codes : (P, G, g, 64) array of int8
+    scales : (P, G, 64) array of float32
+    offsets : (P, G, 64) array of float32, or None
     shape : (int, int)
         N and K.
-    group : int
-        g, the input features that share a scale; K is a multiple of it.
-    width : int
-        n, the output features of a panel; the last one may be narrower.
     """
 
     codes: Array
     scales: Array
     offsets: Array | None
     shape: tuple[int, int]
-    group: int
-    width: int
 
     @classmethod
     def of(cls, codes: Array, scales: Array, offsets: Array | None) -> Panels:
@@ -87,38 +64,13 @@ class Panels:
         array([16. , 16.5, 17. ], dtype=float32)
         """
         num_rows, num_columns = codes.shape
-        num_groups = scales.shape[1]
-        group = num_columns // num_groups
-        panels = cls(
-            np.empty(codes.size, np.int8),
-            np.empty(scales.size, np.float32),
-            None if offsets is None else np.ascontiguousarray(offsets.T),
+        columns = _cut(codes)
+        return cls(
+            columns.reshape(len(columns), scales.shape[1], -1, WIDTH),
+            _cut(scales),
+            None if offsets is None else _cut(offsets),
             (num_rows, num_columns),
-            group,
-            _width(num_rows, num_columns),
         )
-        for features, own_codes, own_scales in panels.views:
-            own_codes[...] = codes[features].T.reshape(own_codes.shape)
-            own_scales[:, 0] = scales[features].T
-        return panels
-
-    @cached_property
-    def views(self) -> tuple[Panel, ...]:
-        """Views of the panels, in order."""
-        return tuple(self._views())
-
-    def _views(self) -> Iterator[Panel]:
-        num_rows, num_columns = self.shape
-        groups = num_columns // self.group
-        for start in range(0, num_rows, self.width):
-            stop = min(start + self.width, num_rows)
-            codes = self.codes[start * num_columns : stop * num_columns]
-            scales = self.scales[start * groups : stop * groups]
-            yield Panel(
-                slice(start, stop),
-                codes.reshape(groups, self.group, stop - start),
-                scales.reshape(groups, 1, stop - start),
-            )
 
     def arrays(self) -> Iterator[tuple[str, Array]]:
         """Yield (name, array) for every array."""
@@ -127,29 +79,31 @@ class Panels:
         if self.offsets is not None:
             yield "offsets", self.offsets
 
-    def widen(self, panel: Panel, out: Array) -> Array:
-        """Write a panel's numbers to `out` (G, g, n) float32, and return it."""
-        np.copyto(out, panel.codes)
-        np.multiply(out, panel.scales, out=out)
-        if self.offsets is not None:
-            np.add(out, self.offsets[:, None, panel.features], out=out)
-        return out
+    @cached_property
+    def addresses(self) -> tuple[int, int, int | None]:
+        """Addresses of codes, scales and offsets."""
+        offsets = None if self.offsets is None else self.offsets.ctypes.data
+        return self.codes.ctypes.data, self.scales.ctypes.data, offsets
 
     def numbers(self) -> Array:
         """Return the matrix (N, K) in float32."""
-        matrix = np.empty(self.shape, np.float32)
-        for panel in self.views:
-            numbers = self.widen(panel, np.empty(panel.codes.shape, np.float32))
-            matrix[panel.features] = numbers.reshape(self.shape[1], -1).T
+        numbers = self.codes * self.scales[:, :, None]
+        if self.offsets is not None:
+            numbers += self.offsets[:, :, None]
+        rows = numbers.reshape(len(numbers), -1, WIDTH).transpose(0, 2, 1)
+        matrix: Array = rows.reshape(-1, self.shape[1])[: self.shape[0]]
         return matrix
 
 
-def _width(num_rows: int, num_columns: int) -> int:
-    """Return the output features of a panel: as many as fit, in panels of about one size."""
-    most = max(_MULTIPLE, _MAX_ELEMENTS // max(1, num_columns))
-    count = -(-num_rows // most)
-    each = -(-num_rows // max(1, count))
-    return -(-each // _MULTIPLE) * _MULTIPLE
+def _cut(matrix: Array) -> Array:
+    """Return the matrix (N, C) as panels (P, C, 64); missing rows are zeros."""
+    num_rows, num_columns = matrix.shape
+    panels = np.zeros((-(-num_rows // WIDTH), num_columns, WIDTH), matrix.dtype)
+    whole = num_rows // WIDTH
+    panels[:whole] = matrix[: whole * WIDTH].reshape(whole, WIDTH, num_columns).transpose(0, 2, 1)
+    if whole < len(panels):
+        panels[whole, :, : num_rows - whole * WIDTH] = matrix[whole * WIDTH :].T
+    return panels
 
 
 def panel_format(form: Format) -> Format:

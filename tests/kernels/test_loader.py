@@ -20,6 +20,7 @@ from engine.dtypes import BFLOAT16
 from engine.errors import CompileError, ContractError, DTypeError, ShapeError
 from engine.kernels import _module, _nvrtc
 from engine.kernels._contract import FLOATS, INT32, Contract
+from engine.kernels._disk_cache import cache_folder
 from engine.kernels._launch import Kernel
 from engine.kernels._module import CompileStats, ModuleSpec
 
@@ -193,11 +194,10 @@ def test_a_disk_that_is_full_is_named(sources, monkeypatch):
     def full(*args):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(_module.os, "replace", full)
+    monkeypatch.setattr(os, "replace", full)
     with pytest.raises(CompileError, match=r"kernel cache .* No space left .* ENGINE_CACHE_DIR"):
         _module.compile_module(SPEC, "sm_80")
-    folder = _module._cache_folder(Path(os.environ["ENGINE_CACHE_DIR"]))
-    assert not list(folder.iterdir())  # no partial files remain
+    assert not list(cache_folder().iterdir())  # no partial files remain
 
 
 # --- compiling ----------------------------------------------------------------------------------

@@ -8,13 +8,13 @@ depend on the number of threads.
 
 from __future__ import annotations
 
-import importlib
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from engine.kernels._cpu import team
+from engine.kernels._cpu.features import cpu_features
 
 __all__ = ["multiply_few_rows", "pays"]
 
@@ -34,7 +34,7 @@ def pays(x: Array, matrix: Array) -> bool:
         and x.dtype == matrix.dtype == np.float32
         and matrix.size >= _MIN_SIZE
         and matrix.flags.c_contiguous
-        and _has_kernels_for_few()
+        and "AVX512_SKX" in cpu_features()  # OpenBLAS's AVX-512 kernels skip the copy
     )
 
 
@@ -56,10 +56,3 @@ def _multiply_blocks(matrix: Array, x: Array, out: Array, block: int) -> None:
     np.matmul(blocks, x, out=out[:whole].reshape(-1, block, x.shape[1]))
     if whole < len(matrix):
         np.matmul(matrix[whole:], x, out=out[whole:])
-
-
-@cache
-def _has_kernels_for_few() -> bool:
-    """Tell whether OpenBLAS has kernels that skip the copy (its AVX-512 kernels do)."""
-    core = importlib.import_module("numpy._core._multiarray_umath")  # as numpy.show_runtime does
-    return bool(getattr(core, "__cpu_features__", {}).get("AVX512_SKX", False))

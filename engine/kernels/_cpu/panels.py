@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import threading
-from functools import partial
 from typing import Any
 
 import numpy as np
 
-from engine.kernels._cpu import team
-from engine.weights.panels import Panel, Panels
+from engine.kernels._cpu import compiled
+from engine.kernels._cpu.compiled import Kernels
+from engine.weights.panels import WIDTH, Panels
 
 __all__ = ["multiply"]
 
 Array = np.ndarray[Any, Any]
 
 # Up to this many rows the codes are multiplied, and the scales applied to the sums of the groups.
-# For more rows scaling the weights is less work.
-_MAX_FEW_ROWS = 16
-_MAX_WIDE = 1 << 22  # numbers of the panels that are widened at a time
+# For more rows the scaled weights are multiplied by BLAS.
+_MAX_ROWS_IN_C = 32
+_MAX_ROWS_IN_NUMPY = 16
+_MAX_NUMBERS = 1 << 18  # numbers that NumPy widens at a time: they fit in an L2 cache of 1 MiB
+_MAX_WIDE = 1 << 22  # numbers that BLAS multiplies at a time
 _MAX_BUFFERS = 32  # buffers that a thread keeps
 
 
@@ -44,46 +46,77 @@ _scratch = _Scratch()
 
 def multiply(x: Array, panels: Panels) -> Array:
     """Return x Wᵀ (T, N) in float32, for x (T, K) float32 and a weight W (N, K) in panels."""
+    kernels = compiled.kernels()
+    if len(x) > (_MAX_ROWS_IN_NUMPY if kernels is None else _MAX_ROWS_IN_C):
+        return _multiply_many(kernels, x, panels)
+    return _multiply_few(x, panels) if kernels is None else _multiply_in_c(kernels, x, panels)
+
+
+def _multiply_in_c(kernels: Kernels, x: Array, panels: Panels) -> Array:
+    x = np.ascontiguousarray(x)
     y = np.empty((len(x), panels.shape[0]), np.float32)
-    if len(x) > _MAX_FEW_ROWS:
-        _multiply_many(x, panels, y)
-    elif len(x):
-        _multiply_few(x, panels, y)
+    num_panels, num_groups, group, _ = panels.codes.shape
+    group_sums = _scratch("group sums", len(x), num_groups)
+    with kernels.helpers.at_work(num_panels) as num_threads:
+        kernels.multiply(
+            x.ctypes.data,
+            *panels.addresses,
+            y.ctypes.data,
+            group_sums.ctypes.data,
+            *(len(x), panels.shape[0], num_groups, group, num_threads),
+        )
     return y
 
 
-def _multiply_few(x: Array, panels: Panels, y: Array) -> None:
-    groups = x.reshape(len(x), -1, panels.group)
-    by_group = groups.transpose(1, 0, 2)  # (G, T, g)
-    for panel in panels.views:
-        _sum_groups(by_group, panel, y[:, panel.features])
+def _multiply_few(x: Array, panels: Panels) -> Array:
+    """Multiply by some panels at a time, which are widened to a buffer in the cache."""
+    num_rows, num_columns = x.shape
+    num_panels, num_groups, group, _ = panels.codes.shape
+    groups = x.reshape(num_rows, num_groups, group)
+    by_group = np.ascontiguousarray(groups.transpose(1, 0, 2))  # (G, T, g)
+    step = max(1, _MAX_NUMBERS // (num_columns * WIDTH))
+    y = np.empty((num_panels, num_rows, WIDTH), np.float32)
+    for first in range(0, num_panels, step):
+        some = slice(first, first + step)
+        codes = panels.codes[some]
+        numbers = _scratch("numbers", *codes.shape)
+        sums = _scratch("sums", len(codes), num_groups, num_rows, WIDTH)
+        np.copyto(numbers, codes)
+        np.matmul(by_group, numbers, out=sums)
+        np.multiply(sums, panels.scales[some, :, None], out=sums)
+        np.add.reduce(sums, axis=1, out=y[some])
     if panels.offsets is not None:
-        y += np.dot(np.add.reduce(groups, axis=2), panels.offsets)
+        y += np.matmul(np.add.reduce(groups, axis=2), panels.offsets)
+    rows = y.transpose(1, 0, 2).reshape(num_rows, num_panels * WIDTH)
+    return np.ascontiguousarray(rows[:, : panels.shape[0]])
 
 
-def _sum_groups(x: Array, panel: Panel, y: Array) -> None:
-    """Write the product of x (G, T, g) and a panel's codes, scaled, to y (T, n)."""
-    codes = panel.codes
-    num_groups, num_rows, _ = x.shape
-    numbers = _scratch("numbers", *codes.shape)
-    sums = _scratch("sums", num_groups, num_rows, codes.shape[2])
-    np.copyto(numbers, codes)
-    np.matmul(x, numbers, out=sums)
-    np.multiply(sums, panel.scales, out=sums)
-    np.add.reduce(sums, axis=0, out=y)
+def _multiply_many(kernels: Kernels | None, x: Array, panels: Panels) -> Array:
+    """Widen and scale some panels at a time, and multiply by them: BLAS has its own threads."""
+    num_rows, num_columns = x.shape
+    y = np.empty((num_rows, panels.shape[0]), np.float32)
+    step = max(1, _MAX_WIDE // (num_columns * WIDTH))
+    for first in range(0, len(panels.codes), step):
+        count = min(step, len(panels.codes) - first)
+        wide = _scratch("wide", num_columns, count * WIDTH)
+        _widen(kernels, panels, first, wide)
+        out = y[:, first * WIDTH : (first + count) * WIDTH]
+        np.matmul(x, wide[:, : out.shape[1]], out=out)
+    return y
 
 
-def _multiply_many(x: Array, panels: Panels, y: Array) -> None:
-    """Widen some panels at a time, and multiply by each: BLAS has its own threads."""
-    size = panels.views[0].codes.size
-    step = max(1, _MAX_WIDE // size)
-    for first in range(0, len(panels.views), step):
-        block = panels.views[first : first + step]
-        room = _scratch("wide", min(step, len(panels.views)), size)
-        pairs = [
-            (panel, row[: panel.codes.size].reshape(panel.codes.shape))
-            for panel, row in zip(block, room, strict=False)
-        ]
-        team.run([partial(panels.widen, *pair) for pair in pairs])
-        for panel, numbers in pairs:
-            np.matmul(x, numbers.reshape(x.shape[1], -1), out=y[:, panel.features])
+def _widen(kernels: Kernels | None, panels: Panels, first: int, out: Array) -> None:
+    """Write the numbers of panels from `first` on to `out` (K, count * 64)."""
+    _, num_groups, group, _ = panels.codes.shape
+    count = out.shape[1] // WIDTH
+    if kernels is not None:
+        with kernels.helpers.at_work(count) as num_threads:
+            kernels.widen(
+                *panels.addresses, out.ctypes.data, num_groups, group, first, count, num_threads
+            )
+        return
+    some = slice(first, first + count)
+    numbers = out.reshape(num_groups, group, count, WIDTH).transpose(2, 0, 1, 3)
+    np.multiply(panels.codes[some], panels.scales[some, :, None], out=numbers)
+    if panels.offsets is not None:
+        np.add(numbers, panels.offsets[some, :, None], out=numbers)

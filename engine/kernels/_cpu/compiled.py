@@ -1,0 +1,194 @@
+"""The C kernels of the CPU: compiled once for this machine by its C compiler, loaded by ctypes.
+
+They are optional: without a C compiler NumPy does their work. A call releases the interpreter's
+lock, so threads can share its work.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import json
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine import env
+from engine.errors import CompileError
+from engine.kernels._cpu.features import cpu_features
+from engine.kernels._cpu.helpers import Helpers
+from engine.kernels._disk_cache import cache_folder, write_file
+
+__all__ = ["Kernels", "description", "kernels"]
+
+_SOURCE = Path(__file__).with_name("panels.c")
+_OPTIONS = ("-std=gnu11", "-O3", "-shared", "-fPIC", "-fvisibility=hidden")
+_TARGETS = ("-march=native", "-mcpu=native")  # some compilers for ARM know only the second one
+_COMPILERS = ("cc", "gcc", "clang")
+_TIMEOUT = 120  # maximum time of a compilation, s
+
+_POINTER = ctypes.c_void_p
+_INTEGER = ctypes.c_int64
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The functions of `panels.c`, which describes their arguments.
+
+    Attributes
+    ----------
+    multiply, widen : callable
+        They take addresses and integers.
+    helpers : Helpers
+    compiler : str
+        The command that compiled them.
+    """
+
+    multiply: Callable[..., None]
+    widen: Callable[..., None]
+    helpers: Helpers
+    compiler: str
+
+
+def kernels() -> Kernels | None:
+    """Return the C kernels, compiled at the first call; None if there is no way to compile them.
+
+    Raises
+    ------
+    CompileError
+        If `ENGINE_CC` is set and cannot compile them.
+    """
+    found = _found or _find()
+    return found if isinstance(found, Kernels) else None
+
+
+def description() -> str:
+    """Return whether there are C kernels, by which compiler, or why not.
+
+    Raises
+    ------
+    CompileError
+        If `ENGINE_CC` is set and cannot compile them.
+    """
+    found = _found or _find()
+    if isinstance(found, Kernels):
+        return f"C kernels ({found.compiler})"
+    return f"no C kernels ({found})"
+
+
+_found: Kernels | str | None = None  # the kernels, or why there are none
+
+# One thread compiles, and a fork waits for it.
+_lock = threading.Lock()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release
+    )
+
+
+def _find() -> Kernels | str:
+    global _found
+    with _lock:
+        _found = _found or _compiled(env.c_compiler())
+    return _found
+
+
+def _compiled(wanted: str | None) -> Kernels | str:
+    """Return the kernels, or why there are none."""
+    if wanted == "none":
+        return "ENGINE_CC=none"
+    command = _installed_compiler() if wanted is None else shlex.split(wanted)
+    if command is None:
+        return "no C compiler found"
+    try:
+        return _functions(_library(command), shlex.join(command))
+    except (CompileError, OSError) as error:
+        if wanted is not None:
+            raise CompileError(f"ENGINE_CC={wanted}: {error}") from error
+        return f"{shlex.join(command)}: {error}"
+
+
+def _installed_compiler() -> list[str] | None:
+    """Return the command of the C compiler: `CC`, or one of the usual names."""
+    if own := os.environ.get("CC"):
+        return shlex.split(own)
+    path = next((path for name in _COMPILERS if (path := shutil.which(name))), None)
+    if path is None or (sys.platform == "darwin" and not _has_developer_tools()):
+        return None
+    return [path]
+
+
+def _has_developer_tools() -> bool:
+    """Tell whether macOS's compiler is installed: without it, /usr/bin/cc opens a dialog."""
+    path = shutil.which("xcode-select")
+    return path is not None and subprocess.run([path, "-p"], capture_output=True).returncode == 0
+
+
+def _library(command: list[str]) -> ctypes.CDLL:
+    """Return the library, from the cache if it is there and whole."""
+    name = f"cpu-panels-{_cache_key(command)}.{'dll' if os.name == 'nt' else 'so'}"
+    cached: Path | None = None
+    with contextlib.suppress(CompileError):  # without a cache, every process compiles
+        cached = cache_folder() / name
+    if cached is not None and cached.exists():
+        with contextlib.suppress(OSError):  # a damaged file
+            return ctypes.CDLL(str(cached))
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        built = Path(folder) / name
+        _compile(command, built)
+        if cached is not None:
+            with contextlib.suppress(CompileError):  # a full disk
+                write_file(cached, built.read_bytes())
+        return ctypes.CDLL(str(built))  # stays loaded when the file is deleted
+
+
+def _cache_key(command: list[str]) -> str:
+    """Return a hash of all that the library depends on."""
+    path = shutil.which(command[0])
+    status = os.stat(path) if path else None
+    compiler = [command, path, status and (status.st_size, status.st_mtime_ns)]
+    machine = [platform.system(), platform.machine(), sorted(cpu_features())]
+    text = json.dumps([_SOURCE.read_text(), _OPTIONS, _TARGETS, compiler, machine])
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _compile(command: list[str], path: Path) -> None:
+    """Compile the library to a file."""
+    problems = []
+    for target in _TARGETS:
+        arguments = [*command, *_OPTIONS, target, "-o", str(path), str(_SOURCE)]
+        try:
+            done = subprocess.run(
+                arguments, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+                errors="replace", timeout=_TIMEOUT,
+            )  # fmt: skip
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise CompileError(str(error)) from error
+        if done.returncode == 0:
+            return
+        lines = (done.stderr or done.stdout).splitlines()
+        first = next((line for line in lines if "error" in line), "".join(lines[:1]))
+        problems.append(f"exit status {done.returncode}: {first.strip()}")
+    raise CompileError(problems[0])
+
+
+def _functions(library: ctypes.CDLL, compiler: str) -> Kernels:
+    library.panels_multiply.argtypes = [*[_POINTER] * 6, *[_INTEGER] * 5]
+    library.panels_widen.argtypes = [*[_POINTER] * 4, *[_INTEGER] * 5]
+    for name in ("multiply", "widen", "help", "reset"):
+        getattr(library, f"panels_{name}").restype = None
+    return Kernels(
+        library.panels_multiply,
+        library.panels_widen,
+        Helpers(library.panels_help, library.panels_reset),
+        compiler,
+    )

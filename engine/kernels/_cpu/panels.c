@@ -1,0 +1,335 @@
+// Products of rows by a matrix in panels on the CPU, compiled by the machine's C compiler.
+//
+//   y[t, n] = sum over groups q of  scales[q, n] * (sum over k in q of x[t, k] * codes[k, n])
+//                                 + offsets[q, n] * (sum over k in q of x[t, k])
+//
+// | Argument | Shape        | Type  |                                                        |
+// |----------|--------------|-------|--------------------------------------------------------|
+// | x        | (T, K)       | float | rows, K = G * g                                        |
+// | codes    | (P, G, g, 64)| int8  | P = ceil(N / 64) panels of 64 output features          |
+// | scales   | (P, G, 64)   | float |                                                        |
+// | offsets  | (P, G, 64)   | float | or NULL                                                |
+// | y        | (T, N)       | float |                                                        |
+//
+// Numerics: float32, the input features of a group in order, then the groups in order. What a
+// panel computes depends on nothing else, so the bits do not depend on the number of threads.
+//
+// Parallelisation: a panel is computed by one thread. Threads take chunks of panels until none is
+// left; helpers that find none spin for a while, since the next product follows within
+// microseconds, and then return to their owner (compiled.py), which puts them to sleep.
+//
+// The mirror is engine/reference/gemm_wna16.py; the layout is that of engine/weights/panels.py.
+
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#ifndef _WIN32
+#include <sched.h>
+#endif
+
+enum { kWidth = 64 };       // output features of a panel
+enum { kMaxTile = 4 };      // maximum rows that a panel's codes are widened for at a time
+enum { kSpinNs = 500000 };  // time that an idle helper spins, ns
+
+// A vector of floats, and the float vector of as many codes. kAccumulators is the number of vector
+// registers for sums: the others hold the codes and a number of x.
+#if defined(__AVX512F__)
+#include <immintrin.h>
+enum { kLanes = 16, kAccumulators = 16 };
+typedef __m512 Vector;
+static inline Vector widen(const int8_t* codes) {
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)codes)));
+}
+#elif defined(__AVX2__)
+#include <immintrin.h>
+enum { kLanes = 8, kAccumulators = 8 };
+typedef __m256 Vector;
+static inline Vector widen(const int8_t* codes) {
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)codes)));
+}
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
+enum { kLanes = 4, kAccumulators = 16 };
+typedef float32x4_t Vector;
+static inline Vector widen(const int8_t* codes) {
+  int32_t four;
+  memcpy(&four, codes, sizeof four);
+  const int16x8_t half = vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(four)));
+  return vcvtq_f32_s32(vmovl_s16(vget_low_s16(half)));
+}
+#else
+#error "no vectors of 8-bit integers: NumPy is as fast"
+#endif
+
+enum { kVectors = kWidth / kLanes };  // vectors of a panel's row
+
+static inline Vector load(const float* from) {
+  Vector vector;
+  memcpy(&vector, from, sizeof vector);
+  return vector;
+}
+
+static inline void store(float* to, Vector vector) { memcpy(to, &vector, sizeof vector); }
+
+// A product, or (if `wide` is set) the numbers of some panels as a matrix (K, count * 64).
+typedef struct {
+  const float* x;
+  const float* group_sums;  // (T, G), the sums of x over each group; read with offsets only
+  const int8_t* codes;
+  const float* scales;
+  const float* offsets;
+  float* y;
+  float* wide;
+  int64_t num_rows;     // T
+  int64_t num_outputs;  // N
+  int64_t num_groups;   // G
+  int64_t group;        // g
+  int64_t first;        // first panel
+  int64_t count;        // panels
+  int64_t chunk;        // panels that a thread takes at a time
+} Task;
+
+// y (T, 64) = the product of T rows, at most kMaxTile, by panel p. T is a constant where this is
+// inlined, so that the sums stay in registers.
+static inline __attribute__((always_inline)) void multiply_tile(const Task* task, int64_t p,
+                                                                int64_t row, const int T,
+                                                                float (*y)[kWidth]) {
+  const int64_t G = task->num_groups;
+  const int64_t g = task->group;
+  const float* x = task->x + row * G * g;
+  const int strip = T * kVectors <= kAccumulators ? kVectors : kAccumulators / (T == 3 ? 4 : T);
+  memset(y, 0, (size_t)T * sizeof *y);
+  for (int64_t q = 0; q < G; q++) {
+    const int8_t* codes = task->codes + (p * G + q) * g * kWidth;
+    const float* scales = task->scales + (p * G + q) * kWidth;
+    for (int v = 0; v < kVectors; v += strip) {
+      Vector sums[kMaxTile][kVectors];
+      memset(sums, 0, sizeof sums);
+      for (int64_t k = 0; k < g; k++) {
+        for (int i = 0; i < strip; i++) {
+          const Vector numbers = widen(codes + k * kWidth + (v + i) * kLanes);
+          for (int t = 0; t < T; t++) sums[t][i] += x[t * G * g + q * g + k] * numbers;
+        }
+      }
+      for (int i = 0; i < strip; i++) {
+        const int column = (v + i) * kLanes;
+        for (int t = 0; t < T; t++) {
+          Vector sum = load(y[t] + column) + sums[t][i] * load(scales + column);
+          if (task->offsets != NULL) {
+            const float* offsets = task->offsets + (p * G + q) * kWidth;
+            sum += task->group_sums[(row + t) * G + q] * load(offsets + column);
+          }
+          store(y[t] + column, sum);
+        }
+      }
+    }
+  }
+}
+
+static void multiply_panel(const Task* task, int64_t p) {
+  const int64_t N = task->num_outputs;
+  const int64_t left = N - p * kWidth;
+  const size_t size = sizeof(float) * (size_t)(left < kWidth ? left : kWidth);
+  for (int64_t row = 0; row < task->num_rows; row += kMaxTile) {
+    float y[kMaxTile][kWidth];
+    const int64_t rest = task->num_rows - row;
+    const int T = rest < kMaxTile ? (int)rest : kMaxTile;
+    switch (T) {
+      case 1:
+        multiply_tile(task, p, row, 1, y);
+        break;
+      case 2:
+        multiply_tile(task, p, row, 2, y);
+        break;
+      case 3:
+        multiply_tile(task, p, row, 3, y);
+        break;
+      default:
+        multiply_tile(task, p, row, 4, y);
+    }
+    for (int t = 0; t < T; t++) memcpy(task->y + (row + t) * N + p * kWidth, y[t], size);
+  }
+}
+
+static void widen_panel(const Task* task, int64_t p) {
+  const int64_t G = task->num_groups;
+  const int64_t g = task->group;
+  const int64_t stride = task->count * kWidth;
+  for (int64_t q = 0; q < G; q++) {
+    const int8_t* codes = task->codes + (p * G + q) * g * kWidth;
+    const float* scales = task->scales + (p * G + q) * kWidth;
+    const float* offsets = task->offsets == NULL ? NULL : task->offsets + (p * G + q) * kWidth;
+    for (int64_t k = 0; k < g; k++) {
+      float* out = task->wide + (q * g + k) * stride + (p - task->first) * kWidth;
+      for (int column = 0; column < kWidth; column += kLanes) {
+        Vector numbers = widen(codes + k * kWidth + column) * load(scales + column);
+        if (offsets != NULL) numbers += load(offsets + column);
+        store(out + column, numbers);
+      }
+    }
+  }
+}
+
+static void run_chunk(const Task* task, int64_t chunk) {
+  const int64_t begin = chunk * task->chunk;
+  const int64_t end = begin + task->chunk < task->count ? begin + task->chunk : task->count;
+  for (int64_t p = task->first + begin; p < task->first + end; p++) {
+    if (task->wide != NULL) {
+      widen_panel(task, p);
+    } else {
+      multiply_panel(task, p);
+    }
+  }
+}
+
+// The task that threads share, one at a time. `ticket` is its number (high half) and its chunks
+// that nobody has taken (low half): a thread that takes one late cannot take another task's.
+// SAFETY: `shared` is written while no chunk can be taken and none is unfinished, and read only by
+// a thread that has taken a chunk and not finished it.
+static Task shared;
+static _Atomic uint64_t ticket;
+static _Atomic int64_t num_unfinished;
+
+static bool take_chunk(int64_t* chunk) {
+  uint64_t seen = atomic_load_explicit(&ticket, memory_order_acquire);
+  while ((uint32_t)seen != 0) {
+    if (atomic_compare_exchange_weak_explicit(&ticket, &seen, seen - 1, memory_order_acquire,
+                                              memory_order_acquire)) {
+      *chunk = (int64_t)(uint32_t)seen - 1;
+      return true;
+    }
+  }
+  return false;
+}
+
+static bool work(void) {
+  int64_t chunk;
+  if (!take_chunk(&chunk)) return false;
+  run_chunk(&shared, chunk);
+  atomic_fetch_sub_explicit(&num_unfinished, 1, memory_order_release);
+  return true;
+}
+
+static void pause_briefly(void) {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  __asm__ volatile("isb");
+#endif
+}
+
+static void yield_core(void) {
+#ifndef _WIN32
+  sched_yield();
+#endif
+}
+
+static int64_t now_ns(void) {
+  struct timespec now;
+#ifdef CLOCK_MONOTONIC
+  clock_gettime(CLOCK_MONOTONIC, &now);
+#else
+  timespec_get(&now, TIME_UTC);
+#endif
+  return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+// Compute the task on the calling thread and on helpers, or on the calling thread alone.
+static void run(const Task* task, bool is_shared) {
+  const int64_t num_chunks = (task->count + task->chunk - 1) / task->chunk;
+  if (!is_shared) {
+    for (int64_t chunk = 0; chunk < num_chunks; chunk++) run_chunk(task, chunk);
+    return;
+  }
+  shared = *task;
+  atomic_store_explicit(&num_unfinished, num_chunks, memory_order_relaxed);
+  const uint64_t number = (atomic_load_explicit(&ticket, memory_order_relaxed) >> 32) + 1;
+  atomic_store_explicit(&ticket, number << 32 | (uint64_t)num_chunks, memory_order_release);
+  while (work()) {
+  }
+  int spins = 0;
+  while (atomic_load_explicit(&num_unfinished, memory_order_acquire) > 0) {
+    pause_briefly();
+    if (++spins > 1000) yield_core();  // the helper may wait for this core
+  }
+}
+
+// Chunks of about 1/4 of a thread's share: few enough to take quickly, many enough to even out.
+static int64_t chunk_of(int64_t count, int64_t num_threads) {
+  const int64_t chunk = count / (4 * num_threads);
+  return chunk > 0 ? chunk : 1;
+}
+
+#ifdef _WIN32
+#define EXPORT __declspec(dllexport)
+#else
+#define EXPORT __attribute__((visibility("default")))
+#endif
+
+// Write x W^T to y. `num_threads` > 1 shares the work with helpers; one caller at a time may.
+// `group_sums` is a buffer for T * G floats; unused without offsets.
+EXPORT void panels_multiply(const float* x, const int8_t* codes, const float* scales,
+                            const float* offsets, float* y, float* group_sums, int64_t num_rows,
+                            int64_t num_outputs, int64_t num_groups, int64_t group,
+                            int64_t num_threads) {
+  const int64_t count = (num_outputs + kWidth - 1) / kWidth;
+  if (offsets != NULL) {
+    for (int64_t q = 0; q < num_rows * num_groups; q++) {
+      float sum = 0;
+      for (int64_t k = 0; k < group; k++) sum += x[q * group + k];
+      group_sums[q] = sum;
+    }
+  }
+  const Task task = {.x = x,
+                     .group_sums = group_sums,
+                     .codes = codes,
+                     .scales = scales,
+                     .offsets = offsets,
+                     .y = y,
+                     .num_rows = num_rows,
+                     .num_outputs = num_outputs,
+                     .num_groups = num_groups,
+                     .group = group,
+                     .count = count,
+                     .chunk = chunk_of(count, num_threads)};
+  run(&task, num_threads > 1);
+}
+
+// Write the numbers of `count` panels from `first` on to wide (K, count * 64).
+EXPORT void panels_widen(const int8_t* codes, const float* scales, const float* offsets,
+                         float* wide, int64_t num_groups, int64_t group, int64_t first,
+                         int64_t count, int64_t num_threads) {
+  const Task task = {.codes = codes,
+                     .scales = scales,
+                     .offsets = offsets,
+                     .wide = wide,
+                     .num_groups = num_groups,
+                     .group = group,
+                     .first = first,
+                     .count = count,
+                     .chunk = chunk_of(count, num_threads)};
+  run(&task, num_threads > 1);
+}
+
+// Help with tasks until there has been none for kSpinNs.
+EXPORT void panels_help(void) {
+  int64_t deadline = now_ns() + kSpinNs;
+  while (now_ns() < deadline) {
+    if (work()) {
+      deadline = now_ns() + kSpinNs;
+    } else {
+      for (int spins = 0; spins < 16; spins++) pause_briefly();
+    }
+  }
+}
+
+// Forget a task that was shared when the process was forked: its helpers exist in the parent only.
+EXPORT void panels_reset(void) {
+  atomic_store(&ticket, 0);
+  atomic_store(&num_unfinished, 0);
+}
