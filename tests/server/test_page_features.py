@@ -356,6 +356,21 @@ def test_conversations_are_kept_on_the_device_only_if_asked_for(chat):
     assert titles(chat) == ["First?"]
 
 
+def test_a_conversation_without_room_on_the_device_keeps_no_other_one_out(chat):
+    store(chat, ("Large", turns(2)), ("Small", turns(2)))
+    chat.driver.execute_script("""
+        const setItem = Storage.prototype.setItem;
+        Storage.prototype.setItem = function (key, value) {
+          if (key === "engine.conversation.c0") throw new DOMException("full", "QuotaExceededError");
+          setItem.call(this, key, value);
+        };
+    """)
+    chat.one("#toggle-sidebar").click()
+    chat.one("#keep").click()
+    assert chat.text("#problem-text").endswith("some were not kept.")
+    assert titles(chat) == ["Small"]
+
+
 def test_a_message_is_edited_and_sent_again(chat, script):
     from selenium.webdriver.common.keys import Keys
 

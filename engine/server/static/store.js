@@ -72,7 +72,7 @@ export function setKept(wanted) {
   storage().removeItem(LIST);
   if (wanted) localStorage.setItem(KEPT, "1");
   else localStorage.removeItem(KEPT);
-  return whole.reverse().every(save);
+  return whole.reverse().map(save).every(Boolean); // one that does not fit keeps no other one out
 }
 
 // Calls `take` when another tab has changed the conversations kept on this device.
