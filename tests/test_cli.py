@@ -193,6 +193,22 @@ def test_chat_goes_on_with_another_model(command, tiny):
     assert done.stderr.count(f"model: {other}") == 2
 
 
+def test_a_model_whose_loading_is_stopped_leaves_the_former_one(command, tiny, monkeypatch):
+    from engine.commands import chat
+
+    def load(arguments, load=chat._load):
+        if arguments.model == "stopped":
+            raise KeyboardInterrupt
+        return load(arguments)
+
+    monkeypatch.setattr(chat, "resolve_model", lambda *_, **__: None)
+    monkeypatch.setattr(chat, "_load", load)
+    done = command("chat", str(tiny[0]), *TINY, text="one\n/model stopped\ntwo")
+    first, second = map(int, re.findall(r"3 tokens after (\d+)", done.stderr))
+    assert first < second and done.stdout.splitlines()[1] == "[stopped]"
+    assert f"model: {tiny[0]}" in done.stderr.splitlines()
+
+
 def test_set_tells_the_defaults_of_the_model(command, tiny):
     done = command("chat", str(tiny[0]), *TINY, text="/set\n/set top_k 3\n/set temperature")
     rows = [line.split(maxsplit=2) for line in done.stderr.splitlines()]

@@ -31,7 +31,7 @@ _COMMANDS = {
 _ALIASES = {"/reset": "/clear", "/bye": "/exit", "/quit": "/exit", "/?": "/help"}
 _KEYS = {
     '"""': "begins and ends a text of several lines",
-    "Ctrl-C": "stops the answer and keeps what has come; drops the line at the prompt",
+    "Ctrl-C": "stops the answer and keeps what has come, or stops /model; drops the line",
     "space": "before a slash: the line is a text for the model",
 }
 
@@ -55,7 +55,7 @@ class ChatModel(Protocol):
         """Return the model's value of each sampling parameter; None if they are not known."""
 
     def switch(self, name: str) -> None:
-        """Go on with another model; after an error, with the former one."""
+        """Go on with another model; after an error or Ctrl-C, with the former one."""
 
     def names(self) -> list[str]:
         """Return names that `switch` takes, for completions."""
@@ -201,7 +201,10 @@ class Session:
     def _model(self, argument: str) -> None:
         if argument:
             with held_typing():
-                self.model.switch(argument)
+                try:
+                    self.model.switch(argument)
+                except KeyboardInterrupt:
+                    print("[stopped]")
         _say(f"model: {self.model.name}")
 
     def _save(self, argument: str) -> None:

@@ -112,7 +112,7 @@ class LocalChat:
         return {name: getattr(params, name) for name in SAMPLING_TYPES}
 
     def switch(self, name: str) -> None:
-        """Load another model; if it cannot be loaded, load the former one again.
+        """Load another model; after an error or Ctrl-C, load the former one again.
 
         The former one is closed first, as a GPU has no room for two.
         """
@@ -122,7 +122,7 @@ class LocalChat:
         self._arguments = argparse.Namespace(**{**vars(former), "model": name})
         try:
             self._llm = _load(self._arguments)
-        except EngineError:
+        except BaseException:  # Ctrl-C, too
             self._arguments = former
             self._llm = _load(former)
             raise

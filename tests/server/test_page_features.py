@@ -361,7 +361,7 @@ def test_a_conversation_without_room_on_the_device_keeps_no_other_one_out(chat):
     chat.driver.execute_script("""
         const setItem = Storage.prototype.setItem;
         Storage.prototype.setItem = function (key, value) {
-          if (key === "engine.conversation.c0") throw new DOMException("full", "QuotaExceededError");
+          if (key === "engine.conversation.c0") throw new DOMException("full");
           setItem.call(this, key, value);
         };
     """)
