@@ -17,7 +17,7 @@ from engine.loading.rope_config import MAX_POSITIONS
 from engine.model_files import is_present, read_json
 from engine.sampling_params import SamplingDefaults, SamplingParams
 
-__all__ = ["generation_config", "sampling_defaults"]
+__all__ = ["generation_config", "sampling_defaults", "with_recommended"]
 
 _MAX_VOCAB = 1 << 24
 
@@ -158,17 +158,41 @@ def sampling_defaults(path: str | PathLike[str]) -> SamplingDefaults:
         raise ConfigError(f"{path}: generation_config.json: {error}") from None
     if values.keys() - {"max_tokens"}:
         return SamplingDefaults(values)
-    names = [name.lower().translate(_SEPARATORS) for name in _names(Path(path))]
-    for pattern, recommended in _RECOMMENDED.items():
-        if any(re.search(rf"\b{pattern}", name) for name in names):
-            return SamplingDefaults(values | recommended)
+    if recommended := _recommended(path):
+        return SamplingDefaults(values | recommended)
     return SamplingDefaults(values | _MILD, is_own=False)
 
 
-_FIELDS = {
-    **{key: key for key in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")},
-    "max_new_tokens": "max_tokens",
-}
+def with_recommended(content: dict[str, Any], path: str | PathLike[str]) -> dict[str, Any]:
+    """Return the content of a generation_config.json for a copy of a model under any name.
+
+    If `content` names no way of sampling, that recommended for models of the original's name is
+    added, since the copy's name may tell nothing.
+
+    Parameters
+    ----------
+    content : dict
+        The original's generation_config.json; empty if it has none.
+    path : str or path
+        The original; see `generation_config`.
+    """
+    is_named = any(content.get(key) is not None for key in _SAMPLING)
+    if is_named or content.get("do_sample") is False or not (found := _recommended(path)):
+        return content
+    return {"do_sample": True, **found, **content}
+
+
+def _recommended(path: str | PathLike[str]) -> dict[str, float]:
+    """Return the sampling parameters recommended for models of this name; empty if unknown."""
+    names = [name.lower().translate(_SEPARATORS) for name in _names(Path(path))]
+    for pattern, recommended in _RECOMMENDED.items():
+        if any(re.search(rf"\b{pattern}", name) for name in names):
+            return recommended
+    return {}
+
+
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+_FIELDS = {**{key: key for key in _SAMPLING}, "max_new_tokens": "max_tokens"}
 _SEPARATORS = str.maketrans(" _", "--")
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from engine.dtypes import np_dtype
 from engine.errors import ConfigError
-from engine.loading.generation_config import sampling_defaults
+from engine.loading.generation_config import generation_config, with_recommended
 from engine.loading.gguf import GgufFile
 from engine.loading.gguf_config import gguf_config_json
 from engine.loading.tensor_reader import TensorReader, half_split
@@ -96,11 +96,10 @@ class GgufCheckpoint:
     def files(self) -> dict[str, dict[str, Any]]:
         """Return the JSON files of the folder: configuration, sampling defaults, tokenizer."""
         found = {"config.json": self._config_json}
-        generation: dict[str, Any] = {}
-        defaults = sampling_defaults(self.path)
-        if defaults.is_own:  # a folder's name need not tell the model's, which they may stem from
-            does_sample = defaults.values.get("temperature") != 0
-            generation = {"do_sample": does_sample, **defaults.values}
+        generation = generation_config(self.path)
+        if generation:
+            generation["do_sample"] = generation.get("temperature") != 0
+        generation = with_recommended(generation, self.path)
         ids = self._config_json.get("eos_token_id")
         if "tokenizer.ggml.tokens" in self._file.metadata:
             parts = parts_from_gguf(self._file.metadata)

@@ -18,6 +18,7 @@ import numpy as np
 from engine.config import ModelConfig
 from engine.device import to_numpy
 from engine.errors import WeightsError
+from engine.loading.generation_config import with_recommended
 from engine.loading.gguf_checkpoint import GgufCheckpoint
 from engine.loading.hf_config import load_hf_config
 from engine.loading.safetensors import SafetensorsDirectory, SafetensorsFile
@@ -179,8 +180,17 @@ def write_folder(plan: FolderPlan, out: Path, calibrated: Iterable[tuple[str, Co
             config = dict(text_values(values, str(plan.source / "config.json")))
             for path in _companions(plan.source):
                 (folder / path.name).write_bytes(read_file(path, _MAX_COPIED_BYTES, plan.source))
+            _write_generation_config(plan.source, folder)
         config["quantization_config"] = quantization_config(plan.form, plan.ignored)
         _write_json(folder / "config.json", config)
+
+
+def _write_generation_config(source: Path, folder: Path) -> None:
+    """Add to the copied generation_config.json what the source's name tells."""
+    name = "generation_config.json"
+    content = read_json(source / name, root=source) if is_present(source / name) else {}
+    if (found := with_recommended(content, source)) is not content:
+        _write_json(folder / name, found)
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

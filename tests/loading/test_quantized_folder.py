@@ -16,6 +16,7 @@ from engine.cli import main
 from engine.device import to_numpy
 from engine.errors import RequestError, WeightsError
 from engine.loading import quantized_folder
+from engine.loading.generation_config import sampling_defaults
 from engine.loading.safetensors import open_safetensors
 from engine.loading.safetensors_writer import SafetensorsWriter
 from engine.loading.tensor_reader import half_split
@@ -110,6 +111,22 @@ def test_the_engine_reads_it(tmp_path, source, name):
     np.testing.assert_array_equal(got, wanted)
     logits = model.step([[1, 2, 3, 4]], model.new_cache(1, 8))
     assert np.isfinite(logits).all()
+
+
+@pytest.mark.parametrize(
+    "stated", [None, {"eos_token_id": 2}, {"do_sample": False}, {"top_k": 5, "eos_token_id": [2]}]
+)
+def test_sampling_defaults_do_not_depend_on_the_copys_name(tmp_path, stated):
+    folder, out = tmp_path / "SmolLM2-tiny", tmp_path / "out"
+    _source(folder)
+    file = folder / "generation_config.json"
+    file.unlink() if stated is None else file.write_text(json.dumps(stated))
+    engine.quantize(folder, out, format="int8")
+    assert sampling_defaults(out) == sampling_defaults(folder)
+    found = json.loads((out / "generation_config.json").read_text())
+    is_named = stated is not None and not stated.keys().isdisjoint(("do_sample", "top_k"))
+    added = {} if is_named else {"do_sample": True, "temperature": 0.2, "top_p": 0.9}
+    assert found == (stated or {}) | added
 
 
 @pytest.mark.gpu

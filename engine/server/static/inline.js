@@ -11,7 +11,7 @@ const KINDS = { 1: "em", 2: "strong" };
 const MAX_DEPTH = 16;
 
 // Returns the address if it may be opened: http and https only.
-export function safeAddress(text) {
+function safeAddress(text) {
   try {
     const url = new URL(text);
     return url.protocol === "http:" || url.protocol === "https:" ? url.href : null;

@@ -8,7 +8,7 @@ import { nodesOf } from "./tokens.js";
 const TOP_LEVEL = 2; // of the heading of a message
 
 // Finds the pieces of a text by offset; pieces may be appended between calls.
-export class PieceMap {
+class PieceMap {
   starts = [];
   end = 0;
 

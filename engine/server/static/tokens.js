@@ -88,7 +88,7 @@ export function probabilityRow(text, p, isChosen) {
   return row;
 }
 
-export function showAlternatives(span) {
+function showAlternatives(span) {
   if (!span.piece || span === current) return;
   hideAlternatives();
   current = span;
