@@ -509,6 +509,10 @@ def test_the_models_own_defaults_are_shown(chat, script):
     assert chat.one("#top_p").get_attribute("placeholder") == "default"
     chat.ask("Why?")
     assert "temperature" not in script.asked[0]
+    chat.one("#more summary").click() if not chat.one("#top_k").is_displayed() else None
+    chat.one("#top_k").send_keys("0")  # the whole vocabulary, whatever the default
+    chat.ask("Why?")
+    assert script.asked[1]["top_k"] == 0
 
 
 def test_the_key_button_is_there_only_if_the_server_has_keys(chat, script):
