@@ -94,7 +94,10 @@ class HarmonyReasoning:
     def feed(self, delta: str) -> tuple[str, str]:
         """Feed text; return the reasoning and content that are now final."""
         if self._kind and not (self._is_new or self._pending or "<" in delta):  # no marker begins
-            return (delta, "") if self._kind == "reasoning" else ("", delta)
+            kind = "reasoning" if self._kind == "reasoning" else "content"
+            if delta and not self._is_kept_call:
+                self._has[kind] = True  # it may go on where the prompt ends
+            return (delta, "") if kind == "reasoning" else ("", delta)
         self._split(self._pending + delta, is_last=False)
         return self._take()
 
@@ -112,6 +115,10 @@ class HarmonyReasoning:
     def _is_header(self) -> bool:
         return not self._kind and not self._is_plain
 
+    @property
+    def _is_kept_call(self) -> bool:
+        return self._kind == "call" and self._keeps_calls
+
     def _split(self, text: str, *, is_last: bool) -> None:
         at = 0
         while True:
@@ -128,7 +135,7 @@ class HarmonyReasoning:
 
     def _read(self, text: str) -> int:
         """Read text of a header or a message; return the number of characters read."""
-        if self._kind == "call" and self._keeps_calls:
+        if self._is_kept_call:
             self._out["content"].append(text)
         elif self._is_header:
             return self._read_header(text)
@@ -170,11 +177,11 @@ class HarmonyReasoning:
             self._kind = "reasoning" if is_thought else "content"
         self._header = ""
         self._num_given = 0
-        self._is_new = self._kind != "call" or not self._keeps_calls  # a whole call is never parted
+        self._is_new = not self._is_kept_call  # a whole call is never parted
 
     def _end(self, marker: str) -> None:
         """End a message, whose closing marker may be missing."""
-        if self._kind == "call" and self._keeps_calls:
+        if self._is_kept_call:
             self._out["content"].append(marker or _ENDS[0])
         self._kind = self._header = ""
         self._num_given = 0

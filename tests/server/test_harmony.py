@@ -114,6 +114,7 @@ def test_without_tools_a_call_is_its_text():
     [
         (f"{BEGIN}{FINAL}Once upon", " a time", ("", " a time", [])),
         (f"{BEGIN}{ANALYSIS}Let", f" me.{NEXT}{FINAL}So", (" me.", "So", [])),
+        (f"{BEGIN}{FINAL}Once", f" more.{NEXT}{FINAL}So", ("", " more.\n\nSo", [])),
         (f"{BEGIN}<|channel|>final", "<|message|>Hi", ("", "Hi", [])),
         ("<|start|>user<|message|>?<|end|>", f"{BEGIN}{FINAL}Hi", ("", "Hi", [])),
         ("no markup", f"{FINAL}Hi", ("", "Hi", [])),
