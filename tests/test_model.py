@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import engine
-from engine import device, errors
+from engine import device, errors, threads
 from engine import model as model_module
 from engine.config import ModelConfig, RopeConfig
 from engine.device import Device, to_numpy
@@ -135,6 +135,7 @@ def test_auto_device_says_what_it_chose(capsys):
     model = _load("auto")
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1 and str(model.device) in lines[0] and model.dtype in lines[0]
+    assert model.device.is_cuda or f"), {threads.current()}, " in lines[0]
     _load("cpu")
     assert capsys.readouterr().err == ""
 
