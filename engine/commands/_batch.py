@@ -13,7 +13,7 @@ import msgspec
 
 from engine.async_engine import EngineClient
 from engine.checks import shown
-from engine.errors import EngineError, unknown_keyword
+from engine.errors import EngineError, did_you_mean
 from engine.server.chat_stream import ChatService, ChatStream
 from engine.server.protocol.chat import ChatCompletionRequest
 from engine.server.protocol.common import SamplingFields, decode_body
@@ -171,7 +171,9 @@ class Batch:
         if found.custom_id in self._ids:
             raise APIError(400, f"custom_id must be unique; got {shown(found.custom_id)} again")
         if found.url not in self._answers:
-            raise APIError(400, str(unknown_keyword("url", found.url, self._answers)))
+            known = ", ".join(self._answers)
+            hint = did_you_mean(found.url, self._answers)
+            raise APIError(400, f"url must be one of {known}; got {shown(found.url)}{hint}")
         self._ids.add(found.custom_id)
         return found.custom_id, *self._answers[found.url], found.body
 

@@ -126,7 +126,11 @@ def test_errors_name_the_field_of_the_line():
         (b"[" * 100_000, None, "line 2: "),
         (b"7", None, "line 2: "),
         (b"{}", None, "line 2: "),
-        (_line("x", "/v1/completion"), "x", "url got an unknown keyword '/v1/completion'; did"),
+        (
+            _line("x", "/v1/completion"),
+            "x",
+            "'/v1/completion'; did you mean '/v1/completions'?",
+        ),
         (_line("good"), "good", "custom_id must be unique; got 'good' again"),
         (b'{"custom_id": "x", "url": "/v1/completions"}', "x", "line 2: "),
         (_line("x").replace(b"POST", b"GET"), "x", "line 2: "),
