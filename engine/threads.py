@@ -24,7 +24,7 @@ from threadpoolctl import ThreadpoolController
 
 from engine import env
 
-__all__ = ["Threads", "available", "choose", "count", "current", "quota"]
+__all__ = ["Threads", "available", "choose", "count", "current", "quota", "take_from_blas"]
 
 # Variables that set BLAS's threads, in the order in which OpenBLAS, MKL and OpenMP read them.
 _BLAS_VARIABLES = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS")
@@ -48,6 +48,7 @@ class Threads:
 
 _lock = threading.Lock()
 _chosen: Threads | None = None
+_num_blas: int | None = None  # the threads that BLAS was given here
 
 
 def count() -> int:
@@ -87,6 +88,8 @@ def choose(shape: tuple[int, int]) -> Threads:
         found = _requested()
         if found is not None and found.reason in _BLAS_VARIABLES:
             _chosen = found  # BLAS has read it
+            if _num_blas is not None:
+                _give_blas(found.count)
             return found
         if found is None:
             most = available()
@@ -98,6 +101,16 @@ def choose(shape: tuple[int, int]) -> Threads:
                 found = _measured(_probe(shape), most)
         _apply(found)
     return found
+
+
+def take_from_blas() -> None:
+    """Let BLAS compute on one thread, until the next `choose`.
+
+    It is for models whose products the engine's own threads compute. BLAS's would compete with
+    them: they spin for tens of milliseconds after each of its products.
+    """
+    with _lock:
+        _give_blas(1)
 
 
 def available() -> Threads:
@@ -209,14 +222,20 @@ def _measured(probe: Callable[[], Any], most: Threads) -> Threads:
 def _apply(threads: Threads) -> None:
     global _chosen
     _chosen = threads
+    _give_blas(threads.count)
+
+
+def _give_blas(number: int) -> None:
+    global _num_blas
+    _num_blas = number
     for library in _blas():
-        library.set_num_threads(threads.count)
+        library.set_num_threads(number)
 
 
 def _blas_limit() -> int | None:
     """Return the number of BLAS threads that others have set; None if they have not."""
     numbers = [library.num_threads for library in _blas()]
-    is_own = _chosen is not None and all(number == _chosen.count for number in numbers)
+    is_own = all(number == _num_blas for number in numbers)
     return None if is_own or not numbers else max(numbers)
 
 

@@ -24,6 +24,7 @@ def machine(monkeypatch):
 
     library = Library()
     monkeypatch.setattr(threads, "_chosen", None)
+    monkeypatch.setattr(threads, "_num_blas", None)
     monkeypatch.setattr(threads, "_blas", lambda: [library])
     monkeypatch.setattr(threads, "quota", lambda: None)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3}, raising=False)
@@ -93,6 +94,19 @@ def test_an_earlier_choice_is_no_limit(monkeypatch, machine):
     assert threads.choose(MATRIX).count == 1
     pretend(monkeypatch, machine, {1: 0.004, 2: 0.002, 4: 0.001})
     assert threads.choose(MATRIX).count == 4
+
+
+def test_blas_gets_its_threads_back(monkeypatch, machine):
+    """A model whose products are in C takes them, until the next one is loaded."""
+    pretend(monkeypatch, machine, {1: 0.004, 2: 0.002, 4: 0.001})
+    assert threads.choose(MATRIX).count == 4
+    for variable in (None, "3"):
+        threads.take_from_blas()
+        assert machine.num_threads == 1
+        if variable is not None:
+            monkeypatch.setenv("OPENBLAS_NUM_THREADS", variable)
+        wanted = int(variable or 4)
+        assert threads.choose(MATRIX).count == threads.count() == machine.num_threads == wanted
 
 
 def test_a_quota_limits_them(monkeypatch, machine):

@@ -146,7 +146,20 @@ def load_weights(
                 one = plan.allocate(device, [name])
                 fill(one)
                 weights[name] = rounded(one.pop(name), form, device, dtype)
+    _divide_threads(weights)
     return plan.finished(weights)
+
+
+def _divide_threads(weights: Mapping[str, Weight]) -> None:
+    """Give the C kernels' threads to a model whose products they compute.
+
+    Experts are dense on the CPU: BLAS multiplies them.
+    """
+    has_panels = any(
+        part.panels is not None for weight in weights.values() for part in (weight, *weight.parts)
+    )
+    if has_panels and compiled.kernels() is not None and not any(map(is_expert, weights)):
+        threads.take_from_blas()
 
 
 @dataclass(frozen=True)

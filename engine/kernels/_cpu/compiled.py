@@ -46,15 +46,14 @@ class Kernels:
 
     Attributes
     ----------
-    multiply, widen : callable
-        They take addresses and integers.
+    multiply : callable
+        Takes addresses and integers.
     helpers : Helpers
     compiler : str
         The command that compiled them.
     """
 
     multiply: Callable[..., None]
-    widen: Callable[..., None]
     helpers: Helpers
     compiler: str
 
@@ -183,12 +182,10 @@ def _compile(command: list[str], path: Path) -> None:
 
 def _functions(library: ctypes.CDLL, compiler: str) -> Kernels:
     library.panels_multiply.argtypes = [*[_POINTER] * 6, *[_INTEGER] * 5]
-    library.panels_widen.argtypes = [*[_POINTER] * 4, *[_INTEGER] * 5]
-    for name in ("multiply", "widen", "help", "reset"):
+    for name in ("multiply", "help", "reset"):
         getattr(library, f"panels_{name}").restype = None
     return Kernels(
         library.panels_multiply,
-        library.panels_widen,
         Helpers(library.panels_help, library.panels_reset),
         compiler,
     )

@@ -15,8 +15,8 @@
 // panel computes depends on nothing else, so the bits do not depend on the number of threads.
 //
 // Parallelisation: a panel is computed by one thread. Threads take chunks of panels until none is
-// left; helpers that find none spin for a while, since the next product follows within
-// microseconds, and then return to their owner (compiled.py), which puts them to sleep.
+// left. Helpers that find none spin for a while, since the next product follows within
+// microseconds, and then return to their owner (helpers.py), which puts them to sleep.
 //
 // The mirror is engine/reference/gemm_wna16.py; the layout is that of engine/weights/panels.py.
 
@@ -24,7 +24,6 @@
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
-#include <stdlib.h>
 #include <string.h>
 #include <time.h>
 
@@ -32,29 +31,30 @@
 #include <sched.h>
 #endif
 
-enum { kWidth = 64 };       // output features of a panel
-enum { kMaxTile = 4 };      // maximum rows that a panel's codes are widened for at a time
-enum { kSpinNs = 500000 };  // time that an idle helper spins, ns
+enum { kWidth = 64 };          // output features of a panel
+enum { kSpinNs = 500000 };     // time that an idle helper spins, ns
+enum { kLateNs = 500000 };     // time after which a helper that is waited for is late, ns
+enum { kAloneNs = 50000000 };  // time without helpers after one was late, ns
 
-// A vector of floats, and the float vector of as many codes. kAccumulators is the number of vector
-// registers for sums: the others hold the codes and a number of x.
+// A vector of floats, and the float vector of as many codes. A tile has up to kMaxTile rows, and its
+// sums take kAccumulators vector registers: the others hold the codes and a number of x.
 #if defined(__AVX512F__)
 #include <immintrin.h>
-enum { kLanes = 16, kAccumulators = 16 };
+enum { kLanes = 16, kMaxTile = 6, kAccumulators = 24 };
 typedef __m512 Vector;
 static inline Vector widen(const int8_t* codes) {
   return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)codes)));
 }
 #elif defined(__AVX2__)
 #include <immintrin.h>
-enum { kLanes = 8, kAccumulators = 8 };
+enum { kLanes = 8, kMaxTile = 5, kAccumulators = 12 };
 typedef __m256 Vector;
 static inline Vector widen(const int8_t* codes) {
   return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)codes)));
 }
 #elif defined(__ARM_NEON)
 #include <arm_neon.h>
-enum { kLanes = 4, kAccumulators = 16 };
+enum { kLanes = 4, kMaxTile = 6, kAccumulators = 24 };
 typedef float32x4_t Vector;
 static inline Vector widen(const int8_t* codes) {
   int32_t four;
@@ -76,7 +76,7 @@ static inline Vector load(const float* from) {
 
 static inline void store(float* to, Vector vector) { memcpy(to, &vector, sizeof vector); }
 
-// A product, or (if `wide` is set) the numbers of some panels as a matrix (K, count * 64).
+// A product; see panels_multiply.
 typedef struct {
   const float* x;
   const float* group_sums;  // (T, G), the sums of x over each group; read with offsets only
@@ -84,15 +84,19 @@ typedef struct {
   const float* scales;
   const float* offsets;
   float* y;
-  float* wide;
   int64_t num_rows;     // T
   int64_t num_outputs;  // N
   int64_t num_groups;   // G
   int64_t group;        // g
-  int64_t first;        // first panel
-  int64_t count;        // panels
+  int64_t num_panels;   // P
   int64_t chunk;        // panels that a thread takes at a time
 } Task;
+
+// The vectors of a panel's row that a tile of T rows computes at a time: as many as there are
+// registers for.
+#define FITS(T, vectors) ((T) * (vectors) <= kAccumulators)
+#define STRIP(T) \
+  (FITS(T, kVectors) ? kVectors : FITS(T, kVectors / 2) ? kVectors / 2 : kVectors / 4)
 
 // y (T, 64) = the product of T rows, at most kMaxTile, by panel p. T is a constant where this is
 // inlined, so that the sums stay in registers.
@@ -102,7 +106,7 @@ static inline __attribute__((always_inline)) void multiply_tile(const Task* task
   const int64_t G = task->num_groups;
   const int64_t g = task->group;
   const float* x = task->x + row * G * g;
-  const int strip = T * kVectors <= kAccumulators ? kVectors : kAccumulators / (T == 3 ? 4 : T);
+  const int strip = STRIP(T);
   memset(y, 0, (size_t)T * sizeof *y);
   for (int64_t q = 0; q < G; q++) {
     const int8_t* codes = task->codes + (p * G + q) * g * kWidth;
@@ -149,42 +153,24 @@ static void multiply_panel(const Task* task, int64_t p) {
       case 3:
         multiply_tile(task, p, row, 3, y);
         break;
-      default:
+      case 4:
         multiply_tile(task, p, row, 4, y);
+        break;
+      case 5:
+        multiply_tile(task, p, row, 5, y);
+        break;
+      default:
+        multiply_tile(task, p, row, kMaxTile, y);
     }
     for (int t = 0; t < T; t++) memcpy(task->y + (row + t) * N + p * kWidth, y[t], size);
   }
 }
 
-static void widen_panel(const Task* task, int64_t p) {
-  const int64_t G = task->num_groups;
-  const int64_t g = task->group;
-  const int64_t stride = task->count * kWidth;
-  for (int64_t q = 0; q < G; q++) {
-    const int8_t* codes = task->codes + (p * G + q) * g * kWidth;
-    const float* scales = task->scales + (p * G + q) * kWidth;
-    const float* offsets = task->offsets == NULL ? NULL : task->offsets + (p * G + q) * kWidth;
-    for (int64_t k = 0; k < g; k++) {
-      float* out = task->wide + (q * g + k) * stride + (p - task->first) * kWidth;
-      for (int column = 0; column < kWidth; column += kLanes) {
-        Vector numbers = widen(codes + k * kWidth + column) * load(scales + column);
-        if (offsets != NULL) numbers += load(offsets + column);
-        store(out + column, numbers);
-      }
-    }
-  }
-}
-
 static void run_chunk(const Task* task, int64_t chunk) {
-  const int64_t begin = chunk * task->chunk;
-  const int64_t end = begin + task->chunk < task->count ? begin + task->chunk : task->count;
-  for (int64_t p = task->first + begin; p < task->first + end; p++) {
-    if (task->wide != NULL) {
-      widen_panel(task, p);
-    } else {
-      multiply_panel(task, p);
-    }
-  }
+  const int64_t first = chunk * task->chunk;
+  const int64_t left = task->num_panels - first;
+  const int64_t count = left < task->chunk ? left : task->chunk;
+  for (int64_t p = first; p < first + count; p++) multiply_panel(task, p);
 }
 
 // The task that threads share, one at a time. `ticket` is its number (high half) and its chunks
@@ -239,10 +225,21 @@ static int64_t now_ns(void) {
   return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
 }
 
-// Compute the task on the calling thread and on helpers, or on the calling thread alone.
+static void wait_for_helpers(void) {
+  int spins = 0;
+  while (atomic_load_explicit(&num_unfinished, memory_order_acquire) > 0) {
+    pause_briefly();
+    if (++spins > 1000) yield_core();  // the helper may wait for this core
+  }
+}
+
+// Compute the task on the calling thread and, if `is_shared`, on helpers. A helper whose core is
+// taken from it in the midst of a chunk holds the task up, so there are none for a while then.
 static void run(const Task* task, bool is_shared) {
-  const int64_t num_chunks = (task->count + task->chunk - 1) / task->chunk;
-  if (!is_shared) {
+  static int64_t alone_until = 0;
+  const int64_t num_chunks = (task->num_panels + task->chunk - 1) / task->chunk;
+  const int64_t begin = is_shared ? now_ns() : 0;
+  if (!is_shared || begin < alone_until) {
     for (int64_t chunk = 0; chunk < num_chunks; chunk++) run_chunk(task, chunk);
     return;
   }
@@ -252,17 +249,20 @@ static void run(const Task* task, bool is_shared) {
   atomic_store_explicit(&ticket, number << 32 | (uint64_t)num_chunks, memory_order_release);
   while (work()) {
   }
-  int spins = 0;
-  while (atomic_load_explicit(&num_unfinished, memory_order_acquire) > 0) {
-    pause_briefly();
-    if (++spins > 1000) yield_core();  // the helper may wait for this core
-  }
+  const int64_t middle = now_ns();
+  wait_for_helpers();
+  const int64_t end = now_ns();
+  if (end - middle > kLateNs && end - middle > middle - begin) alone_until = end + kAloneNs;
 }
 
-// Chunks of about 1/4 of a thread's share: few enough to take quickly, many enough to even out.
-static int64_t chunk_of(int64_t count, int64_t num_threads) {
-  const int64_t chunk = count / (4 * num_threads);
-  return chunk > 0 ? chunk : 1;
+static float sum_of(const float* x, int64_t count) {
+  Vector sums = {0};
+  int64_t k = 0;
+  for (; k + kLanes <= count; k += kLanes) sums += load(x + k);
+  float sum = 0;
+  for (int lane = 0; lane < kLanes; lane++) sum += sums[lane];
+  for (; k < count; k++) sum += x[k];
+  return sum;
 }
 
 #ifdef _WIN32
@@ -272,18 +272,17 @@ static int64_t chunk_of(int64_t count, int64_t num_threads) {
 #endif
 
 // Write x W^T to y. `num_threads` > 1 shares the work with helpers; one caller at a time may.
-// `group_sums` is a buffer for T * G floats; unused without offsets.
+// `group_sums` is a buffer for T * G floats.
 EXPORT void panels_multiply(const float* x, const int8_t* codes, const float* scales,
                             const float* offsets, float* y, float* group_sums, int64_t num_rows,
                             int64_t num_outputs, int64_t num_groups, int64_t group,
                             int64_t num_threads) {
-  const int64_t count = (num_outputs + kWidth - 1) / kWidth;
+  const int64_t num_panels = (num_outputs + kWidth - 1) / kWidth;
+  // A quarter of a thread's share: few chunks to take, and many enough to even out.
+  const int64_t quarter = num_panels / (4 * num_threads);
   if (offsets != NULL) {
-    for (int64_t q = 0; q < num_rows * num_groups; q++) {
-      float sum = 0;
-      for (int64_t k = 0; k < group; k++) sum += x[q * group + k];
-      group_sums[q] = sum;
-    }
+    for (int64_t q = 0; q < num_rows * num_groups; q++)
+      group_sums[q] = sum_of(x + q * group, group);
   }
   const Task task = {.x = x,
                      .group_sums = group_sums,
@@ -295,24 +294,8 @@ EXPORT void panels_multiply(const float* x, const int8_t* codes, const float* sc
                      .num_outputs = num_outputs,
                      .num_groups = num_groups,
                      .group = group,
-                     .count = count,
-                     .chunk = chunk_of(count, num_threads)};
-  run(&task, num_threads > 1);
-}
-
-// Write the numbers of `count` panels from `first` on to wide (K, count * 64).
-EXPORT void panels_widen(const int8_t* codes, const float* scales, const float* offsets,
-                         float* wide, int64_t num_groups, int64_t group, int64_t first,
-                         int64_t count, int64_t num_threads) {
-  const Task task = {.codes = codes,
-                     .scales = scales,
-                     .offsets = offsets,
-                     .wide = wide,
-                     .num_groups = num_groups,
-                     .group = group,
-                     .first = first,
-                     .count = count,
-                     .chunk = chunk_of(count, num_threads)};
+                     .num_panels = num_panels,
+                     .chunk = quarter > 0 ? quarter : 1};
   run(&task, num_threads > 1);
 }
 

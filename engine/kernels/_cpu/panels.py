@@ -15,12 +15,11 @@ __all__ = ["multiply"]
 
 Array = np.ndarray[Any, Any]
 
-# Up to this many rows the codes are multiplied, and the scales applied to the sums of the groups.
-# For more rows the scaled weights are multiplied by BLAS.
-_MAX_ROWS_IN_C = 32
-_MAX_ROWS_IN_NUMPY = 16
-_MAX_NUMBERS = 1 << 18  # numbers that NumPy widens at a time: they fit in an L2 cache of 1 MiB
-_MAX_WIDE = 1 << 22  # numbers that BLAS multiplies at a time
+# NumPy multiplies the codes of up to this many rows, and applies the scales to the sums of the
+# groups. For more rows it multiplies the scaled weights.
+_MAX_FEW_ROWS = 16
+_MAX_NUMBERS = 1 << 18  # numbers widened at a time: they fit in an L2 cache of 1 MiB
+_MAX_SCALED = 1 << 22  # scaled weights at a time
 _MAX_BUFFERS = 32  # buffers that a thread keeps
 
 
@@ -47,9 +46,9 @@ _scratch = _Scratch()
 def multiply(x: Array, panels: Panels) -> Array:
     """Return x Wᵀ (T, N) in float32, for x (T, K) float32 and a weight W (N, K) in panels."""
     kernels = compiled.kernels()
-    if len(x) > (_MAX_ROWS_IN_NUMPY if kernels is None else _MAX_ROWS_IN_C):
-        return _multiply_many(kernels, x, panels)
-    return _multiply_few(x, panels) if kernels is None else _multiply_in_c(kernels, x, panels)
+    if kernels is not None:
+        return _multiply_in_c(kernels, x, panels)
+    return _multiply_few(x, panels) if len(x) <= _MAX_FEW_ROWS else _multiply_many(x, panels)
 
 
 def _multiply_in_c(kernels: Kernels, x: Array, panels: Panels) -> Array:
@@ -91,32 +90,20 @@ def _multiply_few(x: Array, panels: Panels) -> Array:
     return np.ascontiguousarray(rows[:, : panels.shape[0]])
 
 
-def _multiply_many(kernels: Kernels | None, x: Array, panels: Panels) -> Array:
-    """Widen and scale some panels at a time, and multiply by them: BLAS has its own threads."""
+def _multiply_many(x: Array, panels: Panels) -> Array:
+    """Widen and scale some panels at a time, and multiply by them."""
     num_rows, num_columns = x.shape
+    num_panels, num_groups, group, _ = panels.codes.shape
+    step = max(1, _MAX_SCALED // (num_columns * WIDTH))
     y = np.empty((num_rows, panels.shape[0]), np.float32)
-    step = max(1, _MAX_WIDE // (num_columns * WIDTH))
-    for first in range(0, len(panels.codes), step):
-        count = min(step, len(panels.codes) - first)
-        wide = _scratch("wide", num_columns, count * WIDTH)
-        _widen(kernels, panels, first, wide)
-        out = y[:, first * WIDTH : (first + count) * WIDTH]
-        np.matmul(x, wide[:, : out.shape[1]], out=out)
+    for first in range(0, num_panels, step):
+        some = slice(first, first + step)
+        codes = panels.codes[some]
+        out = y[:, first * WIDTH : (first + step) * WIDTH]
+        matrix = _scratch("numbers", num_columns, len(codes) * WIDTH)
+        numbers = matrix.reshape(num_groups, group, -1, WIDTH).transpose(2, 0, 1, 3)
+        np.multiply(codes, panels.scales[some, :, None], out=numbers)
+        if panels.offsets is not None:
+            np.add(numbers, panels.offsets[some, :, None], out=numbers)
+        np.matmul(x, matrix[:, : out.shape[1]], out=out)
     return y
-
-
-def _widen(kernels: Kernels | None, panels: Panels, first: int, out: Array) -> None:
-    """Write the numbers of panels from `first` on to `out` (K, count * 64)."""
-    _, num_groups, group, _ = panels.codes.shape
-    count = out.shape[1] // WIDTH
-    if kernels is not None:
-        with kernels.helpers.at_work(count) as num_threads:
-            kernels.widen(
-                *panels.addresses, out.ctypes.data, num_groups, group, first, count, num_threads
-            )
-        return
-    some = slice(first, first + count)
-    numbers = out.reshape(num_groups, group, count, WIDTH).transpose(2, 0, 1, 3)
-    np.multiply(panels.codes[some], panels.scales[some, :, None], out=numbers)
-    if panels.offsets is not None:
-        np.add(numbers, panels.offsets[some, :, None], out=numbers)
