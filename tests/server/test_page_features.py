@@ -147,6 +147,8 @@ MARKDOWN = {
     "https://a.b/c. (http://d.e)": '<p><a href="https://a.b/c" target="_blank" '
     'rel="noopener noreferrer">https://a.b/c</a>. (<a href="http://d.e/" target="_blank" '
     'rel="noopener noreferrer">http://d.e</a>)</p>',
+    "(https://a.b/c_(d))": '<p>(<a href="https://a.b/c_(d)" target="_blank" '
+    'rel="noopener noreferrer">https://a.b/c_(d)</a>)</p>',
     '![*pic*](https://a.b/c.png "t")': '<p><a href="https://a.b/c.png" target="_blank" '
     'rel="noopener noreferrer"><em>pic</em></a></p>',
     "|a|\n|-|-|": "<p>|a|\n|-|-|</p>",

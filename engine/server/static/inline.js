@@ -226,8 +226,11 @@ class Reader {
 
 // Drops punctuation after an address, and closing brackets that it does not open.
 function trimmed(address) {
-  const dropped = address.includes("(") ? ".,;:!?'\"*_~]" : ".,;:!?'\"*_~])";
   let end = address.length;
-  while (dropped.includes(address[end - 1])) end--;
-  return address.slice(0, end);
+  let surplus = address.split(")").length - address.split("(").length; // closing brackets
+  for (; ; end--) {
+    const last = address[end - 1];
+    if (last === ")" && surplus > 0) surplus--;
+    else if (!".,;:!?'\"*_~]".includes(last)) return address.slice(0, end);
+  }
 }
