@@ -474,15 +474,29 @@ def test_the_examples_ops_are_those_of_the_engine():
 
     x, mixed, norm, out = draw(50, 64), draw(50, 64), 1 + draw(64), draw(64, 64)
     gate_up, down, qkv = draw(128, 64), draw(64, 64), draw(192, 64)
-    for with_mixed in (False, True):
-        first = kernels.gemm(mixed, out, residual=x) if with_mixed else x
+
+    def finished(first):
         inner = kernels.gemm(kernels.rmsnorm(first, norm), gate_up, activation="swiglu")
-        expected = kernels.gemm(inner, down, residual=first)
-        more = (mixed, out) if with_mixed else ()
-        found = ops.finish_layer(x, norm, gate_up, down, *more)
-        _assert_near(found, expected)
+        return kernels.gemm(inner, down, residual=first)
+
+    weights = (norm, gate_up, down)
+    found = ops.finish_layer(x, *weights, mixed, out)
+    _assert_near(found, finished(kernels.gemm(mixed, out, residual=x)))
+    elements, features, of_features = np.arange(50, dtype=np.int32) % 7, draw(50, 48), draw(64, 48)
+    rows = kernels.embedding(elements, x[:7])
+    found = ops.first_layer(elements, features.astype(np.float32), x[:7], of_features, *weights)
+    _assert_near(found, finished(kernels.gemm(features, of_features, residual=rows)))
+    tokens = draw(40, 3, 2, 32)
+    bounds = np.arange(0, 41, 8, dtype=np.int32)
+    options = {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds, "max_seqlen_q": 8, "causal": False}
+    expected = kernels.attention_prefill(*(tokens[:, i] for i in range(3)), **options)
+    found = ops.short_attention(tokens.reshape(5, 8, 3, 2, 32))
+    _assert_near(found.reshape(expected.shape), expected)
     expected = kernels.gemm(kernels.rmsnorm(x, norm), qkv)
     _assert_near(ops.norm_product(x, norm, qkv), expected)
+    codes = ops.norm_product_codes(x, norm, qkv, np.full(192, 40, np.float32))
+    found = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32) / 40
+    _assert_near(found, expected, 0.05)
     found = ops.weight_gradient(x, mixed)
     expected = kernels.gemm(x.T.copy(), mixed.T.copy(), out_dtype=np.float32)
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
@@ -490,10 +504,10 @@ def test_the_examples_ops_are_those_of_the_engine():
     _assert_near(ops.mean_rows(rows), rows.astype(np.float32).mean(1))
 
 
-def _assert_near(found, expected):
-    """Assert that values are equal but for roundings to bfloat16."""
+def _assert_near(found, expected, tolerance=0.02):
+    """Assert that values are equal but for roundings, by default to bfloat16."""
     found, expected = found.astype(np.float32), expected.astype(np.float32)
-    assert np.abs(found - expected).max() < 0.02 * np.abs(expected).max()
+    assert np.abs(found - expected).max() < tolerance * np.abs(expected).max()
 
 
 @pytest.mark.gpu
@@ -506,11 +520,40 @@ def test_the_examples_kernels(cp, name):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 100, 5000])
+def test_codes_are_the_products(cp, rows):
+    rng = np.random.default_rng(rows)
+    x, norm, weight = (
+        cp.asarray(rng.standard_normal(shape), np.float32).astype(np_dtype("bfloat16"))
+        for shape in ((rows, 128), 128, (384, 128))
+    )
+    factors = cp.asarray(rng.uniform(0.5, 4, 384), np.float32)
+    codes = device.to_numpy(ops.norm_product_codes(x, norm, weight, factors))
+    expected = device.to_numpy(ops.norm_product(x, norm, weight)).astype(np.float32)
+    expected = np.clip(expected * device.to_numpy(factors), -448, 448)
+    found = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    np.testing.assert_allclose(found, expected, rtol=0.0725, atol=0.02)
+
+
+@pytest.mark.gpu
+def test_fp8_attention_with_the_scales_of_the_first_batch(cp):
+    config = Config(num_heads=2, num_features=crystals.NUM_FEATURES)
+    some = crystals.generate(3, 1, length=1200, prototypes=ONE)
+    network = Network(config, cp, np_dtype("bfloat16"))
+    batch, _ = crystals.batch_of(some, 1.0, cp)
+    fast = FastNetwork(network, "fp8")
+    expected = FastNetwork(network).predict(batch)
+    for _ in range(2):
+        error = abs(fast.predict(batch) - expected).max()
+        assert 0 < error < 0.05 * abs(expected).max()
+
+
+@pytest.mark.gpu
 def test_hopper_takes_the_examples_ops(cp):
     if cp.cuda.Device().compute_capability != "90":
         pytest.skip("they are for Hopper")
-    assert ops.are_for(cp, 128, 256) and ops.are_for(cp, 64, 128)
-    assert not ops.are_for(cp, 96, 96) and not ops.are_for(cp, 128, 320)
+    for hidden, ffn, expected in ((128, 256, 1), (64, 128, 1), (96, 96, 0), (128, 320, 0)):
+        assert ops.are_for(cp, Config(hidden=hidden, ffn=ffn)) == bool(expected)
 
 
 def test_candidates_have_seven_elements():

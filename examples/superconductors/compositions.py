@@ -42,8 +42,10 @@ def batch_of(
     known : pair of (N, K) arrays, optional
         Critical temperatures (in K) and distances of the nearest known compositions.
     """
-    counts = compositions.counts
+    counts = np.count_nonzero(compositions.elements, axis=1)
     order = np.argsort(counts, kind="stable")
+    columns = [xp.asarray(compositions.elements), xp.asarray(compositions.amounts)]
+    columns += [xp.asarray(x, np.float32) for x in known or ()]
     num_known = 0 if known is None else known[0].shape[1]
     parts, groups, roots = [], [], []
     start = 0
@@ -51,42 +53,41 @@ def batch_of(
     for count in np.flatnonzero(np.diff(ends)):
         rows = order[ends[count] : ends[count + 1]]
         length = int(count) + num_known + 1
-        parts.append(_tokens(compositions, known, rows, int(count), xp))
+        # All rows have the same count: the order is theirs, and nothing has to be gathered.
+        chosen = columns if len(rows) == len(counts) else [x[xp.asarray(rows)] for x in columns]
+        parts.append(_tokens(int(count), *chosen, xp=xp))
         group = packed(start, len(rows), length, xp, room)
         groups.append(group)
         roots.append(xp.arange(start + length - 1, group.tokens.stop, length))
         start = group.tokens.stop
-    elements, *numbers = (xp.concatenate(column) for column in zip(*parts, strict=True))
+    elements, *numbers = (
+        column[0] if len(column) == 1 else xp.concatenate(column)
+        for column in zip(*parts, strict=True)
+    )
     features = token_features(*numbers)
     return Batch(elements, features, tuple(groups), xp.concatenate(roots)), order
 
 
 def _tokens(
-    compositions: Compositions,
-    known: tuple[Array, Array] | None,
-    rows: Array,
-    count: int,
-    xp: Any,
+    count: int, elements: Any, amounts: Any, tc: Any = None, distances: Any = None, *, xp: Any
 ) -> tuple[Any, ...]:
     """Return element, fraction, amount, temperature and distance of the tokens of rows.
 
     Each is an (R * L,) array. All rows have `count` elements. What a kind of token lacks is 0.
     """
-    elements = xp.asarray(compositions.elements[rows, :count])
-    amounts = xp.asarray(compositions.amounts[rows, :count])
-    tc, distances = (
-        xp.asarray(x[rows], np.float32) for x in known or (compositions.amounts[:, :0],) * 2
-    )
-    num_known = tc.shape[1]
-    table = xp.zeros((5, len(rows), count + num_known + 1), np.float32)
-    table[0, :, :count] = elements
+    num_known = 0 if tc is None else tc.shape[1]
+    table = xp.zeros((5, len(elements), count + num_known + 1), np.float32)
+    amounts = amounts[:, :count]
+    atoms = amounts.sum(1, keepdims=True)
+    table[0, :, :count] = elements[:, :count]
     table[0, :, count:-1] = NEIGHBOUR
-    table[1, :, :count] = amounts / amounts.sum(1, keepdims=True)
+    table[1, :, :count] = amounts / atoms
     table[1, :, -1] = 1
     table[2, :, :count] = amounts
-    table[2, :, -1] = amounts.sum(1)
-    table[3, :, count:-1] = tc
-    table[4, :, count:-1] = distances
+    table[2, :, -1:] = atoms
+    if tc is not None:
+        table[3, :, count:-1] = tc
+        table[4, :, count:-1] = distances
     first, *others = table.reshape(5, -1)
     return first.astype(np.int32), *others
 

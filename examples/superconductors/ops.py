@@ -1,6 +1,7 @@
 """The example's own ops: formulas in NumPy, and kernels for the sizes that the screen has.
 
-Check them with `engine kernels check examples/superconductors/ops.py`.
+`engine kernels check examples/superconductors/ops.py` checks them; but codes may differ from the
+formula's by one, so `norm_product_codes` has a test of its own.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from engine import kernels
@@ -18,9 +20,13 @@ __all__ = [
     "are_for",
     "dropout",
     "finish_layer",
+    "first_layer",
+    "is_short",
     "keep_factors",
     "mean_rows",
     "norm_product",
+    "norm_product_codes",
+    "short_attention",
     "token_features",
     "weight_gradient",
 ]
@@ -30,12 +36,18 @@ SHARED_BYTES = 226 * 1024  # of a block on Hopper, for a layer's weights: 227 le
 _SIZES = {"T": (1, 17, 500, 6000), "C": (64, 128)}
 
 
-def are_for(xp: Any, hidden: int, inner: int) -> bool:
-    """Tell whether `finish_layer` and `norm_product` run on CuPy's device, with these sizes."""
+def are_for(xp: Any, config: Any) -> bool:
+    """Tell whether a layer's ops run on CuPy's device, with a network's `Config`."""
     if xp is np or xp.cuda.Device().compute_capability != "90":
         return False
+    hidden, inner, features = config.hidden, config.ffn, config.num_features
     fits = 2 * hidden * (hidden + 3 * inner) <= SHARED_BYTES
-    return hidden in (64, 128) and inner % 64 == 0 and fits
+    return fits and hidden in (64, 128) and inner % 64 == 0 and features % 8 == 0 and features <= 64
+
+
+def is_short(length: int, config: Any) -> bool:
+    """Tell whether `short_attention` takes sequences of this length."""
+    return length <= MAX_LENGTH and config.num_heads <= 8 and config.head_dim in (16, 32, 64)
 
 
 def _features(fractions: Any, amounts: Any, tc: Any, distances: Any) -> Any:
@@ -123,47 +135,129 @@ norm_product = kernels.define(
 )
 
 
-def _finish(
-    x: Any, norm: Any, gate_up: Any, down: Any, mixed: Any, mixed_weight: Any, eps: float
-) -> Any:
-    if mixed is not None and mixed_weight is not None:
-        x = x + mixed @ mixed_weight.T
+def _codes(x: Any, norm: Any, weight: Any, factors: Any, eps: float) -> Any:
+    found = _rmsnorm(x, norm, eps) @ weight.T * factors
+    return np.clip(found, -448, 448).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+
+
+norm_product_codes = kernels.define(
+    "norm_product_codes",
+    "x: (T, C) float16|bfloat16, norm: (C,) like x, weight: (N, C) like x, factors: (N,) float32,"
+    " eps: float32 = 1e-6 -> (T, N) uint8",
+    reference=_codes,
+    source="norm_product.cu",
+    launch=_launch_norm_product,
+    where=f"C % 64 == 0, C <= 128, N % 64 == 0, 2 * N * C <= {SHARED_BYTES}",
+    alignment=16,
+    requires="sm_90a",
+    inputs={"weight": _weight(1, "N", "C"), "factors": lambda rng, call: np.full(call["N"], 50.0)},
+    sizes=_SIZES | {"N": (64, 384)},
+    flops="2*T*N*C",
+    bench={"T": 262144, "N": 384, "C": 128},
+)
+
+
+def _feed_forward(x: Any, norm: Any, gate_up: Any, down: Any, eps: float) -> Any:
     gate, up = np.split(_rmsnorm(x, norm, eps) @ gate_up.T, 2, axis=-1)
     return x + (gate * up / (1 + np.exp(-gate))) @ down.T
 
 
-def _launch_finish(call: Any) -> Any:
-    weights = 3 * call["F"] + (call["C"] if call.has("mixed_weight") else 0)
+def _launch_layer(call: Any, defines: dict[str, int], columns: int) -> Any:
+    """Launch a kernel of layer.cu that also holds a matrix of (C, columns) in shared memory."""
+    c, f = call["C"], call["F"]
     return call.grid(
         min(call.sm_count, -(-call["T"] // 192)),
         384,
-        shared=weights * call["C"] * call.itemsize + 1024,
+        shared=call.itemsize * c * (3 * f + columns) + 1024,
         args={"rows": call["T"]},
-        defines={"HIDDEN": call["C"], "INNER": call["F"]},
+        defines={"HIDDEN": c, "INNER": f, **defines},
     )
 
+
+_LAYER: dict[str, Any] = {
+    "source": "layer.cu",
+    "alignment": 16,
+    "requires": "sm_90a",
+    "reduction": "F",
+    "tolerance": (2e-2, 2e-2),  # normed rows and inner values are rounded
+    "sizes": _SIZES | {"F": (64, 256)},
+}
+_LAYER_SIZES = f"C % 64 == 0, C <= 128, F % 64 == 0, 2 * C * (C + 3 * F) <= {SHARED_BYTES}"
 
 finish_layer = kernels.define(
     "finish_layer",
     "x: (T, C) float16|bfloat16, norm: (C,) like x, gate_up: (2*F, C) like x, down: (C, F) like x,"
-    " mixed: (T, C) like x = None, mixed_weight: (C, C) like x = None, eps: float32 = 1e-6"
-    " -> (T, C) like x",
-    reference=_finish,
-    source="finish_layer.cu",
-    launch=_launch_finish,
-    where=f"C % 64 == 0, C <= 128, F % 64 == 0, 2 * C * (C + 3 * F) <= {SHARED_BYTES}",
-    alignment=16,
-    requires="sm_90a",
-    reduction="F",
-    tolerance=(2e-2, 2e-2),  # normed rows and inner values are rounded
+    " mixed: (T, C) like x, mixed_weight: (C, C) like x, eps: float32 = 1e-6 -> (T, C) like x",
+    reference=lambda x, norm, gate_up, down, mixed, mixed_weight, eps: _feed_forward(
+        x + mixed @ mixed_weight.T, norm, gate_up, down, eps
+    ),
+    launch=lambda call: _launch_layer(call, {}, call["C"]),
+    where=_LAYER_SIZES,
     inputs={
         "gate_up": _weight(2, "F", "C"),
         "down": _weight(1, "C", "F"),
         "mixed_weight": _weight(1, "C", "C"),
     },
-    sizes=_SIZES | {"F": (64, 256)},
     flops="2*T*C*(C + 3*F)",
     bench={"T": 262144, "C": 128, "F": 256},
+    **_LAYER,
+)
+
+first_layer = kernels.define(
+    "first_layer",
+    "elements: (T,) int32, features: (T, K) float32, table: (V, C) float16|bfloat16,"
+    " feature_weight: (C, K) like table, norm: (C,) like table, gate_up: (2*F, C) like table,"
+    " down: (C, F) like table, eps: float32 = 1e-6 -> (T, C) like table",
+    reference=lambda elements, features, table, feature_weight, norm, gate_up, down, eps: (
+        _feed_forward(table[elements] + features @ feature_weight.T, norm, gate_up, down, eps)
+    ),
+    launch=lambda call: _launch_layer(call, {"FEATURES": call["K"]}, 64),
+    where=_LAYER_SIZES + ", K % 8 == 0, K >= 8, K <= 64, V >= 1",
+    inputs={
+        "elements": lambda rng, call: rng.integers(0, call["V"], call["T"]).astype(np.int32),
+        "feature_weight": _weight(1, "C", "K"),
+        "gate_up": _weight(2, "F", "C"),
+        "down": _weight(1, "C", "F"),
+    },
+    flops="2*T*C*(K + 3*F)",
+    bench={"T": 262144, "C": 128, "F": 256, "K": 32, "V": 98},
+    **(_LAYER | {"sizes": _LAYER["sizes"] | {"K": (32, 48), "V": (98,)}}),
+)
+
+MAX_LENGTH = 16  # of the sequences of `short_attention`
+
+
+def _short_attention(qkv: Any) -> Any:
+    q, k, v = (qkv[:, :, i].swapaxes(1, 2) for i in range(3))
+    scores = q @ k.swapaxes(-1, -2) * q.shape[-1] ** -0.5
+    powers = np.exp(scores - scores.max(-1, keepdims=True))
+    return (powers / powers.sum(-1, keepdims=True) @ v).swapaxes(1, 2)
+
+
+def _launch_short_attention(call: Any) -> Any:
+    length, heads, dim = call["L"], call["H"], call["D"]
+    sequences = max(1, 256 // (heads * length))
+    return call.grid(
+        -(-call["S"] // sequences),
+        256,
+        shared=sequences * length * (3 * heads * dim // 8 + 1) * 16,
+        args={"scale": math.log2(math.e) * dim**-0.5},
+        defines={"LENGTH": length, "HEADS": heads, "HEAD_DIM": dim},
+    )
+
+
+short_attention = kernels.define(
+    "short_attention",
+    "qkv: (S, L, 3, H, D) float16|bfloat16 -> (S, L, H, D) like qkv",
+    reference=_short_attention,
+    source="short_attention.cu",
+    launch=_launch_short_attention,
+    where=f"L >= 1, L <= {MAX_LENGTH}, H >= 1, H <= 8, D % 8 == 0, D >= 8, D <= 64",
+    alignment=16,
+    tolerance=(1e-2, 1e-2),
+    sizes={"S": (1, 7, 300), "L": (1, 8, 13), "H": (4,), "D": (32,)},
+    flops="4*S*L*L*H*D",
+    bench={"S": 131072, "L": 8, "H": 4, "D": 32},
 )
 
 mean_rows = kernels.define(

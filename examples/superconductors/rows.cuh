@@ -93,17 +93,33 @@ __device__ __forceinline__ void load_operand(Operand<kBlocks>& operand, const sc
     }
 }
 
-// Loads rows as sums: 16 b + 4 i + 2 half + e is column 32 b + 8 t + 2 i + e of row g + 8 half.
+// Asks for rows that are loaded later: a lane for half of a line of row g, and of row g + 8.
+__device__ __forceinline__ void prefetch_rows(const scalar_t* x, int64_t first, int64_t rows,
+                                              Lane lane) {
+  if (lane.t >= kHidden / 32) return;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int64_t row = first + lane.g + 8 * half;
+    if (row < rows)
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(x + row * kHidden + 32 * lane.t));
+  }
+}
+
+// Sets the sums of row g (or g + 8), whose first value for this lane is at `p`: 16 b + 4 i +
+// 2 half + e is column 32 b + 8 t + 2 i + e.
+__device__ __forceinline__ void load_half(float (&sums)[kHidden / 2], const scalar_t* p, int half) {
+#pragma unroll
+  for (int b = 0; b < kBlocks; ++b) {
+    const auto v = load_vec<scalar_t, 8>(p + 32 * b);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) sums[16 * b + i / 2 * 4 + 2 * half + i % 2] = to_float(v.v[i]);
+  }
+}
+
 __device__ __forceinline__ void load_sums(float (&sums)[kHidden / 2], const scalar_t* x,
                                           int64_t first, int64_t rows, Lane lane) {
 #pragma unroll
-  for (int half = 0; half < 2; ++half)
-#pragma unroll
-    for (int b = 0; b < kBlocks; ++b) {
-      const auto v = load_vec<scalar_t, 8>(row_of(x, first, half, rows, lane) + 32 * b);
-#pragma unroll
-      for (int i = 0; i < 8; ++i) sums[16 * b + i / 2 * 4 + 2 * half + i % 2] = to_float(v.v[i]);
-    }
+  for (int half = 0; half < 2; ++half) load_half(sums, row_of(x, first, half, rows, lane), half);
 }
 
 // Stores kCount / 16 blocks of the rows that exist; `out` is at their first column.

@@ -134,11 +134,17 @@ def screen(
 
 
 _PARTS = {
-    "attention": ("attention_prefill", "attention_prefill_fp8", "quantize_heads"),
+    "attention": (
+        "attention_prefill",
+        "attention_prefill_fp8",
+        "quantize_heads",
+        "short_attention",
+    ),
     "products": ("gemm", "gemm_fp8"),
     "norms": ("rmsnorm",),
     "embedding": ("embedding",),
-    "norm and product": ("norm_product",),
+    "first layer": ("first_layer",),
+    "norm and product": ("norm_product", "norm_product_codes"),
     "after attention": ("finish_layer",),
     "mean": ("mean_rows",),
 }
