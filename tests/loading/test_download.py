@@ -154,6 +154,7 @@ def hub(monkeypatch, tmp_path):
         if state.error:
             raise state.error
         (tmp_path / "snapshot").mkdir(exist_ok=True)
+        (tmp_path / "snapshot" / "config.json").write_text("{}")
         return str(tmp_path / "snapshot")
 
     module = types.ModuleType("huggingface_hub")
@@ -200,9 +201,12 @@ def test_a_download_from_the_hub_is_announced_with_its_size(hub, monkeypatch, ca
     assert len(hub.calls) == 1
 
 
-def test_an_error_of_the_hub_names_the_model(hub):
+def test_an_error_of_the_hub_names_the_model(hub, monkeypatch):
     hub.error = RuntimeError("404: no such repository")
     with pytest.raises(DownloadError, match=r"'org/name' could not be downloaded.*404"):
+        pull("org/name")
+    monkeypatch.setenv("ENGINE_OFFLINE", "1")
+    with pytest.raises(DownloadError, match=r"hub's cache, and network .*; unset it$"):
         pull("org/name")
 
 
@@ -252,8 +256,17 @@ def test_a_path_that_is_not_a_model_is_named(tmp_path):
             resolve_model(missing)
 
 
+def test_a_folder_that_is_no_model_says_what_it_is(tmp_path):
+    with pytest.raises(WeightsError, match=r"must have a config\.json or a \.gguf file"):
+        resolve_model(tmp_path)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(WeightsError, match="is a LoRA adapter, not a model: load its base model"):
+        resolve_model(tmp_path)
+
+
 def test_a_local_directory_wins_over_a_name(tmp_path, monkeypatch, pip):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "smollm2").mkdir()
+    (tmp_path / "smollm2" / "config.json").write_text("{}")
     assert resolve_model("smollm2") == ModelSource("hf_dir", Path("smollm2"))
     assert pip.calls == []
