@@ -221,8 +221,8 @@ def _check_folder(path: Path) -> None:
         return
     if is_present(path / "adapter_config.json"):
         raise WeightsError(
-            f"{path} is a LoRA adapter, not a model: load its base model with enable_lora, and name "
-            "the adapter in a LoRARequest or in engine serve --lora-modules"
+            f"{path} is a LoRA adapter, not a model: load its base model with enable_lora, and "
+            "name the adapter in a LoRARequest or in engine serve --lora-modules"
         )
     raise WeightsError(f"{path} must have a config.json or a .gguf file; it has neither")
 
