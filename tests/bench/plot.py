@@ -543,22 +543,93 @@ def _whole_models() -> Picture:
 def _hybrid_model() -> Picture:
     record = _load("hybrid_model")
     rows = {row["case"]: row for row in record["rows"]}
-    step = rows["decode 1 x 500"]
-    kernels = [name.removesuffix(" a step") for name in step if name.endswith(" a step")]
-    ms = {name: step[f"{name} us"] * step[f"{name} a step"] / 1e3
-          for name in kernels if f"{name} us" in step}  # fmt: skip
-    names = sorted(ms, key=lambda name: -ms[name])[:12]
-    tokens = [record["apart"]["ms_per_token"], rows["latency"]["ms_per_token"]]
+    former = {row["case"]: row for row in record["former"]["rows"]}
+
+    def beside(title: str, unit: str, case: str, key: str, digits: str,
+               limit: tuple[str, float] | None = None) -> Bars:  # fmt: skip
+        series = {
+            "ours": [rows[case][key], former[case][key]],
+            "vLLM": [record["vllm"][key], None],
+        }
+        return Bars(title, unit, [record["commit"], record["former"]["commit"]], series, limit,
+                    digits=digits)  # fmt: skip
+
+    def kernels(title: str, case: str) -> Bars:
+        step = rows[case]
+        ms = {name: step[f"{name} us"] * step[f"{name} a step"] / 1e3
+              for key in step if (name := key.removesuffix(" a step")) != key
+              and f"{name} us" in step and not name.startswith("Memcpy")}  # fmt: skip
+        names = sorted(ms, key=lambda name: -ms[name])[:10]
+        return Bars(title, "ms, all launches of a kernel", names,
+                    {"ours": [ms[name] for name in names]}, digits=".2f")  # fmt: skip
+
     floor = sum(record["floor"]["one request, GB a step"].values()) * 1e3 / _H100_HBM
     panels = [
-        Bars("one request", "ms a token, less is better",
-             ["2b594722, shared experts apart", "80753174, joined"],
-             {"ours": tokens}, ("bytes at 3.35 TB/s", floor), digits=".2f"),
-        Bars("a step of one request", "ms, all launches of a kernel", names,
-             {"ours": [ms[name] for name in names]}, digits=".2f"),
+        beside("one request", "ms a token, less is better", "latency", "ms_per_token", ".2f",
+               ("bytes at 3.35 TB/s", floor)),
+        beside("256 requests", "output tokens/s", "throughput", "output_tokens_per_s", ".0f"),
+        beside("16 prompts of 4,096", "prompt tokens/s", "prefill", "prompt_tokens_per_s", ".0f"),
+        kernels("a step of one request", "decode 1 x 500"),
+        kernels("a step of 256 requests", "decode 256 x 500"),
+        kernels("a step of 8,192 prompt tokens", "prefill step"),
     ]  # fmt: skip
-    title = "Qwen3.6-35B-A3B's shape in fp8 blocks"
-    return Picture(title, _source(record), panels, 2, 3.2, 12.0)
+    title = "Qwen3.6-35B-A3B's shape in fp8 blocks, beside vLLM 0.24"
+    return Picture(title, _source(record), panels, 3, 2.9, 14.0)
+
+
+def _answer_formats() -> Picture:
+    record = _load("answer_formats")
+    rates = {row["case"]: row["tokens/s"] for row in record["rows"]}
+    bound = ("98 % of plain", 0.98 * max(rates.values()))
+    panel = Bars("a server of gpt-oss-20b's shape", "tokens/s", list(rates),
+                 {"ours": list(rates.values())}, bound)  # fmt: skip
+    return Picture("Answers read as harmony and as plain text", _source(record), [panel], 1, 1.4)
+
+
+def _sleep() -> Picture:
+    record = _load("sleep")
+    copies = [row for row in record["rows"] if "% of link" in row]
+    link = [100 * row["GB/s"] / row["% of link"] for row in copies]
+    adapters = [row for row in record["rows"] if "first_token_ms" in row]
+    panels = [
+        Bars("weights to the host and back", "GB/s", [row["case"] for row in copies],
+             {"ours": [row["GB/s"] for row in copies]}, ("the link: one plain copy", link),
+             digits=".1f"),
+        Bars("an adapter while 64 requests decode", "ms, less is better",
+             [row["case"].partition(",")[0] for row in adapters],
+             {"ours": [row["ms"] for row in adapters],
+              "ours, then the first token": [row["first_token_ms"] for row in adapters],
+              "ours, longest step": [row["longest_step_in_use_ms"] for row in adapters]}),
+    ]  # fmt: skip
+    return Picture("Sleep and adapters, an 8B model in bfloat16", _source(record), panels, 2, 2.6)
+
+
+def _lora() -> Picture:
+    record = _load("lora")
+    engine = [row for row in record["rows"] if ", bfloat16, " in row["case"]]
+
+    def of_engine(title: str, unit: str, key: str, digits: str, slower: float) -> Bars:
+        rows = [row for row in engine if key in row]
+        cases = [row["case"].split(", ", 2)[2].replace("1 adapters", "1 adapter") for row in rows]
+        without = next(row[key] for row in rows if row["case"].endswith("no adapter"))
+        series = {"ours": [row[key] for row in rows]}
+        limit = ("10 % slower than no adapter", without * slower)
+        return Bars(title, unit, cases, series, limit, digits=digits)
+
+    def of_kernel(op: str) -> Bars:
+        rows = [row for row in record["rows"] if row["op"] == op]
+        series = {"ours": [row["GB/s"] for row in rows]}
+        limit = ("memory, 3,350 GB/s", _H100_HBM)
+        return Bars(op, "GB/s", [row["case"] for row in rows], series, limit)
+
+    panels = [
+        of_engine("64 requests decode", "ms a token, less is better", "ms_per_token", ".2f", 1.1),
+        of_engine("16 prompts of 2,048", "prompt tokens/s", "prompt_tokens_per_s", ".0f", 1 / 1.1),
+        of_kernel("lora_shrink"),
+        of_kernel("lora_expand"),
+    ]
+    return Picture("LoRA adapters of rank 16, an 8B model in bfloat16", _source(record), panels, 2,
+                   2.6, 11.0)  # fmt: skip
 
 
 def _gated_delta() -> Picture:
@@ -686,6 +757,9 @@ PICTURES: dict[str, Callable[[], Picture]] = {
     "quantization": _quantization,
     "whole_models": _whole_models,
     "hybrid_model": _hybrid_model,
+    "answer_formats": _answer_formats,
+    "sleep": _sleep,
+    "lora": _lora,
     "gated_delta": _gated_delta,
     "scaling": _scaling,
 }
