@@ -254,11 +254,11 @@ class Network:
             y, backward = function(x, grads, *options)
             if grads is None or not self.config.dropout:
                 steps.append((backward, True))
-                return x + y
+                return added(x, y)
             self._num_masks += 1
             drop = partial(self._drop, self._num_masks)
             steps.append((lambda d: backward(drop(d)), True))
-            return x + drop(y)
+            return added(x, drop(y))
 
         def apply(function: Any, x: Any, *options: Any) -> Any:
             y, backward = function(x, grads, *options)
@@ -276,7 +276,7 @@ class Network:
 
         def backward(d: Any) -> None:
             for step, is_residual in reversed(steps):
-                d = d + step(d) if is_residual else step(d)
+                d = added(d, step(d)) if is_residual else step(d)
 
         return outputs.astype(self.flat.dtype), backward
 
@@ -370,6 +370,11 @@ class Network:
             for g in batch.groups
         ]
         return self.xp.concatenate(means).astype(self.dtype), to_tokens
+
+
+def added(x: Any, y: Any) -> Any:
+    """Return x + y."""
+    return x + y if isinstance(x, np.ndarray) else kernels.residual_add(x, y)
 
 
 def absolute_slope(outputs: Any, wanted: Any) -> Any:
