@@ -179,7 +179,7 @@ def with_recommended(content: dict[str, Any], path: str | PathLike[str]) -> dict
     is_named = any(content.get(key) is not None for key in _SAMPLING)
     if is_named or content.get("do_sample") is False or not (found := _recommended(path)):
         return content
-    return {"do_sample": True, **found, **content}
+    return {**content, **found, "do_sample": True}
 
 
 def _recommended(path: str | PathLike[str]) -> dict[str, float]:

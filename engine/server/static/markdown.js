@@ -74,8 +74,8 @@ function indentOf({ text }, most) {
   return Math.min(most, text.length - text.trimStart().length);
 }
 
-// Display math ends with its closing mark; without one before a blank line it is a paragraph, whose
-// lines begin no other block: "+ b" is a list nowhere in a formula, also before the formula is whole.
+// Display math ends with its closing mark; without one before a blank line it is a paragraph. No
+// line of that begins another block: in a formula whose end has not arrived, "+ b" is no list.
 // Returns null if text follows the closing mark.
 function mathAt(lines, start, [open, close]) {
   const first = lines[start].text.indexOf(open) + open.length;
