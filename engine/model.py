@@ -23,6 +23,7 @@ import numpy as np
 from engine import threads
 from engine.cache.array_cache import Cache
 from engine.cache.kv_cache import KVCache, KVGeometry, quantized_kv_dtype
+from engine.cache.pinned_memory import pinned_array
 from engine.cache.state_plan import CacheSizes
 from engine.cache.swap import SwapSpace
 from engine.checks import check_count, is_integer, shown
@@ -346,11 +347,14 @@ class Model:
             if f"{weight}_bias" in decoder.weights
         }
         config, shard = decoder.parts.whole(self.config)
-        adapter = read_adapter(name, path, config, products, shard, biases)
         if not self.device.is_cuda:
-            return adapter
+            return read_adapter(name, path, config, products, shard, biases)
+        return read_adapter(name, path, config, products, shard, biases, self._pinned)
+
+    def _pinned(self, num_bytes: int) -> np.ndarray[Any, Any]:
+        """Return page-locked memory; callable from any thread."""
         self.device.activate()
-        return adapter.pinned(self.device.xp)
+        return pinned_array(num_bytes, self.device.xp)
 
     def write_adapter(self, adapter: LoraAdapter, slot: int) -> None:
         """Copy an adapter to a slot on the device, in the order of the current stream."""

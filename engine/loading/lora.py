@@ -10,15 +10,18 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from engine.cache.pinned_memory import pinned_array, room, views
+from engine import threads
+from engine.cache.pinned_memory import room, views
 from engine.checks import shown
 from engine.config import ModelConfig
 from engine.device import to_numpy
@@ -44,6 +47,8 @@ _MAX_RANK = 4096
 _PEFT_ALPHA = 8.0  # lora_alpha of a configuration without one
 _MAX_GROUPS = 4  # of a pattern: the time to match "(a|b)(c|d)…" grows exponentially with them
 _MAX_ALTERNATIVES = 64  # "|" in a pattern
+_PIECE_BYTES = 16 << 20  # bytes of host memory that a thread allocates at once
+_MAX_WORKERS = 4  # threads that read; more would compete with the engine's for the interpreter
 
 _PREFIX = re.compile(r"^(base_model\.model\.)?")
 _TENSOR = re.compile(
@@ -90,23 +95,6 @@ class LoraAdapter:
     matrices: dict[str, tuple[Array, Array, Array | None]]
     serial: int
 
-    def pinned(self, xp: Any) -> LoraAdapter:
-        """Return the adapter in page-locked memory: copies to a slot do not wait for the host.
-
-        `xp` is `cupy`, with its current device.
-        """
-        triples = self.matrices.values()
-        arrays = [array for triple in triples for array in triple if array is not None]
-        copies = views(pinned_array(room(arrays), xp), arrays)
-        for copy, array in zip(copies, arrays, strict=True):
-            copy[...] = array
-        left = iter(copies)
-        matrices = {
-            name: (next(left), next(left), None if bias is None else next(left))
-            for name, (_, _, bias) in self.matrices.items()
-        }
-        return replace(self, matrices=matrices)
-
 
 def adapter_bounds(
     config: ModelConfig, weights: Mapping[str, Weight], shard: Shard = WHOLE
@@ -128,8 +116,11 @@ def read_adapter(
     products: Mapping[str, AdaptedProduct],
     shard: Shard = WHOLE,
     biases: Mapping[str, Any] | None = None,
+    allocate: Callable[[int], Array] = partial(np.zeros, dtype=np.uint8),
 ) -> LoraAdapter:
     """Read an adapter, and lay it out for the products of a shard.
+
+    Several threads allocate memory and convert the matrices.
 
     Parameters
     ----------
@@ -144,6 +135,9 @@ def read_adapter(
     shard : Shard
     biases : mapping of str to array, optional
         Biases of the base model by weight name, which an adapter trained with biases replaces.
+    allocate : callable
+        ``allocate(num_bytes)`` returns memory for matrices, an array of uint8; called from any
+        thread.
 
     Raises
     ------
@@ -168,8 +162,37 @@ def read_adapter(
     modules = _modules(name, tensors)
     for module, parts in modules.items():
         reader.add(module, parts, scales)
-    rank = max((len(parts["lora_A"]) for parts in modules.values() if "lora_A" in parts), default=0)
-    return LoraAdapter(name, Path(path), rank, reader.matrices, next(_serial))
+    ranks = (parts["lora_A"].shape[0] for parts in modules.values() if "lora_A" in parts)
+    return LoraAdapter(
+        name, Path(path), max(ranks, default=0), reader.read(allocate), next(_serial)
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _Tensor:
+    """A tensor of the file, in the file's dtype."""
+
+    name: str
+    stored: Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.stored.shape
+
+    def values(self, adapter: str) -> Array:
+        """Return its values in float32.
+
+        Raises
+        ------
+        WeightsError
+            If one is not finite.
+        """
+        values = self.stored.astype(np.float32, copy=False)
+        if not np.isfinite(values).all():
+            raise WeightsError(
+                f"adapter {shown(adapter)}: tensor {shown(self.name)} must be finite"
+            )
+        return values
 
 
 class _Scales:
@@ -248,15 +271,15 @@ def _by_pattern(
     return next((value for pattern, value in patterns if pattern.match(module)), default)
 
 
-def _modules(name: str, tensors: SafetensorsFile) -> dict[str, dict[str, Array]]:
+def _modules(name: str, tensors: SafetensorsFile) -> dict[str, dict[str, _Tensor]]:
     """Return the tensors of each module: "lora_A", "lora_B", and biases "lora_B.bias" and "bias".
 
     Raises
     ------
     WeightsError
-        If a tensor belongs to no linear layer, is damaged, or an A lacks its B.
+        If a tensor belongs to no linear layer, has another dtype, or an A lacks its B.
     """
-    modules: dict[str, dict[str, Array]] = {}
+    modules: dict[str, dict[str, _Tensor]] = {}
     for stored in tensors.names():
         own = _PREFIX.sub("", stored, count=1)
         match = _TENSOR.fullmatch(own)
@@ -278,11 +301,9 @@ def _modules(name: str, tensors: SafetensorsFile) -> dict[str, dict[str, Array]]
                 f"{', '.join(_DTYPES)}; got {dtype}"
             )
         first, *_ = tensors.shape(stored) or (1,)
-        values = tensors.read(stored, 0, first).astype(np.float32, copy=False)
-        if not np.isfinite(values).all():
-            raise WeightsError(f"adapter {shown(name)}: tensor {shown(stored)} must be finite")
+        tensor = _Tensor(stored, tensors.read(stored, 0, first))
         parts = modules.setdefault(text_name(match["module"]), {})
-        if parts.setdefault(part, values) is not values:
+        if parts.setdefault(part, tensor) is not tensor:
             raise WeightsError(
                 f"adapter {shown(name)}: tensor {shown(stored)} must be the only {part} of its "
                 "module; got another one"
@@ -299,7 +320,10 @@ def _modules(name: str, tensors: SafetensorsFile) -> dict[str, dict[str, Array]]
 
 
 class _Reader:
-    """Lays out one adapter's modules. See `read_adapter`."""
+    """Lays out one adapter's modules: `add` checks each of them, `read` reads all.
+
+    See `read_adapter`.
+    """
 
     def __init__(
         self,
@@ -309,7 +333,6 @@ class _Reader:
         shard: Shard,
         biases: Mapping[str, Any],
     ) -> None:
-        self.matrices: dict[str, tuple[Array, Array, Array | None]] = {}
         self._name = name
         self._config = config
         self._products = products
@@ -320,9 +343,12 @@ class _Reader:
         self._max_rank = first.rank
         self._dtype = first.a.dtype
         self._filled: dict[tuple[str, int], str] = {}  # (weight, part) -> the module of its A
+        self._targets: dict[str, list[Any]] = {}  # weight -> a slot's arrays for it
+        self._matrices: dict[str, tuple[Array, Array, Array]] = {}
+        self._modules: list[Callable[[], None]] = []  # each reads a module
 
-    def add(self, module: str, parts: Mapping[str, Array], scales: _Scales) -> None:
-        """Place the matrices and the bias of a module.
+    def add(self, module: str, parts: Mapping[str, _Tensor], scales: _Scales) -> None:
+        """Check the shapes and the places of a module.
 
         Raises
         ------
@@ -335,7 +361,7 @@ class _Reader:
         a = parts.get("lora_A")
         b = parts.get("lora_B")
         out = next(iter(parts.values())).shape[0] if b is None else b.shape[0]
-        shape, places = next((form for form in forms if form[0][0] == out), forms[0])
+        shape, make_places = next((form for form in forms if form[0][0] == out), forms[0])
         scale = 1.0
         if a is not None and b is not None:
             rank, scale = scales.of(module)
@@ -348,88 +374,123 @@ class _Reader:
                     f"must have lora_A {wanted[0]} and lora_B {wanted[1]}, by its rank {rank} and "
                     f"the model's matrix {shape}; got {a.shape} and {b.shape}",
                 )
-            b = self._scaled(module, b, scale)
-        bias = None
-        if "lora_B.bias" in parts:
-            bias = self._scaled(module, parts["lora_B.bias"], scale)
-        whole = parts.get("bias")
-        for one in (bias, whole):
+        for one in (parts.get("lora_B.bias"), parts.get("bias")):
             if one is not None and one.shape != shape[:1]:
                 raise self._error(module, f"must have a bias {shape[:1]}; got {one.shape}")
-        for place in places():
-            self._place(module, place, a, b, bias, whole)
+        places = list(make_places())
+        for place in places:
+            self._check(module, place, has_a=a is not None)
+        self._modules.append(partial(self._read, module, parts, scale, places))
 
-    def _place(
-        self,
-        module: str,
-        place: Placement,
-        a: Array | None,
-        b: Array | None,
-        bias: Array | None,
-        whole: Array | None,
-    ) -> None:
-        """Copy the rows of `place` to their weight. `whole`: the bias that replaces the model's."""
+    def read(self, allocate: Callable[[int], Array]) -> dict[str, tuple[Array, Array, Array]]:
+        """Read all modules; return the matrices of each weight in memory of `allocate`.
+
+        Raises
+        ------
+        WeightsError
+            If a value is not finite, or too large.
+        """
+        count = min(_MAX_WORKERS, threads.available().count)
+        with ThreadPoolExecutor(count) as pool:
+            for made in pool.map(partial(self._allocated, allocate), self._pieces()):
+                self._matrices |= made
+            list(pool.map(self._read_some, range(count), [count] * count))
+        return self._matrices
+
+    def _check(self, module: str, place: Placement, *, has_a: bool) -> None:
+        """Check that a weight has room for a module."""
         target = str(place.target)
         product = self._products.get(target)
         if product is None:
             kinds = "attention, dense MLPs and recurrent layers"
             raise self._error(module, f"must be a projection of {kinds}; others are not supported")
+        if target not in self._targets:
+            self._targets[target] = [each[0] for each in (product.a, product.b, product.bias)]
+        if has_a:
+            key = target, self._part(place, product)
+            if (other := self._filled.setdefault(key, module)) != module:
+                raise self._error(
+                    module, f"and {shown(other)} are parts of one matrix: not supported"
+                )
+
+    def _read_some(self, first: int, step: int) -> None:
+        for read in self._modules[first::step]:
+            read()
+
+    def _read(
+        self, module: str, parts: Mapping[str, _Tensor], scale: float, places: Iterable[Placement]
+    ) -> None:
+        """Read a module to the rows of its places."""
+        values = {part: tensor.values(self._name) for part, tensor in parts.items()}
+        for part in ("lora_B", "lora_B.bias"):
+            if part in values:
+                values[part] = self._scaled(module, values[part], scale)
+        for place in places:
+            self._write(module, place, values)
+
+    def _write(self, module: str, place: Placement, values: Mapping[str, Array]) -> None:
+        """Write the rows of `place` to their weight."""
+        target = str(place.target)
+        product = self._products[target]
         rows: Any = slice(place.first, place.last)
         if self._config.interleaved_rope and place.rotated is not None:
             rows = half_split(np.arange(place.first, place.last), place.rotated)
-        start = place.start + self._shift(place, product)
+        start = self._start(place, product)
         own = slice(start, start + place.last - place.first)
-        _, b_out, bias_out = self._matrices(target, product)
-        if a is not None and b is not None:
-            b_out[own, : b.shape[1]] = self._cast(module, _times(b[rows], place.factor))
-            self._place_a(module, target, product, start, a, place.columns)
+        a_out, b_out, bias_out = self._matrices[target]
+        if "lora_A" in values:
+            b = _times(values["lora_B"][rows], place.factor)
+            self._store(module, b_out[own, : b.shape[1]], b)
+            a = values["lora_A"]
+            a = a if place.columns is None else a[:, slice(*place.columns)]
+            first = self._part(place, product) * product.rank
+            self._store(module, a_out[first : first + len(a), : a.shape[1]], a)
         # Ranks that sum their products hold the bias once.
         if place.columns is not None and self._shard.index > 0:
             return
-        if bias is not None:
+        if (bias := values.get("lora_B.bias")) is not None:
             bias_out[own] += self._cast(module, _times(bias[rows], place.factor))
-        if whole is not None:
+        if (whole := values.get("bias")) is not None:  # it replaces the model's
             base = self._biases.get(target)
             before = 0 if base is None else to_numpy(base)[own].astype(np.float32)
             bias_out[own] += self._cast(module, _times(whole[rows], place.factor) - before)
 
-    def _place_a(
-        self,
-        module: str,
-        target: str,
-        product: AdaptedProduct,
-        start: int,
-        a: Array,
-        columns: tuple[int, int] | None,
-    ) -> None:
-        """Copy A to the part of the weight that begins at or before row `start`."""
-        part = sum(start >= end for end in product.bounds)
-        other = self._filled.setdefault((target, part), module)
-        if other != module:
-            raise self._error(module, f"and {shown(other)} are parts of one matrix: not supported")
-        given = a if columns is None else a[:, slice(*columns)]
-        rank = product.rank
-        rows = self.matrices[target][0][part * rank : part * rank + len(a)]
-        rows[:, : given.shape[1]] = self._cast(module, given)
-
-    def _shift(self, place: Placement, product: AdaptedProduct) -> int:
-        """Return the number of padding rows before a placement in a padded MLP."""
+    def _start(self, place: Placement, product: AdaptedProduct) -> int:
+        """Return the first row of a placement in its weight, after the padding of an MLP."""
         if place.target.kind != "gate_up":
-            return 0
+            return place.start
         layer = place.target.layer
         features = self._config.at(layer or 0).intermediate_size
         first, last = self._shard.cut("intermediate_size", features)
-        return product.bounds[0] - (last - first) if place.start >= last - first else 0
+        is_second = place.start >= last - first
+        return place.start + (product.bounds[0] - (last - first) if is_second else 0)
 
-    def _matrices(self, target: str, product: AdaptedProduct) -> tuple[Array, Array, Array]:
-        """Return the arrays of a weight's adapter, zeros at first."""
-        if target not in self.matrices:
-            arrays = (product.a, product.b, product.bias)
-            zeros = tuple(np.zeros(array.shape[1:], array.dtype) for array in arrays)
-            self.matrices[target] = zeros[0], zeros[1], zeros[2]
-        a, b, bias = self.matrices[target]
-        assert bias is not None
-        return a, b, bias
+    def _part(self, place: Placement, product: AdaptedProduct) -> int:
+        """Return the part of the weight that a placement begins in, whose A is the module's."""
+        start = self._start(place, product)
+        return sum(start >= end for end in product.bounds)
+
+    def _pieces(self) -> list[list[str]]:
+        """Return the names of the weights in pieces of `_PIECE_BYTES` or more."""
+        pieces: list[list[str]] = []
+        num_bytes = _PIECE_BYTES
+        for name, arrays in self._targets.items():
+            if num_bytes >= _PIECE_BYTES:
+                pieces.append([])
+                num_bytes = 0
+            pieces[-1].append(name)
+            num_bytes += room(arrays)
+        return pieces
+
+    def _allocated(
+        self, allocate: Callable[[int], Array], names: Iterable[str]
+    ) -> dict[str, tuple[Array, Array, Array]]:
+        """Return zeros for the matrices of weights, side by side."""
+        arrays = [array for name in names for array in self._targets[name]]
+        memory = allocate(room(arrays))
+        memory.fill(0)
+        made = iter(views(memory, arrays))
+        return dict(zip(names, zip(made, made, made, strict=True), strict=True))
 
     def _scaled(self, module: str, values: Array, scale: float) -> Array:
         """Return values times the adapter's scale.
@@ -441,15 +502,20 @@ class _Reader:
         """
         try:
             with np.errstate(over="raise"):
-                scaled: Array = values * np.float32(scale)
+                return _times(values, scale)
         except FloatingPointError:
             raise self._error(
                 module, f"must have values that float32 holds after scaling; got scale {scale:g}"
             ) from None
-        return scaled
 
     def _cast(self, module: str, values: Array) -> Array:
-        """Return values in the dtype of the activations.
+        """Return values in the dtype of the activations; see `_store`."""
+        cast = np.empty(values.shape, self._dtype)
+        self._store(module, cast, values)
+        return cast
+
+    def _store(self, module: str, target: Array, values: Array) -> None:
+        """Write values to an array in the dtype of the activations.
 
         Raises
         ------
@@ -457,10 +523,9 @@ class _Reader:
             If a value does not fit.
         """
         with np.errstate(over="ignore"):
-            cast: Array = values.astype(self._dtype)
-        if self._dtype == np.float16 and not np.isfinite(cast).all():
+            target[...] = values
+        if self._dtype == np.float16 and not np.isfinite(target).all():
             raise self._error(module, "must have values up to 65504 for dtype float16; got larger")
-        return cast
 
     def _error(self, module: str, fault: str) -> WeightsError:
         return WeightsError(f"adapter {shown(self._name)}: module {shown(module)} {fault}")

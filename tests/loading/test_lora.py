@@ -16,6 +16,7 @@ import engine
 from engine import device
 from engine.errors import ConfigError, EngineError, WeightsError
 from engine.layers.lora import AdapterSlots
+from engine.loading import lora
 from engine.loading.lora import adapter_bounds, read_adapter
 from engine.weights import Shard
 from tests.loading.tiny import EXTRA, config_of, random_tensors, tensor_shapes
@@ -298,25 +299,42 @@ def test_options(base, option, value):
         engine.load(base("llama"), device="cpu", **{option: value})
 
 
-def test_a_copy_in_pinned_memory_holds_the_same_matrices(base, tmp_path):
+def test_matrices_in_page_locked_memory(base, tmp_path, monkeypatch):
+    """They are what they are in ordinary memory, whatever it held and however it is cut."""
     folder = base("qwen2")
     model = _model(folder, dtype="bfloat16")
     tensors = load_file(folder / "model.safetensors")
     pairs = random_adapter(adaptable(model, tensors), tensors, 8)
-    adapter = model.read_adapter("sql", write_adapter(tmp_path / "sql", pairs, 8))
-    locked = []
-    runtime = SimpleNamespace(
-        hostRegister=lambda address, num_bytes, flags: locked.append((address, num_bytes)),
-        hostUnregister=lambda address: None,
-        CUDARuntimeError=RuntimeError,
-    )
-    pinned = adapter.pinned(SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))
-    [(address, num_bytes)] = locked
-    assert pinned.matrices.keys() == adapter.matrices.keys() and pinned.serial == adapter.serial
-    for name, wanted in adapter.matrices.items():
-        for found, array in zip(pinned.matrices[name], wanted, strict=True):
-            assert found.dtype == array.dtype and np.array_equal(found, array)
-            assert address <= found.ctypes.data <= address + num_bytes - found.nbytes
+    path = write_adapter(tmp_path / "sql", pairs, 8)
+    wanted = model.read_adapter("sql", path).matrices
+    pieces = []
+
+    def allocate(num_bytes):
+        pieces.append(np.full(num_bytes, 0xFF, np.uint8))
+        return pieces[-1]
+
+    products = model.decoder.adapters.products
+    for size, count in ((1, len(wanted)), (1 << 30, 1)):
+        monkeypatch.setattr(lora, "_PIECE_BYTES", size)
+        pieces.clear()
+        found = read_adapter("sql", path, model.config, products, allocate=allocate).matrices
+        assert found.keys() == wanted.keys() and len(pieces) == count
+        for name, arrays in wanted.items():
+            for array, want in zip(found[name], arrays, strict=True):
+                assert array.dtype == want.dtype and np.array_equal(array, want)
+                assert any(np.shares_memory(array, piece) for piece in pieces)
+
+
+def test_what_was_read_outlives_its_file(base, tmp_path):
+    model = _model(base("llama"))
+    pairs = _q()
+    folder = write_adapter(tmp_path / "a", pairs, 4, lora_alpha=4)
+    adapter = model.read_adapter("a", folder)
+    file = folder / "adapter_model.safetensors"
+    file.write_bytes(bytes(file.stat().st_size))  # over the mapped pages
+    [(a, b, _)] = adapter.matrices.values()
+    want_a, want_b = pairs[f"{Q}.weight"]
+    assert np.array_equal(a[:4], want_a) and np.array_equal(b[:32, :4], want_b)
 
 
 def test_what_the_device_copies_is_kept_until_it_is_copied():
