@@ -82,6 +82,9 @@ class HostCopies:
     def restore(self, copies: Sequence[Array]) -> list[Any]:
         """Return new arrays on the device with the values of copies.
 
+        On CUDA they are written in the order of the current stream; until `wait`, the copies must
+        not change.
+
         Raises
         ------
         OutOfMemoryError
@@ -91,7 +94,6 @@ class HostCopies:
             return [copy.copy() for copy in copies]
         self._device.activate()
         cp = self._device.xp
-        stream = cp.cuda.get_current_stream()
         arrays = []
         for copy in copies:
             try:
@@ -108,8 +110,13 @@ class HostCopies:
                 cp.cuda.runtime.memcpyHostToDevice,
             )
             arrays.append(array)
-        stream.synchronize()  # SAFETY: until then the copies' memory must not change
         return arrays
+
+    def wait(self) -> None:
+        """Wait until the arrays that `restore` has returned are written."""
+        if self._device.is_cuda:
+            self._device.activate()
+            self._device.xp.cuda.get_current_stream().synchronize()
 
     def free(self) -> None:
         """Give the memory back to the host, once no copies are in use."""

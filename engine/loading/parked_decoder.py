@@ -80,14 +80,17 @@ class ParkedDecoder:
                 patterns=self._patterns,
             )
         else:
-            decoder = Decoder(
-                self._local_config,
-                _moved(self._weights, self._host.restore),
-                self._max_model_len,
-                model_kernels=self._kernels,
-                patterns=self._patterns,
-                **self._options,
-            )
+            try:
+                decoder = Decoder(
+                    self._local_config,
+                    _moved(self._weights, self._host.restore),
+                    self._max_model_len,
+                    model_kernels=self._kernels,
+                    patterns=self._patterns,
+                    **self._options,
+                )
+            finally:
+                self._host.wait()  # the layers are made while the weights are copied
         decoder.kv_scales.restore(self._kv_scales)
         return decoder
 
@@ -99,17 +102,23 @@ def _moved(
     arrays = {id(array): array for weight in weights.values() for array in _arrays(weight)}
     moved = dict(zip(arrays, move(list(arrays.values())), strict=True))
     known: dict[int, Weight] = {}
+    return {name: _replaced(weight, moved, known) for name, weight in weights.items()}
 
-    def with_moved(weight: Weight) -> Weight:
-        if id(weight) not in known:
-            changes: dict[str, Any] = {"parts": tuple(map(with_moved, weight.parts))}
-            for name in _ARRAYS:
-                if (array := getattr(weight, name)) is not None:
-                    changes[name] = moved[id(array)]
-            known[id(weight)] = replace(weight, **changes)
-        return known[id(weight)]
 
-    return {name: with_moved(weight) for name, weight in weights.items()}
+def _replaced(weight: Weight, moved: Mapping[int, Any], known: dict[int, Weight]) -> Weight:
+    """Return a weight with the array `moved[id(array)]` in place of each of its arrays.
+
+    `known`: the result for each weight, by its id, so that shared parts stay shared. (A nested
+    function that calls itself would keep the arrays until the next garbage collection.)
+    """
+    if id(weight) not in known:
+        parts = tuple(_replaced(part, moved, known) for part in weight.parts)
+        changes: dict[str, Any] = {"parts": parts}
+        for name in _ARRAYS:
+            if (array := getattr(weight, name)) is not None:
+                changes[name] = moved[id(array)]
+        known[id(weight)] = replace(weight, **changes)
+    return known[id(weight)]
 
 
 def _arrays(weight: Weight) -> Iterator[Any]:

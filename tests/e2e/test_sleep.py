@@ -42,6 +42,21 @@ def weight_arrays(model):
     return [weakref.ref(array) for weight in weights for _, array in weight.arrays()]
 
 
+def test_weights_are_free_without_garbage_collection(monkeypatch):
+    """Collecting takes as long as copying gigabytes, in the second sleep as in the first."""
+    model = tiny_model()
+    monkeypatch.setattr("engine.model.gc.collect", lambda: pytest.fail("some arrays were alive"))
+    gc.disable()
+    try:
+        for _ in range(3):
+            arrays = weight_arrays(model)
+            model.sleep()
+            assert not any(ref() is not None for ref in arrays)
+            model.wake_up()
+    finally:
+        gc.enable()
+
+
 @pytest.mark.parametrize("options", [{}, {"async_scheduling": True, "swap_space_gb": swap_gb(8)}],
                          ids=["plain", "swap"])  # fmt: skip
 @pytest.mark.parametrize("level", [1, 2])
