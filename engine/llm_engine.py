@@ -176,6 +176,7 @@ class LLMEngine:
                 self._sample()
             finally:
                 self._streams.publish(is_last=True)
+            self._capture_missed()
         return self._streams.take()
 
     # ---- adding and ending requests
@@ -549,6 +550,11 @@ class LLMEngine:
             self.runner.capture_graphs(
                 limits.max_model_len, limits.max_draft_tokens, progress=sys.stderr.isatty()
             )
+
+    def _capture_missed(self) -> None:
+        """Capture the graphs that steps with LoRA adapters have missed, once no request runs."""
+        if self.runner.graphs is not None and not self.num_unfinished_requests:
+            self.runner.graphs.capture_missed()
 
     # ---- parts of add_request
 

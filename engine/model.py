@@ -329,6 +329,18 @@ class Model:
         adapters = self.decoder.adapters
         return () if adapters is None else tuple(sorted(adapters.kinds))
 
+    @property
+    def captured_adapter_kinds(self) -> tuple[str, ...]:
+        """Kinds of the weights in graphs with adapters that are captured at load; (): no graphs.
+
+        Products without an adapter's matrices add zeros then, which may round otherwise: not in
+        deterministic mode.
+        """
+        adapters = self.decoder.adapters
+        if adapters is None or self.deterministic:
+            return ()
+        return tuple(sorted({name.rpartition(".")[2] for name in adapters.products}))
+
     def read_adapter(self, name: str, path: str | PathLike[str]) -> LoraAdapter:
         """Read a LoRA adapter in peft's format to host memory. See `loading.lora.read_adapter`.
 

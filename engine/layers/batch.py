@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
@@ -71,6 +71,9 @@ class ForwardBatch:
         none. None if no sequence takes a snapshot.
     adapter_slots : (T,) int32, optional
         Slot of each token's LoRA adapter, or `layers.lora.NO_ADAPTER`. None: no token has one.
+    adapter_kinds : collection of str, optional
+        Kinds of the weights that the adapters may change; other products are computed without
+        them. None: those that adapters written so far have changed.
     features : mapping of int to (T, N) array, optional
         Layer index -> array that receives the residual stream entering that layer; index
         num_layers: the stream leaving the last layer. Read by draft heads.
@@ -101,6 +104,7 @@ class ForwardBatch:
     snapshot_slots: Any = None
     snapshot_offsets: Any = None
     adapter_slots: Any = None
+    adapter_kinds: Collection[str] | None = None
     features: Mapping[int, Any] | None = None
     entering: tuple[Any, Any] | None = None
     on_host: ForwardBatch | None = None

@@ -11,7 +11,7 @@ References
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,7 +22,7 @@ from engine.errors import ContractError
 from engine.layers.batch import ForwardBatch
 from engine.layers.linear import Linear, Product
 
-__all__ = ["NO_ADAPTER", "AdaptedProduct", "AdapterSlots"]
+__all__ = ["NO_ADAPTER", "AdaptedProduct", "AdapterSlots", "start_copy"]
 
 NO_ADAPTER = np.iinfo(np.int32).max
 """Slot of a token without an adapter."""
@@ -53,7 +53,7 @@ class AdapterSlots:
         The adapted products by weight name: "layers.0.qkv", ...
     kinds : frozenset of str
         Kinds of the weights ("qkv") that an adapter in some slot has changed; the others' products
-        are computed as in a model without adapters.
+        are computed as in a model without adapters, unless a batch says otherwise.
     """
 
     def __init__(
@@ -73,6 +73,7 @@ class AdapterSlots:
         self._bounds = dict(bounds)
         self._sources: dict[int, tuple[Any, Any]] = {}  # slot -> its matrices, and their last copy
         self._sorted: dict[int, tuple[Any, Any]] = {}  # number of rows -> their order and offsets
+        self._kinds: Collection[str] = ()  # those of the batch
 
     @property
     def num_bytes(self) -> int:
@@ -119,6 +120,7 @@ class AdapterSlots:
         rows = batch.logits_indices
         if rows is not None and 0 < rows.shape[0] < slots.shape[0]:
             self._sorted[int(rows.shape[0])] = self._sort(slots[rows])
+        self._kinds = self.kinds if batch.adapter_kinds is None else batch.adapter_kinds
         try:
             yield
         finally:
@@ -132,7 +134,7 @@ class AdapterSlots:
         ContractError
             If the rows are neither all tokens of the step nor those with logits.
         """
-        if not self._sorted or not num_rows or kind not in self.kinds:
+        if not self._sorted or not num_rows or kind not in self._kinds:
             return None
         if num_rows not in self._sorted:
             raise ContractError(
@@ -206,7 +208,7 @@ class AdaptedProduct:
             elif isinstance(target, np.ndarray):
                 target[slot] = source
             else:
-                target[slot].set(source)
+                start_copy(self._slots.xp, target, slot, source)
 
     def plain(
         self,
@@ -243,3 +245,18 @@ class AdaptedProduct:
         if self._slots.tokens(self.kind, x.shape[0]) is None:
             return self._base.of_normed(x, norm, weight, **options)
         return self.plain(norm(x), weight, **options)
+
+
+def start_copy(cp: Any, target: Any, slot: int, source: Any) -> None:
+    """Start a copy of an array on the host to a slot, in the order of the current stream."""
+    source = np.ascontiguousarray(source, target.dtype)
+    if source.shape != target.shape[1:]:
+        raise ContractError(f"source must have shape {target.shape[1:]}; got {source.shape}")
+    # `ndarray.set` would wait for the copy, and for the step in flight before it.
+    cp.cuda.runtime.memcpyAsync(
+        target.data.ptr + slot * source.nbytes,
+        source.ctypes.data,
+        source.nbytes,
+        cp.cuda.runtime.memcpyHostToDevice,
+        cp.cuda.get_current_stream().ptr,
+    )

@@ -83,7 +83,7 @@ class LoraAdapter:
     path : Path
     rank : int
         Largest rank of its matrices.
-    matrices : dict of str to (array, array, array or None)
+    matrices : mapping of str to (array, array, array or None)
         Weight name -> A (P·R, K), B (N, R) with the scale folded in, and the bias (N,) it adds.
     serial : int
         Number of this load: one path loaded twice may hold other values.
@@ -92,7 +92,7 @@ class LoraAdapter:
     name: str
     path: Path
     rank: int
-    matrices: dict[str, tuple[Array, Array, Array | None]]
+    matrices: Mapping[str, tuple[Array, Array, Array | None]]
     serial: int
 
 
@@ -116,7 +116,7 @@ def read_adapter(
     products: Mapping[str, AdaptedProduct],
     shard: Shard = WHOLE,
     biases: Mapping[str, Any] | None = None,
-    allocate: Callable[[int], Array] = partial(np.zeros, dtype=np.uint8),
+    allocate: Callable[[int], Array] | None = None,
 ) -> LoraAdapter:
     """Read an adapter, and lay it out for the products of a shard.
 
@@ -135,9 +135,9 @@ def read_adapter(
     shard : Shard
     biases : mapping of str to array, optional
         Biases of the base model by weight name, which an adapter trained with biases replaces.
-    allocate : callable
+    allocate : callable, optional
         ``allocate(num_bytes)`` returns memory for matrices, an array of uint8; called from any
-        thread.
+        thread. By default it is ordinary memory.
 
     Raises
     ------
@@ -164,7 +164,7 @@ def read_adapter(
         reader.add(module, parts, scales)
     ranks = (parts["lora_A"].shape[0] for parts in modules.values() if "lora_A" in parts)
     return LoraAdapter(
-        name, Path(path), max(ranks, default=0), reader.read(allocate), next(_serial)
+        name, Path(path), max(ranks, default=0), reader.read(allocate or _memory), next(_serial)
     )
 
 
@@ -177,7 +177,9 @@ class _Tensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.stored.shape
+        """Its shape."""
+        shape: tuple[int, ...] = self.stored.shape
+        return shape
 
     def values(self, adapter: str) -> Array:
         """Return its values in float32.
@@ -257,6 +259,10 @@ class _Scales:
             f"a map from names of modules, or expressions of at most {_MAX_GROUPS} groups without "
             f"repetition, to numbers ({shown(pattern)} is none)",
         )
+
+
+def _memory(num_bytes: int) -> Array:
+    return np.empty(num_bytes, np.uint8)
 
 
 def _times(values: Array, factor: float) -> Array:

@@ -101,6 +101,11 @@ class MockModel:
         """No LoRA adapters."""
         return ()
 
+    @property
+    def captured_adapter_kinds(self) -> tuple[str, ...]:
+        """No LoRA adapters."""
+        return ()
+
     def read_adapter(self, name: str, path: str) -> Any:
         """No LoRA adapters."""
         raise ConfigError(f"adapter {name!r} needs a model loaded with enable_lora=True")

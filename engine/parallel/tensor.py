@@ -287,6 +287,11 @@ class TensorParallelModel(Model):
         self.decoder.refresh(update.names)
         return update.names
 
+    @property
+    def captured_adapter_kinds(self) -> tuple[str, ...]:
+        """(): all ranks capture a graph with adapters together, after its first use."""
+        return ()
+
     def write_adapter(self, adapter: LoraAdapter, slot: int) -> None:
         """Write an adapter to a slot on all ranks; each reads its part of the files."""
         arrays = [to_text(adapter.name), to_text(str(adapter.path))]

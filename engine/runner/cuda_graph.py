@@ -6,9 +6,11 @@ a whole: input preparation, model, sampler, and storing the sampled ids for the 
 batch sizes use the next larger graph; its padding sequences write nothing. Steps with the same
 number of drafts for every sequence have graphs of their own. Steps whose sampling needs more
 (penalties, log-probabilities, ...) use graphs that end with the logits; these graphs, and those for
-draft trees and for LoRA adapters, are captured on first use. With other overrides
-(`kernels.override`) a step has graphs of its own, captured after its first use; one such table is
-kept beside the one at load.
+draft trees, are captured on first use. Steps with LoRA adapters have graphs in which every
+adaptable product reads the adapters; those in which only the products that adapters have changed do
+are captured when no request runs, or after many steps. With other overrides (`kernels.override`) a
+step has graphs of its own, captured after its first use; one such table is kept beside the one at
+load.
 
 Replay works because every address a graph uses stays valid: inputs live in `StaticInputs`, block
 tables and last ids in fixed-size arrays, and memory allocated during capture comes from a pool that
@@ -49,6 +51,8 @@ __all__ = ["DecodeGraphs", "GraphKey", "batch_sizes", "context_buckets"]
 IntArray = np.ndarray[Any, np.dtype[Any]]
 
 _log = logging.getLogger(__name__)
+
+_MAX_MISSES = 512  # steps after which a general graph has cost more than capturing their own
 
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seeds")
 
@@ -93,6 +97,9 @@ class DecodeGraphs:
     block_size, max_model_len : int
     query_lens : sequence of int
         Query tokens per sequence to capture graphs for.
+    adapter_kinds : tuple of str
+        Kinds of the weights that LoRA adapters may change; (): their graphs are captured on first
+        use.
     new_features : callable, optional
         ``new_features(num_tokens)`` allocates the arrays of `ForwardBatch.features`.
 
@@ -114,6 +121,7 @@ class DecodeGraphs:
         block_size: int,
         max_model_len: int,
         query_lens: Sequence[int] = (1,),
+        adapter_kinds: tuple[str, ...] = (),
         new_features: Callable[[int], Mapping[int, Any]] = lambda num_tokens: {},
     ) -> None:
         self.on_send: Callable[[GraphKey, Any], None] | None = None
@@ -143,6 +151,10 @@ class DecodeGraphs:
             for size in self._sizes
         }
         self._keys = [key for keys in self._by_size.values() for key in keys]
+        self._adapter_kinds = adapter_kinds
+        if adapter_kinds:
+            self._keys += [replace(key, adapters=adapter_kinds) for key in self._keys]
+        self._misses: dict[GraphKey, int] = {}  # graph to capture -> steps that have missed it
         self._is_captured = False
         self._own = NO_OVERRIDES  # the overrides at load
         self._graphs: dict[tuple[Overrides, GraphKey], _Graph] = {}
@@ -237,13 +249,36 @@ class DecodeGraphs:
         if tokens.tree_mask is not None:
             key = replace(key, is_tree=True)
         if self._table.adapters_of(rows) is not None:
-            key = replace(key, adapters=self._model.adapter_kinds)
+            key = self._with_adapters(key)
         buffer = self._filling.fill(columns, key.size, tokens, stops, states)
         self._send(buffer, key, rows, tokens)
         self.replay(key)
         # With drafts, the next step starts after this one is read, so the host sends its ids.
         self._table.last_positions[rows] = -1 if output.num_draft_tokens else stops
         return self._inputs.read(buffer, len(rows) * query_len, key.num_tokens)
+
+    def _with_adapters(self, key: GraphKey) -> GraphKey:
+        """Return the key of a step with adapters: that of a captured graph, if there is one."""
+        exact = replace(key, adapters=self._model.adapter_kinds)
+        general = replace(key, adapters=self._adapter_kinds)
+        overrides = current_overrides()
+        if (
+            not self._adapter_kinds
+            or (overrides, exact) in self._graphs
+            or (overrides, general) not in self._graphs
+        ):
+            return exact
+        misses = self._misses.pop(exact, 0) + 1
+        if misses >= _MAX_MISSES:
+            return exact
+        self._misses[exact] = misses
+        return general
+
+    def capture_missed(self) -> None:
+        """Capture the graphs that steps have missed; takes longer than a step."""
+        while self._misses:
+            key, _ = self._misses.popitem()
+            self._add_later(self._graphs, key, partial(self.compute, key))
 
     def logits(self, inputs: StepInputs) -> Any:
         """Compute the logits (T, V) of a decode step in which every token is sampled.
@@ -374,6 +409,7 @@ class DecodeGraphs:
             tree_mask=mask if key.is_tree else None,
             features={layer: array[:num_tokens] for layer, array in self.features.items()},
             adapter_slots=arrays["adapter_slots"][:num_tokens] if key.adapters else None,
+            adapter_kinds=key.adapters,
             **self._states(key),
         )
 

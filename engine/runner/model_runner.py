@@ -89,6 +89,10 @@ class RunnableModel(Protocol):
     def adapter_kinds(self) -> tuple[str, ...]:
         """Kinds of the weights that the adapters written so far change."""
 
+    @property
+    def captured_adapter_kinds(self) -> tuple[str, ...]:
+        """Kinds of the weights in graphs with adapters that are captured at load; (): no graphs."""
+
     def write_adapter(self, adapter: LoraAdapter, slot: int) -> None:
         """Copy an adapter to a slot on the device."""
 
@@ -184,6 +188,7 @@ class ModelRunner:
             block_size=self._block_size,
             max_model_len=max_model_len,
             query_lens=sorted({1, 1 + max_draft_tokens}),
+            adapter_kinds=self.model.captured_adapter_kinds,
             new_features=self.features.new_for_graphs,
         )
         self.model.share_graphs(self.graphs, max_model_len, max_draft_tokens)

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from functools import partial
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
 from engine import LLM, LoRARequest, SamplingParams, device
 from engine.errors import ConfigError, RequestError
+from engine.kernels._override.scope import current_overrides
+from engine.runner import cuda_graph
 from tests.lora_files import GREEDY, Served, tokens_of, write_adapter
+
+Q = "model.layers.0.self_attn.q_proj.weight"
+Q_KIND = ("qkv",)
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +67,49 @@ def test_tokens_on_a_gpu(served, way):
         served.check(llm, [-1] * len(served.which))
         served.check(llm, served.which)
         served.check(llm, served.which[::-1])
+
+
+@pytest.mark.parametrize("max_misses", [512, 3])
+def test_steps_capture_no_graph(served, tmp_path, monkeypatch, max_misses):
+    """Graphs of every adaptable product serve adapters of some, unless requests never end."""
+    monkeypatch.setattr(cuda_graph, "_MAX_MISSES", max_misses)
+    pairs = {Q: (np.ones((4, 32), "f4"), 0.1 * np.ones((64, 4), "f4"))}
+    adapters = [LoRARequest("q", 9, write_adapter(tmp_path / "q", pairs, 4)), None]
+    prompts = served.prompts[:2]
+    with served.llm() as llm:
+        want = tokens_of(llm, prompts, adapters)
+    launched, captured = [], []
+
+    def add(table, key, launch, _):
+        captured.append(key.adapters)
+
+        def replay():
+            launched.append(key.adapters)
+            launch()
+
+        table[current_overrides(), key] = SimpleNamespace(launch=replay)
+        return True
+
+    with served.llm() as llm:
+        core = llm.llm_engine
+        core.runner.capture_graphs(core.config.scheduler.max_model_len)
+        graphs = core.runner.graphs
+        monkeypatch.setattr(graphs, "_add", add)
+        monkeypatch.setattr(graphs, "_capturing", nullcontext)
+        graphs._is_captured = True
+        for key in graphs.keys:
+            add(graphs._graphs, key, partial(graphs.compute, key), None)
+        general = ("down", "gate_up", "o", "qkv")
+        assert set(captured) == {(), general}
+        captured.clear()
+        assert tokens_of(llm, prompts, adapters) == want
+        assert set(captured) == {Q_KIND}
+        assert launched[:2] == [general] * 2
+        assert launched[-1] == (general if max_misses > 3 else Q_KIND)
+        launched.clear()
+        captured.clear()
+        assert tokens_of(llm, prompts, adapters) == want
+        assert set(launched) == {Q_KIND} and not captured
 
 
 def test_adapters_share_no_prefix(served):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import itertools
 import json
@@ -14,8 +15,8 @@ from safetensors.numpy import load_file, save_file
 
 import engine
 from engine import device
-from engine.errors import ConfigError, EngineError, WeightsError
-from engine.layers.lora import AdapterSlots
+from engine.errors import ConfigError, ContractError, EngineError, WeightsError
+from engine.layers.lora import AdapterSlots, start_copy
 from engine.loading import lora
 from engine.loading.lora import adapter_bounds, read_adapter
 from engine.weights import Shard
@@ -361,6 +362,28 @@ def test_what_the_device_copies_is_kept_until_it_is_copied():
     gc.collect()
     assert [ref() is not None for ref in kept] == [False, True, True]
     assert [event.is_done for event in events] == [True, False, False]
+
+
+def test_copies_to_a_slot_start_where_it_does():
+    """Each is one copy in the order of the current stream, whatever the layout of its source."""
+    device_array = np.zeros((3, 4, 5), np.float32)
+    target = SimpleNamespace(
+        data=SimpleNamespace(ptr=device_array.ctypes.data), shape=(3, 4, 5), dtype=np.float32
+    )
+    started = []
+
+    def copy(to, source, num_bytes, kind, stream):
+        started.append((kind, stream))
+        ctypes.memmove(to, source, num_bytes)
+
+    runtime = SimpleNamespace(memcpyAsync=copy, memcpyHostToDevice="in")
+    cuda = SimpleNamespace(runtime=runtime, get_current_stream=lambda: SimpleNamespace(ptr="mine"))
+    source = np.arange(20, dtype=np.float32).reshape(5, 4).T
+    start_copy(SimpleNamespace(cuda=cuda), target, 1, source)
+    assert started == [("in", "mine")] and np.array_equal(device_array[1], source)
+    assert not device_array[[0, 2]].any()
+    with pytest.raises(ContractError, match=r"must have shape \(4, 5\); got \(5, 4\)"):
+        start_copy(SimpleNamespace(cuda=cuda), target, 1, source.T)
 
 
 @pytest.mark.gpu
