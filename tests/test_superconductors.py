@@ -512,7 +512,8 @@ def _assert_near(found, expected, tolerance=0.02):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "name", [name for name in ops.__all__ if hasattr(getattr(ops, name), "source")]
+    "name",
+    [n for n in ops.__all__ if hasattr(getattr(ops, n), "source") and n != "norm_product_codes"],
 )
 def test_the_examples_kernels(cp, name):
     report = kernels.check(getattr(ops, name), show=False)

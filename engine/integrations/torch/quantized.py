@@ -311,7 +311,17 @@ def _quantized(weight: Tensor, form: Format) -> dict[str, Tensor]:
         made = quantize(weight.float().numpy(), form)
         return {name: torch.from_numpy(array) for name, array in made.arrays()}
     cupy = device.cupy()
-    stream = torch.cuda.current_stream(weight.device).cuda_stream
-    with cupy.cuda.Device(weight.get_device()), cupy.cuda.ExternalStream(stream):
+    current = _Stream(torch.cuda.current_stream(weight.device).cuda_stream)
+    with cupy.cuda.Device(weight.get_device()), cupy.cuda.Stream.from_external(current):
         made = quantize(cupy.from_dlpack(weight.float().contiguous()), form)
         return {name: torch.from_dlpack(array).clone() for name, array in made.arrays()}
+
+
+class _Stream:
+    """A stream of torch's as the CUDA stream protocol passes it, which older ones lack."""
+
+    def __init__(self, pointer: int) -> None:
+        self._pointer = pointer
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._pointer
