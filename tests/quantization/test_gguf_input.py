@@ -10,6 +10,7 @@ import pytest
 from gguf import GGMLQuantizationType as Type
 
 import engine
+from engine.checks import shown_size
 from engine.cli import main
 from engine.errors import ConfigError, WeightsError
 from engine.loading.download import resolve_model
@@ -163,8 +164,8 @@ def test_the_command_takes_a_file(tmp_path, capsys):
     printed = capsys.readouterr()
     assert not done.value.code, printed.err
     assert printed.out == f"{tmp_path / 'q'}\n"
-    size = sum(file.stat().st_size for file in (tmp_path / "q").iterdir())
-    assert printed.err == f"{size / 1000:.3g} kB in fp8\n"
+    size = shown_size(sum(file.stat().st_size for file in (tmp_path / "q").iterdir()))
+    assert printed.err == f"{size} in fp8\n" and size.endswith(" kB")  # not 0.00 GB
     assert load_config(tmp_path / "q").hidden_size == 128
 
 
