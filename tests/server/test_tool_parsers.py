@@ -563,3 +563,28 @@ def test_ids_have_the_forms_that_templates_and_clients_expect():
     assert len(start.id) == 9 and start.id.isalnum()
     (start, *_) = tool_parsers.get("hermes").feed(HERMES)
     assert start.id.startswith("call_") and len(start.id) == 29
+
+
+LONG = "x" * 450
+KIMI = "<|tool_calls_section_begin|><|tool_call_begin|>"
+TOO_LONG = {  # a name that is too long, and what would begin a call in the same piece
+    "glm45": f"<tool_call>{LONG}<tool_call>f\n</tool_call>",
+    "qwen3_coder": f"<tool_call>\n<function={LONG}<tool_call>\n<function=f>\n</function>",
+    "kimi_k2": f"{KIMI}{LONG}{KIMI}functions.f:0<|tool_call_argument_begin|>{{}}<|tool_call_end|>",
+    "hy_v3": f"<tool_calls><tool_call>f<tool_sep><arg_key>{LONG}</arg_key>"
+    "<arg_value>1</arg_value></tool_call><tool_call>f<tool_sep></tool_call></tool_calls>",
+}
+
+
+@pytest.mark.parametrize("name", TOO_LONG)
+def test_what_follows_a_name_that_is_too_long_is_read_in_any_pieces(name):
+    text = TOO_LONG[name]
+    found = []
+    for size in (len(text), 1, 7, 401):
+        parser = tool_parsers.get(name)
+        pieces = [text[i : i + size] for i in range(0, len(text), size)]
+        events = [event for piece in pieces for event in parser.feed(piece)]
+        parsed = collect(events + parser.finish())
+        found.append((parsed.content, [(c.name, c.arguments) for c in parsed.tool_calls]))
+    assert LONG in found[0][0] and found == [found[0]] * 4
+    assert name == "hy_v3" or found[0][1] == [("f", "{}")]

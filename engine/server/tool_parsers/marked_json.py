@@ -185,7 +185,9 @@ class MarkedJsonParser(StateParser):
     def _in_head(self, text: str, at: int, _: bool) -> int:
         """Read a call's name, up to its arguments."""
         found = text.find("{", at)
-        end = len(text) if found < 0 else found
+        # What follows a head that is too long is read as text, however much of it has arrived.
+        most = at + _MAX_HEAD_CHARS + 1 - len(self._head)
+        end = min(len(text) if found < 0 else found, most)
         self._hold(text[at:end])
         self._head += text[at:end]
         if len(self._head) > _MAX_HEAD_CHARS:

@@ -221,7 +221,7 @@ class PythonicParser(StateParser):
     # ---- a call
 
     def _in_name(self, text: str, at: int, is_last: bool) -> int:
-        match = _NAME.match(text, at)
+        match = _NAME.match(text, at, at + _MAX_NAME_CHARS + 1 - len(self._name))
         assert match is not None  # the pattern also matches an empty string
         at = match.end()
         self._hold(match[0])

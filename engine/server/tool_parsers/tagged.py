@@ -194,6 +194,8 @@ class TaggedParser(StateParser):
 
     def _in_name(self, text: str, at: int, is_last: bool) -> int:
         found, marker = self._ends.find(text, at, is_last)
+        # What follows a name that is too long is read as text, however much of it has arrived.
+        found = min(found, at + _MAX_HEAD_CHARS + 1 - len(self._head))
         self._hold(text[at:found])
         self._head += text[at:found]
         if len(self._head) > _MAX_HEAD_CHARS:
@@ -256,9 +258,10 @@ class _Reader(StateReader):
 
     def _in_key(self, text: str, at: int) -> int:
         found, marker = self._value_tag.find(text, at, False)
+        if found - at > _MAX_HEAD_CHARS:
+            self._fail()
+            return at
         if marker is None:
-            if len(text) - at > _MAX_HEAD_CHARS:
-                self._fail()
             return at
         match = self._tags.key_name.fullmatch(text[at:found])
         if match is None or match[1] in self._keys:
