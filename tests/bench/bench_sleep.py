@@ -11,7 +11,9 @@ import statistics
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 
@@ -89,10 +91,15 @@ def _sleep_rows(model):
     want = _sums(model)
     for number in ("first", "second"):
         before = device_memory(device)[1]
-        seconds = _seconds(device, model.sleep)
+        with _timed(model, "free_cached_memory") as part:
+            seconds = _seconds(device, model.sleep)
         freed = device_memory(device)[1] - before
-        yield _row(f"{number} sleep", seconds, num_bytes, link["out"], freed_GB=freed * 1e-9)
-        yield _row(f"{number} wake", _seconds(device, model.wake_up), num_bytes, link["in"])
+        more = {"freed_GB": freed * 1e-9, "freeing_ms": 1e3 * sum(part)}
+        yield _row(f"{number} sleep", seconds, num_bytes, link["out"], **more)
+        with _timed(model._host_copies, "wait") as part:  # the copies outlast making the layers
+            seconds = _seconds(device, model.wake_up)
+        more = {"waiting_ms": 1e3 * sum(part)}
+        yield _row(f"{number} wake", seconds, num_bytes, link["in"], **more)
         assert _sums(model) == want, "weights after a sleep differ"
     found = (array for weight in model.decoder.weights.values() for _, array in weight.arrays())
     arrays = list({id(array): array for array in found}.values())
@@ -103,6 +110,20 @@ def _sleep_rows(model):
     yield _row("only the copies, in", seconds, num_bytes, link["in"])
     copies.clear()
     model.free_cached_memory()
+
+
+@contextmanager
+def _timed(owner, name):
+    """Collect the seconds of each call of a method."""
+    method, times = getattr(owner, name), []
+
+    def timed():
+        start = time.perf_counter()
+        method()
+        times.append(time.perf_counter() - start)
+
+    with patch.object(owner, name, timed):
+        yield times
 
 
 def _sums(model):
