@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from engine.device import Device
+from engine.kernels._cpu.panels import panel_min_bits
 from engine.loading.quantized.rows import QuantizedRows
 from engine.loading.tensor_reader import TensorReader
 from engine.loading.weight_memory import is_quantized
@@ -114,7 +115,9 @@ class StoredWeights:
         """Return a matrix on the device; on the CPU packed rows become panels, or dense."""
         if self.device.is_cuda or not rows.format.is_packed:
             return self._on_device(rows)
-        return rows.to_panels() if rows.fits_panels else Weight.dense(rows.numbers())
+        if not rows.fits_panels:
+            return Weight.dense(rows.numbers())
+        return rows.to_panels(panel_min_bits())
 
     def _on_device(self, rows: QuantizedRows) -> Weight:
         if not self.device.is_cuda:

@@ -27,6 +27,7 @@ from engine.config import ModelConfig
 from engine.device import CPU, Device
 from engine.dtypes import np_dtype
 from engine.kernels._cpu import compiled
+from engine.kernels._cpu.panels import panel_min_bits
 from engine.loading.dummy import dummy_weights
 from engine.loading.stored_weights import StoredWeights, stored_formats
 from engine.loading.tensor_reader import TensorReader, rows_of
@@ -127,7 +128,7 @@ def load_weights(
     device.activate()
     sizes = formats
     if keeps_formats and not device.is_cuda:
-        sizes = {name: panel_format(form) for name, form in formats.items()}
+        sizes = {name: panel_format(form, panel_min_bits()) for name, form in formats.items()}
     with weight_room(
         config, device, dtype, shard=shard, max_model_len=max_model_len, formats=sizes
     ):

@@ -35,6 +35,11 @@ def x():
     return np.random.default_rng(1).standard_normal((2, 576), dtype=np.float32)
 
 
+@pytest.fixture(autouse=True)
+def small_products_are_shared(monkeypatch):
+    monkeypatch.setattr(panels, "_MIN_SHARED", 0)
+
+
 @pytest.fixture
 def own_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("ENGINE_CACHE_DIR", str(tmp_path / "cache"))
@@ -125,6 +130,7 @@ from engine import threads
 from engine.kernels._cpu import panels
 from engine.weights.panels import Panels
 threads.count = lambda: 3
+panels._MIN_SHARED = 0
 weight = Panels.of(np.ones((3000, 64), np.int8), np.ones((3000, 2), np.float32), None)
 x = np.ones((1, 64), np.float32)
 def busy():

@@ -23,6 +23,7 @@ PACKED = [form for form in FORMATS.values() if form.is_packed]
 def language(request, monkeypatch):
     """Compute with the C kernels, on several threads, or without a C compiler."""
     monkeypatch.setattr(threads, "count", lambda: 3)
+    monkeypatch.setattr(products, "_MIN_SHARED", 0)
     if request.param == "NumPy":
         monkeypatch.setattr(compiled, "kernels", lambda: None)
     elif compiled.kernels() is None:
@@ -56,18 +57,19 @@ def random_rows(form, shape, seed=0):
 
 
 @pytest.mark.parametrize("form", PACKED, ids=lambda form: form.name)
-def test_the_numbers_are_those_of_the_rows(form):
+@pytest.mark.parametrize("min_bits", [4, 8])
+def test_the_numbers_are_those_of_the_rows(form, min_bits):
     rows = random_rows(form, (40, 512))
-    weight = rows.to_panels()
+    weight = rows.to_panels(min_bits)
     assert weight.format is form and weight.shape == (40, 512)
     np.testing.assert_allclose(unpack_weight(weight), rows.numbers(), rtol=1e-6, atol=1e-5)
 
 
 @pytest.mark.parametrize("shape", [(1, 32), (40, 512), (600, 1536), (1037, 576)])
 @pytest.mark.parametrize("num_rows", [0, *range(1, 7), 10, 17, 40])
-@pytest.mark.parametrize("name", ["q4_1", "q8_0"])
-def test_gemm_is_the_mirrors(language, shape, num_rows, name):
-    weight = random_rows(FORMATS[name], shape).to_panels()
+@pytest.mark.parametrize(("name", "min_bits"), [("q4_1", 4), ("q4_1", 8), ("q8_0", 8)])
+def test_gemm_is_the_mirrors(language, shape, num_rows, name, min_bits):
+    weight = random_rows(FORMATS[name], shape).to_panels(min_bits)
     rng = np.random.default_rng(1)
     x = rng.standard_normal((num_rows, shape[1]), dtype=np.float32)
     bias = rng.standard_normal(shape[0], dtype=np.float32)
@@ -103,6 +105,7 @@ def test_columns_may_be_permuted(language):
 
 @pytest.mark.parametrize("num_rows", [1, 3])
 def test_the_bits_do_not_depend_on_the_threads(monkeypatch, num_rows):
+    monkeypatch.setattr(products, "_MIN_SHARED", 0)
     weight = random_rows(FORMATS["q4_1"], (3000, 576)).to_panels()
     x = np.random.default_rng(5).standard_normal((num_rows, 576), dtype=np.float32)
     results = []
@@ -113,12 +116,13 @@ def test_the_bits_do_not_depend_on_the_threads(monkeypatch, num_rows):
         np.testing.assert_array_equal(result, results[0])
 
 
-def test_the_size_is_known_in_advance():
-    """`panel_format` predicts the bytes, up to the padding to whole tiles."""
-    for name in ("q4_0", "q4_1", "q6_k", "int8_g128_zp", "mxfp4"):
-        weight = random_rows(FORMATS[name], (64, 512)).to_panels()
-        assert panel_format(FORMATS[name]).num_bytes((64, 512)) == weight.num_bytes
-    assert panel_format(FORMATS["float32"]) is FORMATS["float32"]
+@pytest.mark.parametrize("min_bits", [4, 8])
+def test_the_size_is_known_in_advance(min_bits):
+    """`panel_format` predicts the bytes, up to the padding to whole panels."""
+    for form in PACKED:
+        weight = random_rows(form, (64, 512)).to_panels(min_bits)
+        assert panel_format(form, min_bits).num_bytes((64, 512)) == weight.num_bytes
+    assert panel_format(FORMATS["float32"], min_bits) is FORMATS["float32"]
 
 
 def test_rows_of_part_groups_are_no_panels():

@@ -181,7 +181,7 @@ def _compile(command: list[str], path: Path) -> None:
 
 
 def _functions(library: ctypes.CDLL, compiler: str) -> Kernels:
-    library.panels_multiply.argtypes = [*[_POINTER] * 6, *[_INTEGER] * 5]
+    library.panels_multiply.argtypes = [*[_POINTER] * 6, *[_INTEGER] * 6]
     for name in ("multiply", "help", "reset"):
         getattr(library, f"panels_{name}").restype = None
     return Kernels(

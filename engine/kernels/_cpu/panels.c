@@ -6,7 +6,8 @@
 // | Argument | Shape        | Type  |                                                        |
 // |----------|--------------|-------|--------------------------------------------------------|
 // | x        | (T, K)       | float | rows, K = G * g                                        |
-// | codes    | (P, G, g, 64)| int8  | P = ceil(N / 64) panels of 64 output features          |
+// | codes    | (P, G, g, 64)| int8  | P = ceil(N / 64) panels of 64 output features; with 4  |
+// |          |              |       | bits (P, G, g / 2, 64), see engine/weights/panels.py   |
 // | scales   | (P, G, 64)   | float |                                                        |
 // | offsets  | (P, G, 64)   | float | or NULL                                                |
 // | y        | (T, N)       | float |                                                        |
@@ -18,7 +19,7 @@
 // left. Helpers that find none spin for a while, since the next product follows within
 // microseconds, and then return to their owner (helpers.py), which puts them to sleep.
 //
-// The mirror is engine/reference/gemm_wna16.py; the layout is that of engine/weights/panels.py.
+// The mirror is engine/reference/gemm_wna16.py.
 
 #include <stdatomic.h>
 #include <stdbool.h>
@@ -36,32 +37,47 @@ enum { kSpinNs = 500000 };     // time that an idle helper spins, ns
 enum { kLateNs = 500000 };     // time after which a helper that is waited for is late, ns
 enum { kAloneNs = 50000000 };  // time without helpers after one was late, ns
 
-// A vector of floats, and the float vector of as many codes. A tile has up to kMaxTile rows, and its
-// sums take kAccumulators vector registers: the others hold the codes and a number of x.
+// A vector of floats, and the codes of as many columns as integers. A tile has up to kMaxTile rows,
+// and its sums take kAccumulators vector registers: the others hold codes and a number of x.
 #if defined(__AVX512F__)
 #include <immintrin.h>
 enum { kLanes = 16, kMaxTile = 6, kAccumulators = 24 };
 typedef __m512 Vector;
-static inline Vector widen(const int8_t* codes) {
-  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)codes)));
+typedef __m512i Codes;
+static inline Codes load_codes(const int8_t* from) {
+  return _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from));
 }
+static inline Vector widen(Codes codes) { return _mm512_cvtepi32_ps(codes); }
+static inline Codes low_half(Codes codes) {
+  return _mm512_srai_epi32(_mm512_slli_epi32(codes, 28), 28);
+}
+static inline Codes high_half(Codes codes) { return _mm512_srai_epi32(codes, 4); }
 #elif defined(__AVX2__)
 #include <immintrin.h>
 enum { kLanes = 8, kMaxTile = 5, kAccumulators = 12 };
 typedef __m256 Vector;
-static inline Vector widen(const int8_t* codes) {
-  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)codes)));
+typedef __m256i Codes;
+static inline Codes load_codes(const int8_t* from) {
+  return _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from));
 }
+static inline Vector widen(Codes codes) { return _mm256_cvtepi32_ps(codes); }
+static inline Codes low_half(Codes codes) {
+  return _mm256_srai_epi32(_mm256_slli_epi32(codes, 28), 28);
+}
+static inline Codes high_half(Codes codes) { return _mm256_srai_epi32(codes, 4); }
 #elif defined(__ARM_NEON)
 #include <arm_neon.h>
 enum { kLanes = 4, kMaxTile = 6, kAccumulators = 24 };
 typedef float32x4_t Vector;
-static inline Vector widen(const int8_t* codes) {
+typedef int32x4_t Codes;
+static inline Codes load_codes(const int8_t* from) {
   int32_t four;
-  memcpy(&four, codes, sizeof four);
-  const int16x8_t half = vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(four)));
-  return vcvtq_f32_s32(vmovl_s16(vget_low_s16(half)));
+  memcpy(&four, from, sizeof four);
+  return vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(four)))));
 }
+static inline Vector widen(Codes codes) { return vcvtq_f32_s32(codes); }
+static inline Codes low_half(Codes codes) { return vshrq_n_s32(vshlq_n_s32(codes, 28), 28); }
+static inline Codes high_half(Codes codes) { return vshrq_n_s32(codes, 4); }
 #else
 #error "no vectors of 8-bit integers: NumPy is as fast"
 #endif
@@ -88,6 +104,7 @@ typedef struct {
   int64_t num_outputs;  // N
   int64_t num_groups;   // G
   int64_t group;        // g
+  int64_t bits;         // of a code, 8 or 4
   int64_t num_panels;   // P
   int64_t chunk;        // panels that a thread takes at a time
 } Task;
@@ -98,26 +115,34 @@ typedef struct {
 #define STRIP(T) \
   (FITS(T, kVectors) ? kVectors : FITS(T, kVectors / 2) ? kVectors / 2 : kVectors / 4)
 
-// y (T, 64) = the product of T rows, at most kMaxTile, by panel p. T is a constant where this is
-// inlined, so that the sums stay in registers.
+// y (T, 64) = the product of T rows, at most kMaxTile, by panel p. T and bits are constants where
+// this is inlined, so that the sums stay in registers.
 static inline __attribute__((always_inline)) void multiply_tile(const Task* task, int64_t p,
                                                                 int64_t row, const int T,
+                                                                const int bits,
                                                                 float (*y)[kWidth]) {
   const int64_t G = task->num_groups;
   const int64_t g = task->group;
   const float* x = task->x + row * G * g;
   const int strip = STRIP(T);
+  const int64_t num_codes = bits == 4 ? g / 2 : g;  // of a group and a column
   memset(y, 0, (size_t)T * sizeof *y);
   for (int64_t q = 0; q < G; q++) {
-    const int8_t* codes = task->codes + (p * G + q) * g * kWidth;
+    const int8_t* codes = task->codes + (p * G + q) * num_codes * kWidth;
     const float* scales = task->scales + (p * G + q) * kWidth;
     for (int v = 0; v < kVectors; v += strip) {
       Vector sums[kMaxTile][kVectors];
       memset(sums, 0, sizeof sums);
-      for (int64_t k = 0; k < g; k++) {
+      for (int64_t k = 0; k < num_codes; k++) {
+        const float* features = x + q * g + k;
         for (int i = 0; i < strip; i++) {
-          const Vector numbers = widen(codes + k * kWidth + (v + i) * kLanes);
-          for (int t = 0; t < T; t++) sums[t][i] += x[t * G * g + q * g + k] * numbers;
+          const Codes loaded = load_codes(codes + k * kWidth + (v + i) * kLanes);
+          const Vector first = widen(bits == 4 ? low_half(loaded) : loaded);
+          for (int t = 0; t < T; t++) sums[t][i] += features[t * G * g] * first;
+          if (bits == 4) {
+            const Vector second = widen(high_half(loaded));
+            for (int t = 0; t < T; t++) sums[t][i] += features[t * G * g + g / 2] * second;
+          }
         }
       }
       for (int i = 0; i < strip; i++) {
@@ -135,6 +160,30 @@ static inline __attribute__((always_inline)) void multiply_tile(const Task* task
   }
 }
 
+static inline __attribute__((always_inline)) void multiply_rows(const Task* task, int64_t p,
+                                                                int64_t row, int T, const int bits,
+                                                                float (*y)[kWidth]) {
+  switch (T) {
+    case 1:
+      multiply_tile(task, p, row, 1, bits, y);
+      break;
+    case 2:
+      multiply_tile(task, p, row, 2, bits, y);
+      break;
+    case 3:
+      multiply_tile(task, p, row, 3, bits, y);
+      break;
+    case 4:
+      multiply_tile(task, p, row, 4, bits, y);
+      break;
+    case 5:
+      multiply_tile(task, p, row, 5, bits, y);
+      break;
+    default:
+      multiply_tile(task, p, row, kMaxTile, bits, y);
+  }
+}
+
 static void multiply_panel(const Task* task, int64_t p) {
   const int64_t N = task->num_outputs;
   const int64_t left = N - p * kWidth;
@@ -143,24 +192,10 @@ static void multiply_panel(const Task* task, int64_t p) {
     float y[kMaxTile][kWidth];
     const int64_t rest = task->num_rows - row;
     const int T = rest < kMaxTile ? (int)rest : kMaxTile;
-    switch (T) {
-      case 1:
-        multiply_tile(task, p, row, 1, y);
-        break;
-      case 2:
-        multiply_tile(task, p, row, 2, y);
-        break;
-      case 3:
-        multiply_tile(task, p, row, 3, y);
-        break;
-      case 4:
-        multiply_tile(task, p, row, 4, y);
-        break;
-      case 5:
-        multiply_tile(task, p, row, 5, y);
-        break;
-      default:
-        multiply_tile(task, p, row, kMaxTile, y);
+    if (task->bits == 4) {
+      multiply_rows(task, p, row, T, 4, y);
+    } else {
+      multiply_rows(task, p, row, T, 8, y);
     }
     for (int t = 0; t < T; t++) memcpy(task->y + (row + t) * N + p * kWidth, y[t], size);
   }
@@ -275,7 +310,7 @@ static float sum_of(const float* x, int64_t count) {
 // `group_sums` is a buffer for T * G floats.
 EXPORT void panels_multiply(const float* x, const int8_t* codes, const float* scales,
                             const float* offsets, float* y, float* group_sums, int64_t num_rows,
-                            int64_t num_outputs, int64_t num_groups, int64_t group,
+                            int64_t num_outputs, int64_t num_groups, int64_t group, int64_t bits,
                             int64_t num_threads) {
   const int64_t num_panels = (num_outputs + kWidth - 1) / kWidth;
   // A quarter of a thread's share: few chunks to take, and many enough to even out.
@@ -294,6 +329,7 @@ EXPORT void panels_multiply(const float* x, const int8_t* codes, const float* sc
                      .num_outputs = num_outputs,
                      .num_groups = num_groups,
                      .group = group,
+                     .bits = bits,
                      .num_panels = num_panels,
                      .chunk = quarter > 0 ? quarter : 1};
   run(&task, num_threads > 1);

@@ -11,7 +11,7 @@ import numpy as np
 from engine.dtypes import BFLOAT16
 from engine.errors import WeightsError
 from engine.weights import Format, Weight, pack_weight
-from engine.weights.panels import Panels
+from engine.weights.panels import Panels, panel_bits
 from engine.weights.values import E2M1, E4M3, E8M0
 
 __all__ = ["QuantizedRows"]
@@ -137,28 +137,27 @@ class QuantizedRows:
         form = self.format
         return form.is_packed and self.codes.size > 0 and self.shape[1] % form.group == 0
 
-    def to_panels(self) -> Weight:
+    def to_panels(self, min_bits: int = 4) -> Weight:
         """Return the rows as a weight in the layout of the CPU's products.
 
-        The codes become signed numbers around 0 where they fit in 8 bits: a code's zero point is
-        subtracted exactly. Else it is part of the offset.
+        Codes of 4 bits keep their size if `min_bits` is 4; all others take 8 bits.
+        The codes become signed numbers around 0. Zero points that differ by group become offsets.
         """
         form = self.format
+        bits = panel_bits(form, min_bits)
         scales, offsets = self._float_scales()
-        codes = self.codes
+        codes = self.codes.view(np.int8)
+        zero = 8 if bits == 4 else form.zero
         if form.code == "e2m1":  # multiples of a half
             codes = (2 * E2M1)[codes].astype(np.int8)
             scales = scales * np.float32(0.5)
         elif form.offset == "zero" and offsets is not None:
-            if form.bits < 8:
-                zeros = np.repeat(offsets.astype(np.int8), form.group, axis=1)
-                codes = codes.view(np.int8) - zeros
-                offsets = None
-            else:
-                offsets = -offsets * scales
-        elif form.zero:
-            codes = codes.view(np.int8) - np.int8(form.zero)
-        panels = Panels.of(codes.view(np.int8), scales, offsets)
+            offsets = (np.float32(zero) - offsets) * scales
+        elif offsets is not None:
+            offsets = offsets + np.float32(zero) * scales
+        if zero:
+            codes = codes - np.int8(zero)
+        panels = Panels.of(codes, scales, offsets, bits)
         return Weight(form, None, self.shape, permutation=self.permutation, panels=panels)
 
     def _float_scales(self) -> tuple[Array, Array | None]:
