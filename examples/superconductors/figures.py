@@ -1,8 +1,9 @@
 """Pictures of the notebook and of docs/superconductors.md.
 
-    python -m examples.superconductors.figures docs/benchmarks/superconductors.json --out docs/img
+    python -m examples.superconductors.figures STUDY.json SPEED.json --out docs/img
 
-draws those of the page from the study's results; the one of the attention trains a small network.
+draws those of the page from the results of the study and of the benchmark; the one of the attention
+trains a small network.
 """
 
 from __future__ import annotations
@@ -24,7 +25,15 @@ from . import crystals
 from .network import Config
 from .study import EDGES
 
-__all__ = ["attention_weights", "by_family", "by_split", "pattern", "predicted"]
+__all__ = [
+    "attention_weights",
+    "by_family",
+    "by_split",
+    "pattern",
+    "predicted",
+    "roofline",
+    "speed",
+]
 
 Array = np.ndarray[Any, Any]
 
@@ -111,6 +120,46 @@ def pattern(crystal: crystals.Crystal, weights: Array, density: float) -> Any:
     return figure
 
 
+def speed(rows: Sequence[Mapping[str, Any]]) -> Any:
+    """Return the figure of candidates a second, over those of torch, from the benchmark's rows."""
+    rates: dict[str, dict[str, float]] = {}
+    for row in rows:
+        if "per_second" in row and "note" not in row:
+            name = row["op"].partition(" (")[0].replace("crystals of ", "").replace(" tokens", "")
+            rates.setdefault(name, {})[row["method"]] = row["per_second"]
+    methods = ("ours", "ours, FP8", "ours, pattern")
+    values = {
+        method: [there.get(method, np.nan) / there["torch"] for there in rates.values()]
+        for method in methods
+    }
+    figure = _bars(list(rates), values, "candidates a second, torch = 1")
+    axis = figure.axes[0]
+    axis.axhline(1, color="0.6", linewidth=1)
+    axis.set_xlabel("compositions of 8 tokens, and crystals by their number of tokens")
+    return figure
+
+
+def roofline(rows: Sequence[Mapping[str, Any]], rate: float = 3350, peak: float = 989) -> Any:
+    """Return the figure of the example's kernels under the card's roofs.
+
+    rows : sequence of mappings
+        The benchmark's, with GB/s and TFLOP/s of kernels.
+    rate, peak : float
+        GB/s of memory and TFLOP/s in 16 bits: by default those of an H100's data sheet.
+    """
+    figure, axis = plt.subplots(figsize=(6.2, 4.2), layout="constrained")
+    intensities = np.geomspace(1, 2000, 100)
+    axis.loglog(intensities, np.minimum(rate * intensities * 1e-3, peak), color="0.4")
+    for row in rows:
+        if row["op"] == "kernel" and "TFLOP/s" in row:
+            intensity = row["TFLOP/s"] * 1e3 / row["GB/s"]
+            axis.plot(intensity, row["TFLOP/s"], "o", label=row["method"])
+    axis.legend(fontsize="small")
+    axis.set_xlabel("operations per byte")
+    axis.set_ylabel("TFLOP/s")
+    return figure
+
+
 def example_crystal() -> crystals.Crystal:
     """Return the crystal of the pictures: two columns of a layered cuprate."""
     kind = [each for each in crystals.PROTOTYPES if each.name == "cuprate 214"]
@@ -120,10 +169,12 @@ def example_crystal() -> crystals.Crystal:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("results", type=Path, help="the study's JSON file")
+    parser.add_argument("speed", type=Path, help="the benchmark's JSON file")
     parser.add_argument("--out", type=Path, default=Path("docs/img"))
     options = parser.parse_args()
     matplotlib.use("Agg")
     rows = {row["split"]: row for row in json.loads(options.results.read_text())["rows"]}
+    measured = json.loads(options.speed.read_text())["rows"]
     random = rows["random"]
     methods = [
         m for m in ("ensemble", "mix", "random forest", "extra trees") if m in random["errors"]
@@ -138,6 +189,8 @@ def main() -> None:
         "families": by_family(random, methods),
         "splits": by_split(rows, ["ensemble", "mix", "random forest", "neighbours", "median"]),
         "pattern": pattern(crystal, attention_weights(trained, crystal), 0.25),
+        "speed": speed(measured),
+        "roofline": roofline(measured),
     }
     for name, figure in figures.items():
         figure.canvas.draw()

@@ -19,7 +19,7 @@ import numpy as np
 
 from engine import kernels
 from engine.dtypes import np_dtype
-from examples.superconductors import compositions, crystals, data, screen, study
+from examples.superconductors import compositions, crystals, data, ops, screen, study
 from examples.superconductors.inference import FastNetwork
 from examples.superconductors.network import Adam, Config, Network, packed
 from examples.superconductors.training import Step
@@ -110,7 +110,20 @@ class Bench:
                 "seconds": seconds,
                 "gb_per_second": nbytes / seconds * 1e-9,
             }
-        assert abs(results["packed"] - results["one by one"]).max() < 0.05
+        if self.is_cuda:
+            heads_of = rows.reshape(count, 8, *rows.shape[1:])
+            of_op = self.xp.empty((count, 8, heads, head_dim), self.dtype)
+            seconds = self._seconds(lambda: ops.short_attention(heads_of, out=of_op))
+            results["of the example"] = of_op.reshape(out.shape).astype(np.float32)
+            yield {
+                "op": "attention of 8 tokens",
+                "method": "ours, the example's op",
+                "sequences": count,
+                "seconds": seconds,
+                "gb_per_second": 4 * q.size * q.dtype.itemsize / seconds * 1e-9,
+            }
+        for result in results.values():
+            assert abs(results["packed"] - result).max() < 0.05
 
     def compositions(self) -> Iterator[dict[str, Any]]:
         """A million compositions of seven elements; errors of the fold that was left out."""
@@ -125,8 +138,7 @@ class Bench:
         dense: Any = None
         for name, (network, _) in methods.items():
             size = self.sizes.sequences
-            screen.screen(network, pool[:size], size=size)  # compiles
-            outputs, seconds = screen.screen(network, pool, size=size)
+            outputs, seconds = _screened(network, pool, size=size)
             tested, _ = screen.screen(network, wanted, size=size)
             found = np.maximum(tested, 0) * compositions.SCALE
             dense = outputs if dense is None else dense
@@ -183,8 +195,7 @@ class Bench:
         pool = (pool * -(-count // len(pool)))[:count]
         dense: Any = None
         for name, (method, density) in self._methods(network, DENSITY).items():
-            screen.screen(method, pool[:size], density=density, size=size)
-            outputs, seconds = screen.screen(method, pool, density=density, size=size)
+            outputs, seconds = _screened(method, pool, density=density, size=size)
             dense = outputs if dense is None else dense
             batch, _ = crystals.batch_of(pool[:size], density, self.xp)
             yield {
@@ -252,6 +263,12 @@ class Bench:
             screen.synchronize(self.xp)
             taken.append(time.perf_counter() - start)
         return statistics.median(taken[2:])
+
+
+def _screened(network: Any, pool: Any, **options: Any) -> tuple[Any, dict[str, float]]:
+    """Screen four times, the first to compile; return the outputs, and the median of the others."""
+    passes = [screen.screen(network, pool, **options) for _ in range(4)][1:]
+    return sorted(passes, key=lambda each: each[1]["all"])[1]
 
 
 def _differences(outputs: Any, dense: Any) -> dict[str, float]:
