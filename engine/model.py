@@ -263,7 +263,7 @@ class Model:
         """The layers and their weights."""
         if self._decoder is None:
             if self._parked is not None:
-                raise EngineError(f"{self!r} is asleep: wake it up first")
+                raise EngineError("the model is asleep, wake it up first")
             raise RequestError(f"{self!r} was closed")
         return self._decoder
 

@@ -161,7 +161,7 @@ def test_a_checkpoint(level, quantization):
     model = load("smollm2", device="cpu", dtype="float32", quantization=quantization)
     logits = model.step([[1, 2, 3]], model.new_cache(1, 4))
     model.sleep(level)
-    with pytest.raises(EngineError, match="asleep: wake it up first"):
+    with pytest.raises(EngineError, match="the model is asleep, wake it up first"):
         model.new_cache(1, 4)
         model.step([[1, 2, 3]], model.new_cache(1, 4))
     model.wake_up()
