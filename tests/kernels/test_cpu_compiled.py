@@ -109,6 +109,19 @@ def test_helpers_sleep_and_wake_up(monkeypatch, weight, x):
             time.sleep(0.001)
 
 
+def test_without_more_threads_the_caller_computes(monkeypatch, weight, x):
+    def fails(thread):
+        raise RuntimeError("can't start new thread")
+
+    right = panels.multiply(x, weight)
+    monkeypatch.setattr(compiled, "_found", None)  # kernels without helpers
+    helpers = compiled.kernels().helpers
+    monkeypatch.setattr(threads, "count", lambda: 3)
+    monkeypatch.setattr(threading.Thread, "start", fails)
+    np.testing.assert_array_equal(panels.multiply(x, weight), right)
+    assert not helpers._awake
+
+
 def test_callers_do_not_disturb_each_other(monkeypatch, weight, x):
     """Only one caller at a time has the helpers."""
     monkeypatch.setattr(threads, "count", lambda: 2)

@@ -105,7 +105,7 @@ def _compiled(wanted: str | None) -> Kernels | str:
     """Return the kernels, or why there are none."""
     if wanted == "none":
         return "ENGINE_CC=none"
-    command = _installed_compiler() if wanted is None else shlex.split(wanted)
+    command = _installed_compiler() if wanted is None else _words(wanted)
     if command is None:
         return "no C compiler found"
     try:
@@ -119,11 +119,16 @@ def _compiled(wanted: str | None) -> Kernels | str:
 def _installed_compiler() -> list[str] | None:
     """Return the command of the C compiler: `CC`, or one of the usual names."""
     if own := os.environ.get("CC"):
-        return shlex.split(own)
+        return _words(own)
     path = next((path for name in _COMPILERS if (path := shutil.which(name))), None)
     if path is None or (sys.platform == "darwin" and not _has_developer_tools()):
         return None
     return [path]
+
+
+def _words(command: str) -> list[str]:
+    """Return the words of a command; a path may hold spaces."""
+    return [command] if shutil.which(command) else shlex.split(command)
 
 
 def _has_developer_tools() -> bool:

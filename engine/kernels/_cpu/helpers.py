@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from engine import threads
 
@@ -54,8 +54,9 @@ class Helpers:
             self._in_use.release()
 
     def _wake(self, number: int) -> None:
-        while len(self._awake) < number:
-            self._start()
+        with suppress(RuntimeError):  # no more threads: the others do its work
+            while len(self._awake) < number:
+                self._start()
         for awake in self._awake[:number]:
             if not awake.is_set():
                 awake.set()
