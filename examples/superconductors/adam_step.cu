@@ -20,8 +20,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
               const float* parts, const float* schedule, int P, float decay, float clip,
               float beta_1, float beta_2) {
   __shared__ float smem[kThreads / kWarpSize];
-  const float squares = block_sum<kThreads / kWarpSize>(
-      threadIdx.x < kParts ? parts[threadIdx.x] : 0.0f, smem);
+  const float squares =
+      block_sum<kThreads / kWarpSize>(threadIdx.x < kParts ? parts[threadIdx.x] : 0.0f, smem);
   const float scale = fminf(1.0f, clip / (sqrtf(squares) + 1e-12f));
   const int i = blockIdx.x * kThreads + threadIdx.x;
   if (i >= P) return;

@@ -25,6 +25,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   for (int c = threadIdx.x; c < C; c += kThreads) {
     float total = 0.0f;
     for (int j = 0; j < parts; ++j) total += sums[j * vectors + c / 8][c % 8];
-    out[static_cast<int64_t>(blockIdx.x) * C + c] = from_float<scalar_t>(total / static_cast<float>(L));
+    out[static_cast<int64_t>(blockIdx.x) * C + c] =
+        from_float<scalar_t>(total / static_cast<float>(L));
   }
 }

@@ -50,7 +50,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
                  int64_t rows, int N, float eps) {
   const Lane lane;
   norm_and_multiply(x, norm, weight, rows, N, eps, lane,
-                    [&](int n, const float(&sums)[kStep / 2], int64_t first) {
+                    [&](int n, const float (&sums)[kStep / 2], int64_t first) {
                       store_sums(out + n, sums, first, rows, N, lane);
                     });
 }
@@ -59,23 +59,25 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
     norm_product_codes(const scalar_t* x, const scalar_t* norm, const scalar_t* weight,
                        const float* factors, uint8_t* out, int64_t rows, int N, float eps) {
   const Lane lane;
-  norm_and_multiply(x, norm, weight, rows, N, eps, lane,
-                    [&](int n, const float(&sums)[kStep / 2], int64_t first) {
+  norm_and_multiply(
+      x, norm, weight, rows, N, eps, lane,
+      [&](int n, const float (&sums)[kStep / 2], int64_t first) {
 #pragma unroll
-    for (int b = 0; b < kStep / 32; ++b) {
-      const int column = n + 32 * b + 8 * lane.t;
-      const auto f = load_vec<float, 4>(factors + column), g = load_vec<float, 4>(factors + column + 4);
+        for (int b = 0; b < kStep / 32; ++b) {
+          const int column = n + 32 * b + 8 * lane.t;
+          const auto f = load_vec<float, 4>(factors + column),
+                     g = load_vec<float, 4>(factors + column + 4);
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int64_t row = first + lane.g + 8 * half;
-        if (row >= rows) continue;
-        const float* const s = sums + 16 * b + 2 * half;
-        const Vec<uint32_t, 2> codes = {
-            e4m3_pair(s[0] * f.v[0], s[1] * f.v[1]) | e4m3_pair(s[4] * f.v[2], s[5] * f.v[3]) << 16,
-            e4m3_pair(s[8] * g.v[0], s[9] * g.v[1]) |
-                e4m3_pair(s[12] * g.v[2], s[13] * g.v[3]) << 16};
-        store_vec(out + row * N + column, reinterpret_cast<const Vec<uint8_t, 8>&>(codes));
-      }
-    }
-  });
+          for (int half = 0; half < 2; ++half) {
+            const int64_t row = first + lane.g + 8 * half;
+            if (row >= rows) continue;
+            const float* const s = sums + 16 * b + 2 * half;
+            const Vec<uint32_t, 2> codes = {e4m3_pair(s[0] * f.v[0], s[1] * f.v[1]) |
+                                                e4m3_pair(s[4] * f.v[2], s[5] * f.v[3]) << 16,
+                                            e4m3_pair(s[8] * g.v[0], s[9] * g.v[1]) |
+                                                e4m3_pair(s[12] * g.v[2], s[13] * g.v[3]) << 16};
+            store_vec(out + row * N + column, reinterpret_cast<const Vec<uint8_t, 8>&>(codes));
+          }
+        }
+      });
 }

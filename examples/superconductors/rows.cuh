@@ -84,8 +84,7 @@ __device__ __forceinline__ void load_operand(Operand<kBlocks>& operand, const sc
   for (int half = 0; half < 2; ++half)
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {
-      const uint4 v =
-          *reinterpret_cast<const uint4*>(row_of(x, first, half, rows, lane) + 32 * b);
+      const uint4 v = *reinterpret_cast<const uint4*>(row_of(x, first, half, rows, lane) + 32 * b);
       operand.a[2 * b][half] = v.x;
       operand.a[2 * b][2 + half] = v.y;
       operand.a[2 * b + 1][half] = v.z;
@@ -100,8 +99,7 @@ __device__ __forceinline__ void prefetch_rows(const scalar_t* x, int64_t first, 
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int64_t row = first + lane.g + 8 * half;
-    if (row < rows)
-      asm volatile("prefetch.global.L2 [%0];" ::"l"(x + row * kHidden + 32 * lane.t));
+    if (row < rows) asm volatile("prefetch.global.L2 [%0];" ::"l"(x + row * kHidden + 32 * lane.t));
   }
 }
 
@@ -162,8 +160,8 @@ __device__ __forceinline__ void normalise(Operand<kBlocks>& operand,
       const float* const s = sums + 16 * b + 4 * i;
 #pragma unroll
       for (int half = 0; half < 2; ++half)
-        operand.a[2 * b + i / 2][i % 2 * 2 + half] = pack2<scalar_t>(
-            s[2 * half] * scale[half] * even, s[2 * half + 1] * scale[half] * odd);
+        operand.a[2 * b + i / 2][i % 2 * 2 + half] =
+            pack2<scalar_t>(s[2 * half] * scale[half] * even, s[2 * half + 1] * scale[half] * odd);
     }
   }
 }

@@ -36,7 +36,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     float q[kDim], scores[kLength], highest = -INFINITY;
 #pragma unroll
     for (int j = 0; j < kVectors; ++j)
-      widen(reinterpret_cast<float(&)[8]>(q[8 * j]), tokens[token * kPitch + j]);
+      widen(reinterpret_cast<float (&)[8]>(q[8 * j]), tokens[token * kPitch + j]);
 #pragma unroll
     for (int key = 0; key < kLength; ++key) {
       float sum = 0.0f;
@@ -68,15 +68,13 @@ extern "C" __global__ void __launch_bounds__(kThreads)
       }
     }
     const float share = 1.0f / total;
-    scalar_t* const to =
-        out + (((first + sequence) * kLength + token) * kHeads + head) * kDim;
+    scalar_t* const to = out + (((first + sequence) * kLength + token) * kHeads + head) * kDim;
 #pragma unroll
     for (int j = 0; j < kVectors; ++j) {
       const float* const m = mixed + 8 * j;
-      const uint4 v = {pack2<scalar_t>(m[0] * share, m[1] * share),
-                       pack2<scalar_t>(m[2] * share, m[3] * share),
-                       pack2<scalar_t>(m[4] * share, m[5] * share),
-                       pack2<scalar_t>(m[6] * share, m[7] * share)};
+      const uint4 v = {
+          pack2<scalar_t>(m[0] * share, m[1] * share), pack2<scalar_t>(m[2] * share, m[3] * share),
+          pack2<scalar_t>(m[4] * share, m[5] * share), pack2<scalar_t>(m[6] * share, m[7] * share)};
       reinterpret_cast<uint4*>(to)[j] = v;
     }
   }

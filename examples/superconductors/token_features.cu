@@ -3,8 +3,8 @@
 #include "common/types.cuh"
 
 constexpr int kFeatures = 48;
-constexpr int kTokens = 128;            // of a block, a thread each
-constexpr int kPitch = kFeatures + 1;   // threads that write one feature touch all banks
+constexpr int kTokens = 128;           // of a block, a thread each
+constexpr int kPitch = kFeatures + 1;  // threads that write one feature touch all banks
 
 extern "C" __global__ void __launch_bounds__(kTokens)
     token_features(const float* fractions, const float* amounts, const float* tc,

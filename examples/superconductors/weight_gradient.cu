@@ -65,13 +65,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
       uint32_t a[2][4];
 #pragma unroll
       for (int i = 0; i < 2; ++i)
-        ldmatrix_x4_trans(a[i], of_dy + place(row + lane / 16 * 8 + lane % 8,
-                                              (n + 16 * i) / 8 + lane / 8 % 2));
+        ldmatrix_x4_trans(
+            a[i], of_dy + place(row + lane / 16 * 8 + lane % 8, (n + 16 * i) / 8 + lane / 8 % 2));
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         uint32_t b[4];
-        ldmatrix_x4_trans(b, of_x + place(row + lane / 8 % 2 * 8 + lane % 8,
-                                          (k + 16 * j) / 8 + lane / 16));
+        ldmatrix_x4_trans(
+            b, of_x + place(row + lane / 8 % 2 * 8 + lane % 8, (k + 16 * j) / 8 + lane / 16));
         const uint32_t low[2] = {b[0], b[1]}, high[2] = {b[2], b[3]};
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
