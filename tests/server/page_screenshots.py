@@ -18,6 +18,7 @@ from tests.server.page_double import Script, Server, SimulatedEngine, build_doub
 
 FOLDER = Path(__file__).parents[2] / "docs" / "img"
 DESKTOP, WIDE, TALL, PHONE = (1040, 640), (1360, 760), (1040, 1060), (360, 700)
+DEFAULTS = {"temperature": 0.7, "top_p": 0.95, "min_p": 0.05}
 ANSWER = """\
 Sunlight holds **all colors**. On its way through the air it meets molecules, which scatter blue \
 light far more than red:
@@ -94,7 +95,8 @@ def _save(page, name):
 
 def main():
     """Take each picture from the server double, the lens from SmolLM2."""
-    server = Server(build_double(Script(text=ANSWER, num_layers=16), SimulatedEngine()))
+    script = Script(text=ANSWER, num_layers=16, defaults=DEFAULTS)
+    server = Server(build_double(script, SimulatedEngine()))
     with tempfile.TemporaryDirectory() as folder:
         driver = start_chromium(folder)
         page = Page(driver)
