@@ -252,7 +252,7 @@ class Model:
     ) -> None:
         self._decoder: Decoder | None = decoder
         self._parked: ParkedDecoder | None = None  # None unless the model sleeps
-        self._host_copies = HostCopies(load_config.device)  # of the weights, while it sleeps
+        self._host_copies = HostCopies(load_config.device)  # weights of a sleeping model
         self._earlier_expert_load: dict[int, np.ndarray[Any, np.dtype[np.int64]]] = {}
         self.config = decoder.config
         self.load_config = load_config

@@ -10,7 +10,8 @@ constexpr int kRow = kSwizzleRowBytes;
 constexpr int kDownBytes = kInner / kChunk * kHidden * kRow;
 constexpr int kGateBytes = kHidden / kChunk * 2 * kInner * kRow;
 
-// silu by two instructions of 16 bits' precision or more: the result is rounded to 16 bits.
+// silu with the fast exponential and division: their error is below the rounding to 16 bits that
+// follows.
 __device__ __forceinline__ float fast_silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
 
 // Copies D, then G: 32 rows of the gate and the 32 of `up` that they multiply in turn.

@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 NUM_FEATURES = 48
-SHARED_BYTES = 226 * 1024  # of a block on Hopper, for a layer's weights: 227 less their alignment
+SHARED_BYTES = 226 * 1024  # limit of a layer's weights: a block's 227 KB less 1 for alignment
 _SIZES = {"T": (1, 17, 500, 6000), "C": (64, 128)}
 
 
@@ -224,7 +224,7 @@ first_layer = kernels.define(
     **(_LAYER | {"sizes": _LAYER["sizes"] | {"K": (32, 48), "V": (98,)}}),
 )
 
-MAX_LENGTH = 16  # of the sequences of `short_attention`
+MAX_LENGTH = 16  # longest sequence of `short_attention`, tokens
 
 
 def _short_attention(qkv: Any) -> Any:

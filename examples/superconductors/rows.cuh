@@ -1,11 +1,11 @@
 // Rows in registers, and matrices in shared memory whose products with them stay in registers.
 //
-// A warp owns 16 rows of 32 columns to a block. Lane 4 g + t holds of rows g and g + 8, in every
-// block, the eight columns from 8 t on: 16 bytes of memory, so rows are loaded and stored in whole
-// vectors. wgmma expects other columns there, but a product's terms may be added in any order: its
-// operand k means column `column_of(k)`, and its result n column `feature_of(n)`, if the matrices
-// lie in shared memory in that order. Then a result has the layout of an operand, and what lies
-// between two products never leaves the registers.
+// A warp owns 16 rows, cut into blocks of 32 columns. In each block lane 4 g + t holds columns 8 t to
+// 8 t + 7 of rows g and g + 8: 16 bytes of memory, so rows are loaded and stored as whole vectors.
+// wgmma expects other columns there, but a product's terms may be added in any order. copy_matrix
+// permutes a matrix accordingly: its columns to the order of the operands, its rows to that of the
+// results (result_of). A result then has the layout of an operand and stays in the registers until
+// the next product.
 #pragma once
 
 #include "common/mbarrier.cuh"
@@ -14,8 +14,8 @@
 #include "common/wgmma_weights.cuh"
 
 constexpr int kHidden = HIDDEN;
-constexpr int kBlocks = kHidden / 32;  // of a row's columns
-constexpr int kGroupRows = 64;         // of a warpgroup
+constexpr int kBlocks = kHidden / 32;  // blocks of 32 columns in a row
+constexpr int kGroupRows = 64;         // rows per warpgroup
 constexpr int kChunk = 64;             // columns of a matrix in a row of 128 bytes
 
 // Operands of 16 rows: two instructions per block.
@@ -29,8 +29,8 @@ struct Lane {
   int t = threadIdx.x % 4;
 };
 
-// Copies a matrix of `rows` x kColumns to shared memory. Row r becomes row `first + place(r)` of
-// each of its chunks, tiles of `height` rows, one after another.
+// Copies a matrix of `rows` x kColumns to shared memory as tiles of `height` rows and 64 columns,
+// one after another. Row r becomes row place(r) of each tile.
 template <int kColumns, typename Place>
 __device__ __forceinline__ void copy_matrix(unsigned char* smem, const scalar_t* matrix, int rows,
                                             int height, Place place) {

@@ -6,7 +6,7 @@
 
 constexpr int kLength = LENGTH, kHeads = HEADS, kDim = HEAD_DIM;
 constexpr int kThreads = 256;
-constexpr int kQueries = kHeads * kLength;  // of a sequence, over all heads
+constexpr int kQueries = kHeads * kLength;  // queries of a sequence, over all heads
 constexpr int kSequences = kQueries < kThreads ? kThreads / kQueries : 1;
 constexpr int kRowVectors = 3 * kHeads * kDim / 8;
 constexpr int kPitch = kRowVectors + 1;  // lanes that read one vector of eight rows touch all banks

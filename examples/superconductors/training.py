@@ -16,7 +16,7 @@ __all__ = ["Step"]
 class Step:
     """Forward pass, backward pass and optimizer, on the mean absolute error.
 
-    A step has some 150 kernels, and launching them one by one takes longer than computing a small
+    A step has some 300 kernels, and launching them one by one takes longer than computing a small
     batch. So the second batch with the same groups of sequences is captured in a graph, which the
     later ones replay. With dropout, whose masks differ from step to step, nothing is captured.
 

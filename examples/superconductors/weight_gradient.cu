@@ -7,20 +7,20 @@
 #include "common/mma.cuh"
 #include "common/types.cuh"
 
-constexpr int kTile = 128;      // columns of dy, and of x, of a block
+constexpr int kTile = 128;      // columns of dy, and of x, per block
 constexpr int kStageRows = 32;  // rows per stage
 constexpr int kStages = 4;
-constexpr int kChunks = kTile / 8;  // of 16 bytes in a row of a tile
+constexpr int kChunks = kTile / 8;  // 16-byte chunks in a row of a tile
 constexpr int kTileElements = kStageRows * kTile;
 constexpr int kThreads = 256;
 
-// Where a row's chunk stands: eight rows of one chunk touch all banks.
+// Offset of a row's chunk. Rows are swizzled: one chunk of eight rows touches all banks.
 __device__ __forceinline__ int place(int row, int chunk) {
   return row * kTile + 8 * (chunk ^ (row % 8));
 }
 
 // Starts the copy of rows [row, row + kStageRows) and columns [column, column + kTile) of a matrix;
-// what lies outside it is 0.
+// elements outside the matrix become 0.
 __device__ __forceinline__ void copy_tile(scalar_t* smem, const scalar_t* x, int64_t row,
                                           int64_t end, int column, int width) {
 #pragma unroll
@@ -52,7 +52,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
   for (int step = 0; step < kStages - 1; ++step) copy_stage(step);
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int n = warp % 4 * 32, k = warp / 4 * 64;  // of the warp's 32 x 64 results
+  const int n = warp % 4 * 32,
+            k = warp / 4 * 64;  // first row and column of the warp's 32 x 64 results
   float d[2][8][4] = {};
   for (int step = 0; step < steps; ++step) {
     cp_async_wait<kStages - 2>();
