@@ -566,6 +566,7 @@ def _no_synchronisation():
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")  # leaves of two streams
 @pytest.mark.parametrize("options", [{}, {"window": 40}, {"pattern": _BLOCKS}], ids=str)
 def test_cuda_graph(options):
     """Neither a pass nor its first call reads from the GPU; a replay computes on new values."""
@@ -595,6 +596,7 @@ def test_cuda_graph(options):
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # torch's own call
 def test_compiled_into_cuda_graphs():
     """The first call allocates from the graph's pool, in which only its results may stay."""
     compiled = torch.compile(
