@@ -75,6 +75,8 @@ class _Writer:
         texts = sorted(special_ids, key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, texts))) if texts else None
         self._names: dict[tuple[str, str], str] = {}
+        self._rules: dict[str, str] = {}  # name of a rule in the format -> in the grammar
+        self._num_rules = 0
 
     def expression(self, form: Mapping[str, Any]) -> str:
         """Return the expression of a format."""
@@ -98,10 +100,26 @@ class _Writer:
             one = self._defined("r", self.expression(form["content"]))
             more = f"{self.expression(form['separator'])} {one}"
             return f"{one} ({more}){_count(0, form['max'] - 1)}" if form["max"] > 1 else one
+        if kind == "rule":
+            return self._rules[form["name"]]
+        if kind == "rules":
+            return self._with_rules(form)
         parts = [self.expression(one) for one in form["elements"]]
         if kind == "or":
             return f"({' | '.join(parts)})"
         return " ".join(parts) or '""'
+
+    def _with_rules(self, form: Mapping[str, Any]) -> str:
+        """Return the expression of a format whose parts refer to rules, also to each other."""
+        before = self._rules
+        first = self._num_rules
+        self._rules = {name: f"v{first + i}" for i, name in enumerate(form["rules"])}
+        self._num_rules += len(self._rules)
+        for name, one in form["rules"].items():
+            self.definitions.append(f"{self._rules[name]}: {self.expression(one)}")
+        found = self.expression(form["content"])
+        self._rules = before
+        return found
 
     def _literal(self, text: str) -> str:
         """Return literal text, with tokens for the special tokens in it."""

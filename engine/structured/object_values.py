@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from engine.structured.lark import escaped
+from engine.structured.patterns import whole
 from engine.structured.references import SchemaError
 from engine.structured.tag_forms import Form
 
-__all__ = ["ALL_TYPES", "json_value", "plain_options", "properties_of"]
+__all__ = [
+    "ALL_TYPES",
+    "Accepts",
+    "json_value",
+    "plain_options",
+    "properties_of",
+    "string_rules",
+]
+
+Accepts = Callable[[dict[str, Any], str], bool]
+"""Whether a string is valid for a schema of strings; see `json_schema.normalized`."""
 
 ALL_TYPES = ("null", "boolean", "number", "integer", "string", "array", "object")
 
@@ -54,6 +66,34 @@ def properties_of(schema: Mapping[str, Any]) -> list[tuple[str, Any, bool]]:
         elif name in required:
             raise SchemaError(f"the property {name!r:.80} is required and allows nothing")
     return found
+
+
+def string_rules(schema: Mapping[str, Any], accepts: Accepts, warnings: list[str]) -> list[str]:
+    """Return the expressions that a string without quotes must match.
+
+    Parameters
+    ----------
+    schema : mapping
+        Of one string.
+    accepts : callable
+    warnings : list of str
+        Extended by what is not enforced.
+    """
+    if "enum" in schema:
+        rule = {name: value for name, value in schema.items() if name != "enum"}
+        kept = [v for v in schema["enum"] if len(rule) == 1 or accepts(rule, v)]
+        return [f"(?:{'|'.join(map(escaped, kept))})"]
+    found = []
+    if "minLength" in schema or "maxLength" in schema:
+        low = schema.get("minLength", 0)
+        high = schema.get("maxLength", "")
+        found.append(f"(?s:.{{{low},{high}}})")
+    for one in (schema, *schema.get("allOf", ())):
+        if "pattern" in one:
+            found.append(whole(one["pattern"]))
+        if "format" in one:
+            warnings.append(f"format {one['format']} is not enforced in text without quotes")
+    return found or ["(?s:.*)"]
 
 
 def json_value(schema: Any, definitions: Mapping[str, Any]) -> Form:

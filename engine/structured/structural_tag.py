@@ -14,6 +14,7 @@ from engine.checks import shown
 from engine.structured.json_schema import MAX_CHARS, Accepts, normalized
 from engine.structured.keyword_values import keyword_values
 from engine.structured.lark import containing
+from engine.structured.literal_values import literal_values
 from engine.structured.references import SchemaError
 from engine.structured.tag_forms import Form, choice, const, repeat, sequence
 from engine.structured.tagged_values import tagged_values
@@ -58,6 +59,12 @@ _FIELDS: dict[str, dict[str, tuple[type, Any]]] = {
         "types": (dict, {}),
         "repeats_others": (bool, False),
     },
+    "literal_values": {
+        "json_schema": (object, ...),
+        "begin": (str, ...),
+        "end": (str, ...),
+        "repeats_others": (bool, False),
+    },
     "keyword_values": {"json_schema": (object, ...), "repeats_others": (bool, False)},
 }
 _REPEATS = {"optional": (0, 1), "star": (0, None), "plus": (1, None)}
@@ -69,7 +76,8 @@ def normalized_tag(
     """Return a structural tag with rewritten schemas and few kinds of formats, and warnings.
 
     The kinds are "const_string", "regex", "grammar", "any_text" (with the texts that end it),
-    "json_schema", "sequence", "or", "repeat" and "list".
+    "json_schema", "sequence", "or", "repeat", "list" and "rules" (with the "rule" that refers to
+    one).
 
     Parameters
     ----------
@@ -148,6 +156,9 @@ class _Normalizer:
         if kind == "keyword_values":
             schema = self._schema(fields["json_schema"])
             return keyword_values(schema, repeats_others=fields["repeats_others"])
+        if kind == "literal_values":
+            schema = self._schema(fields["json_schema"])
+            return literal_values(schema, fields, self._accepts, self.warnings)
         return self._tagged_values(fields, where)
 
     def _forms(self, given: Sequence[object], where: str) -> list[Form]:

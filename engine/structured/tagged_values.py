@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from engine.structured.case import type_of
 from engine.structured.lark import escaped
-from engine.structured.object_values import ALL_TYPES, json_value, plain_options, properties_of
-from engine.structured.patterns import whole
+from engine.structured.object_values import (
+    ALL_TYPES,
+    Accepts,
+    json_value,
+    plain_options,
+    properties_of,
+    string_rules,
+)
 from engine.structured.references import SchemaError
 from engine.structured.tag_forms import Form, choice, const, repeat, sequence
 
 __all__ = ["tagged_values"]
-
-Accepts = Callable[[dict[str, Any], str], bool]
 
 _NAME = re.compile(r'[^\s<>"](?:[^<>"\n]*[^\s<>"])?')
 _ANY_NAME = r'[^\s<>"]{1,64}'
@@ -199,30 +203,12 @@ class _Writer:
             found["never"] = [self._fields["close"]]
         if any(one.keys() == {"type"} for one in options):
             return found
-        rules = [self._string(one) for one in options]
+        rules = [string_rules(one, self._accepts, self._warnings) for one in options]
         if len(rules) == 1:
             return found | {"matches": rules[0]}
         if any(len(one) > 1 for one in rules):
             raise SchemaError("alternatives of strings by several rules cannot be enforced")
         return found | {"matches": [f"(?:{'|'.join(one for [one] in rules)})"]}
-
-    def _string(self, schema: Mapping[str, Any]) -> list[str]:
-        """Return the expressions that a string must match."""
-        if "enum" in schema:
-            rule = {name: value for name, value in schema.items() if name != "enum"}
-            kept = [v for v in schema["enum"] if len(rule) == 1 or self._accepts(rule, v)]
-            return [f"(?:{'|'.join(map(escaped, kept))})"]
-        found = []
-        if "minLength" in schema or "maxLength" in schema:
-            low = schema.get("minLength", 0)
-            high = schema.get("maxLength", "")
-            found.append(f"(?s:.{{{low},{high}}})")
-        for one in (schema, *schema.get("allOf", ())):
-            if "pattern" in one:
-                found.append(whole(one["pattern"]))
-            if "format" in one:
-                self._warnings.append(f"format {one['format']} is not enforced between tags")
-        return found or ["(?s:.*)"]
 
     def _other(self, schema: Any) -> Form:
         """Return a property without a name in the schema."""

@@ -191,9 +191,9 @@ def _tagged(tags: Tags, *signs: str) -> Format:
 
 
 def _pythonic(syntax: CallSyntax, *signs: str) -> Format:
-    # JSON has no strings between markers, so these calls cannot be constrained.
-    calls = None if syntax.marker else partial(pythonic_calls, syntax)
-    return Format(partial(PythonicParser, syntax), tuple((sign,) for sign in signs), calls=calls)
+    one_each = tuple((sign,) for sign in signs)
+    calls = partial(pythonic_calls, syntax)
+    return Format(partial(PythonicParser, syntax), one_each, calls=calls)
 
 
 FORMATS: dict[str, Format] = {

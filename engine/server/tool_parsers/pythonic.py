@@ -62,7 +62,11 @@ class CallSyntax:
 
 
 def pythonic_calls(syntax: CallSyntax, functions: Sequence[Function]) -> CallGrammar:
-    """Return the grammar of calls of the functions, with keyword arguments in JSON."""
+    """Return the grammar of calls: keyword arguments in JSON, or Gemma's literals."""
+    if syntax.marker:
+        written = f"{syntax.before}$name$arguments"
+        calls = [filled(written, one, _literals(syntax, one)) for one in functions]
+        return CallGrammar(Section(syntax.opening, choice(calls), syntax.closing, between=""))
     call = choice([filled("$name($arguments)", one, _arguments(one)) for one in functions])
     separator = const(", ")
     if not syntax.is_list:
@@ -91,6 +95,16 @@ def _arguments(function: Function) -> Form:
     return {
         "type": "keyword_values",
         "json_schema": function.schema,
+        "repeats_others": not function.is_strict,
+    }
+
+
+def _literals(syntax: CallSyntax, function: Function) -> Form:
+    return {
+        "type": "literal_values",
+        "json_schema": function.schema,
+        "begin": syntax.marker,
+        "end": syntax.marker,
         "repeats_others": not function.is_strict,
     }
 
