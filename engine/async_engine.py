@@ -61,6 +61,8 @@ class ModelInfo:
         Number of values of an embedding.
     num_lens_layers : int
         Number of layers that the logit lens reads; 0 if it does not support the model.
+    labels : tuple of str
+        Labels of the model's classification head; empty for a model that generates text.
     """
 
     model: str
@@ -70,6 +72,7 @@ class ModelInfo:
     sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     hidden_size: int = 0
     num_lens_layers: int = 0
+    labels: tuple[str, ...] = ()
 
 
 class OutputSource(Protocol):
@@ -384,6 +387,7 @@ class AsyncEngine(EngineClient):
             model.sampling_defaults,
             model.config.hidden_size,
             num_lens_layers(model),
+            () if model.classifier is None else model.classifier.labels,
         )
         self._engine = engine
         self._shared: SharedEngine[_Stream] = SharedEngine(engine)

@@ -19,11 +19,18 @@ from engine.errors import RequestError, TemplateError, unknown_keyword
 from engine.llm_engine import LLMEngine, Prompt
 from engine.lora_request import LoRARequest
 from engine.model import LOAD_OPTIONS
-from engine.outputs import RequestOutput
+from engine.outputs import (
+    ClassificationOutput,
+    ClassificationRequestOutput,
+    RequestOutput,
+    ScoringRequestOutput,
+)
 from engine.sampling_params import RequestOutputKind, SamplingParams
 from engine.shared_engine import SharedEngine
 from engine.signatures import takes_keywords
 from engine.tasks.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
+from engine.tasks.embeddings import CLASSIFY, embed_in_parts
+from engine.tasks.scoring import pairs_of, scored
 from engine.text import template_worker
 from engine.text.chat_template import RESERVED_VARIABLES
 
@@ -255,6 +262,89 @@ class LLM:
                     search.close()
         return [search.output() for search in searches]
 
+    def score(
+        self,
+        text_1: str | Sequence[str],
+        text_2: str | Sequence[str],
+        *,
+        pooling: str | None = None,
+        instruction: str | None = None,
+        reranker: str | None = None,
+    ) -> list[ScoringRequestOutput]:
+        """Judge how relevant texts are to each other, as the server's /score does.
+
+        A model with a classification head of one label reads both texts. A Qwen3-Reranker is asked
+        whether the second text answers the first; the score is its probability of "yes". With any
+        other model the score is the cosine of the texts' embeddings.
+
+        Parameters
+        ----------
+        text_1, text_2 : str or sequence of str
+            One text, or several; one in `text_1` is compared with each in `text_2`.
+        pooling : str, optional
+            "last" (default) or "mean": see `engine.tasks.embeddings.embed`.
+        instruction : str, optional
+            The task that the reranker is told.
+        reranker : str, optional
+            "qwen3" (its prompt), "pair" (the head reads the texts alone) or "cosine"; by default by
+            the model.
+
+        Returns
+        -------
+        list of ScoringRequestOutput
+            One per pair, in order; `outputs.score` is its score.
+
+        Raises
+        ------
+        RequestError, ConfigError
+            If a text cannot be served, or an option does not fit the model.
+
+        Examples
+        --------
+        ::
+
+            for output in llm.score("What do cats eat?", ["Rates rose.", "Cats eat mice."]):
+                print(output.outputs.score)
+        """
+        return scored(
+            self.llm_engine.model,
+            pairs_of(text_1, text_2),
+            self._embed,
+            self.generate,
+            pooling=pooling,
+            instruction=instruction,
+            reranker=reranker,
+        )
+
+    def classify(self, prompts: Prompt | Sequence[Prompt]) -> list[ClassificationRequestOutput]:
+        """Return the scores of the labels of a model with a classification head.
+
+        Parameters
+        ----------
+        prompts : prompt or sequence of prompts
+            See `generate`.
+
+        Returns
+        -------
+        list of ClassificationRequestOutput
+            One per prompt: `outputs.probs` and `outputs.label`.
+
+        Raises
+        ------
+        RequestError
+            If the model has no head, or a prompt cannot be served.
+        """
+        engine = self.llm_engine
+        ids = [engine.encode(prompt).token_ids for prompt in _as_prompts(prompts)]
+        rows = self._embed(ids, CLASSIFY)
+        labels = () if engine.model.classifier is None else engine.model.classifier.labels
+        return [
+            ClassificationRequestOutput(
+                ClassificationOutput(row.tolist(), labels[int(row.argmax())]), list(each)
+            )
+            for row, each in zip(rows, ids, strict=True)
+        ]
+
     def reset_prefix_cache(self) -> int:
         """Drop all cached prefixes; return the number of blocks freed.
 
@@ -296,6 +386,19 @@ class LLM:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _embed(self, token_ids: Sequence[Sequence[int]], pooling: str) -> list[Any]:
+        """Compute embeddings, or scores of labels; other threads' requests run in between."""
+        shared = self._shared
+        parts = embed_in_parts(self.llm_engine.model, token_ids, pooling)
+        found: dict[int, Any] = {}
+        with contextlib.closing(parts):
+            while True:
+                with shared.lock:
+                    part = next(parts, None)
+                if part is None:
+                    return [found[index] for index in range(len(token_ids))]
+                found.update(part)
 
     def _chat_prompt(self, messages: Any, options: Mapping[str, Any]) -> Prompt:
         """Render and encode a conversation; the template writes the special tokens itself."""

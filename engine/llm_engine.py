@@ -254,6 +254,11 @@ class LLMEngine:
             )
         if self.kv_cache.is_closed:
             raise RequestError("the request cannot be served: the engine was closed")
+        if self.model.classifier is not None:
+            raise RequestError(
+                "the request cannot be served: the model classifies texts and generates none; "
+                "use classify or score"
+            )
         checked = self._inputs.encode(prompt, cache_salt)
         priority, timeout = self._inputs.check(request_id, params, priority, timeout)
         if request_id in self._streams.groups:

@@ -30,7 +30,13 @@ from engine.checks import check_count, is_integer, shown
 from engine.config import ModelConfig
 from engine.device import Device, cupy, resolve_device, to_numpy
 from engine.dtypes import KV_CODE_DTYPES
-from engine.errors import ConfigError, EngineError, RequestError, unknown_keyword
+from engine.errors import (
+    ConfigError,
+    EngineError,
+    RequestError,
+    WeightsError,
+    unknown_keyword,
+)
 from engine.kernels._cpu import compiled
 from engine.kernels._override.scope import ModelKernels
 from engine.kernels._override.table import Overrides
@@ -41,6 +47,7 @@ from engine.layers.sampler import Sampler, SamplingBatch
 from engine.layers.token_ids import checked_token_ids
 from engine.loading import page_calibration
 from engine.loading.attention_pattern import layer_patterns
+from engine.loading.classifier import read_classifier
 from engine.loading.decoder import check_arguments, load_decoder
 from engine.loading.download import ModelSource, resolve_model
 from engine.loading.generation_config import sampling_defaults
@@ -241,6 +248,8 @@ class Model:
         Number of pipeline stages.
     feature_layers : tuple of int
         Target layers whose inputs the model reads as a draft; only draft heads read any.
+    classifier : Classifier or None
+        The head of a model that classifies texts, in place of an output layer.
     """
 
     num_ranks = 1
@@ -257,6 +266,9 @@ class Model:
         self.config = decoder.config
         self.load_config = load_config
         self.source = source
+        self.classifier = None
+        if source is not None and load_config.load_format != "dummy":
+            self.classifier = read_classifier(source.path, decoder.config.hidden_size)
 
     @property
     def decoder(self) -> Decoder:
@@ -394,6 +406,8 @@ class Model:
         WeightsError
             If a tensor is not the model's or has another shape; then nothing is written.
         """
+        if self.classifier is not None:
+            raise WeightsError("the weights of a model with a classification head cannot change")
         update = self._opened_update(source)
         update.write()
         self.decoder.refresh(update.names)

@@ -9,7 +9,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["CompletionOutput", "Logprob", "RequestMetrics", "RequestOutput", "next_piece"]
+__all__ = [
+    "ClassificationOutput",
+    "ClassificationRequestOutput",
+    "CompletionOutput",
+    "Logprob",
+    "RequestMetrics",
+    "RequestOutput",
+    "ScoringOutput",
+    "ScoringRequestOutput",
+    "next_piece",
+]
 
 _new = object.__new__
 
@@ -211,3 +221,54 @@ def next_piece(
 
 def _span(start: float | None, stop: float | None) -> float | None:
     return None if start is None or stop is None else stop - start
+
+
+@dataclass(frozen=True)
+class ScoringOutput:
+    """Score of a pair of texts: a cosine, a probability, or what the model's head returns."""
+
+    score: float
+
+
+@dataclass(frozen=True)
+class ScoringRequestOutput:
+    """Answer to one pair of `LLM.score`.
+
+    Attributes
+    ----------
+    outputs : ScoringOutput
+    prompt_token_ids : list of int
+        Tokens of the pair, or those of both texts.
+    """
+
+    outputs: ScoringOutput
+    prompt_token_ids: list[int]
+
+
+@dataclass(frozen=True)
+class ClassificationOutput:
+    """Scores of the labels of a text.
+
+    Attributes
+    ----------
+    probs : list of float
+        Per label: a probability, or the logit of a regression.
+    label : str
+        Name of the label with the highest score.
+    """
+
+    probs: list[float]
+    label: str
+
+    @property
+    def num_classes(self) -> int:
+        """Number of labels."""
+        return len(self.probs)
+
+
+@dataclass(frozen=True)
+class ClassificationRequestOutput:
+    """Answer to one prompt of `LLM.classify`."""
+
+    outputs: ClassificationOutput
+    prompt_token_ids: list[int]

@@ -22,6 +22,7 @@ from engine.dtypes import FLOAT_NAMES
 from engine.errors import ConfigError, WeightsError
 from engine.layers.rotary import attention_factor
 from engine.loading._fields import Fields
+from engine.loading.classifier import is_classifier
 from engine.loading.config_keys import refuse_unread
 from engine.loading.generation_config import generation_config
 from engine.loading.layer_config import full_head_dim, layer_fields
@@ -82,6 +83,8 @@ def load_hf_config(directory: str | PathLike[str]) -> ModelConfig:
     if values.get(key) == "auto":
         more[key] = _stored_dtype(path)
     config = config_from_dict({**values, **more}, str(path / "config.json"))
+    if is_classifier(path):  # its head replaces the output layer
+        return replace(config, tie_word_embeddings=True, lm_head_bias=False)
     if wrapper_of(path) is not None:
         return replace(config, tie_word_embeddings=_is_tied(path, config))
     if config.tie_word_embeddings and _has_own_output(path, config):

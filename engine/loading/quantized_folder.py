@@ -18,6 +18,7 @@ import numpy as np
 from engine.config import ModelConfig
 from engine.device import to_numpy
 from engine.errors import WeightsError
+from engine.loading.classifier import HEAD, is_classifier
 from engine.loading.generation_config import with_recommended
 from engine.loading.gguf_checkpoint import GgufCheckpoint
 from engine.loading.hf_config import load_hf_config
@@ -124,10 +125,15 @@ def plan_folder(source: Path, form: Format, ignore: Sequence[str] = ()) -> Folde
     found = {name: checkpoint.shape(name) for name in checkpoint.names()}
     table = family(config.model_type).names
     places: dict[str, list[Placement]] = {}
-    for place in place_tensors(str(checkpoint.path), config, table, found):
+    heads = (HEAD,) if is_classifier(source) else ()  # kept as they are
+    where = str(checkpoint.path)
+    for place in place_tensors(
+        where, config, table, found, is_spare=lambda name: name.startswith(heads)
+    ):
         places.setdefault(place.name, []).append(place)
     linears = [name for name, shape in found.items() if _is_linear(name, shape, places)]
-    modules = {"lm_head": "", **{_module(name): name for name in linears}}
+    outputs = ("lm_head", *(head.rstrip(".") for head in heads))
+    modules = {**dict.fromkeys(outputs, ""), **{_module(name): name for name in linears}}
     skipped = _matching(modules, ignore)
     matrices = {
         name: tuple(places[name])

@@ -13,6 +13,7 @@ from engine.device import array_module
 from engine.dtypes import BFLOAT16, np_dtype
 from engine.errors import WeightsError
 from engine.loading.array_tensors import ArrayTensors
+from engine.loading.classifier import HEAD, is_classifier
 from engine.loading.gguf import GgufFile
 from engine.loading.quantized.fused_experts import name_fused_experts
 from engine.loading.quantized.mxfp4 import dequantize_mxfp4, read_mxfp4_experts
@@ -72,8 +73,10 @@ class TensorReader:
             self.checkpoint = QuantizedCheckpoint(checkpoint, scheme)
         self._config = config
         self._skipped: tuple[str, ...] = ()  # beginnings of names
+        if isinstance(source, Path) and is_classifier(source):
+            self._skipped = (HEAD,)
         if mtp is not None:
-            self._skipped = _as_last_layer(self.checkpoint.checkpoint, mtp, config.num_layers - 1)
+            self._skipped += _as_last_layer(self.checkpoint.checkpoint, mtp, config.num_layers - 1)
         self._names = kind.gguf_names if is_gguf else kind.names
         self.is_interleaved = kind.gguf_interleaved_rope if is_gguf else config.interleaved_rope
         self._norm_offset = config.norm_weight_offset if is_gguf else 0.0

@@ -40,6 +40,7 @@ class MockModel:
     has_tokenizer = False
     tokenizer: Any = None
     has_patterns = False
+    classifier = None
     num_ranks = 1
     num_stages = 1
 

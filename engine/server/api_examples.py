@@ -21,6 +21,7 @@ _EXAMPLES: dict[str, dict[str, Any]] = {
         "sampling_params": {"max_tokens": 16, "temperature": 0},
     },
     "/v1/embeddings": {"input": ["Cats eat mice.", "Rates rose."]},
+    "/classify": {"input": ["Cats eat mice.", "Rates rose."]},
     "/score": _SCORE,
     "/v1/score": _SCORE,
     "/rerank": _RERANK,

@@ -134,6 +134,7 @@ class ZmqEngineClient(RequestClient):
                 ready.sampling_defaults,
                 ready.hidden_size,
                 ready.num_lens_layers,
+                tuple(ready.labels),
             )
         )
         client._step_timeout = ready.step_timeout

@@ -223,6 +223,7 @@ class EngineLoop:
             model.config.hidden_size,
             list(engine.list_loras()),
             num_lens_layers(model),
+            [] if model.classifier is None else list(model.classifier.labels),
         )
 
     def _add(self, client: _Client, message: m.Add) -> None:

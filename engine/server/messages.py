@@ -187,6 +187,7 @@ class Ready(_Message):
     hidden_size: int = 0
     adapters: list[str] = []
     num_lens_layers: int = 0
+    labels: list[str] = []
 
 
 class Continuation(_Message):

@@ -1,10 +1,9 @@
-"""Relevance of texts to each other: cosine of embeddings, or a reranker's answer."""
+"""Relevance of texts: cosine of embeddings, a reranker's answer, or a head's score."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import Protocol
@@ -12,19 +11,23 @@ from typing import Protocol
 import numpy as np
 
 from engine.async_engine import EngineClient
-from engine.errors import ConfigError
 from engine.outputs import Logprob, RequestOutput
-from engine.sampling_params import RequestOutputKind, SamplingParams
-from engine.server import rerankers
 from engine.server.field_limits import check_length, check_num_tokens, limited_timeout
 from engine.server.protocol.errors import APIError, failed_request
-from engine.server.rerankers import RerankFormat
 from engine.server.server_config import ServerConfig
 from engine.server.sse import all_or_none
+from engine.tasks import rerankers
+from engine.tasks.embeddings import CLASSIFY
+from engine.tasks.rerankers import (
+    COSINE,
+    PAIR,
+    RerankFormat,
+    answer_params,
+    pair_ids,
+    probability,
+)
 
 __all__ = ["Pair", "Scorer", "make_scorer"]
-
-_MOST_LOGPROBS = 20  # log-probabilities per request; both answers are nearly always among them
 
 Pair = tuple[str, str]
 """Two texts: a query and a document."""
@@ -71,11 +74,15 @@ def make_scorer(client: EngineClient, config: ServerConfig) -> Scorer:
     ConfigError
         If there is no such reranker, or the model lacks its tokens.
     """
-    if config.reranker is None:
-        form = rerankers.detect((client.model_info.model, *config.served_model_name))
-    else:
-        form = rerankers.get(config.reranker)
-    return _Cosine(client, config) if form is None else _Reranker(client, config, form)
+    info = client.model_info
+    names = (info.model, *config.served_model_name)
+    way = rerankers.chosen(config.reranker, names, has_head=bool(info.labels))
+    if way == COSINE:
+        return _Cosine(client, config)
+    if info.labels:
+        return _Head(client, config, way)
+    assert isinstance(way, RerankFormat)  # `PAIR` needs labels
+    return _Reranker(client, config, way)
 
 
 class _Cosine:
@@ -130,7 +137,81 @@ class _Cosine:
         return found
 
 
-class _Reranker:
+class _Texts:
+    """Token ids of pairs, for models that read both texts of a pair at once."""
+
+    def __init__(self, client: EngineClient, config: ServerConfig, way: RerankFormat | str) -> None:
+        self._client = client
+        self._config = config
+        self._way = way
+
+    async def _ids(
+        self,
+        pairs: Sequence[Pair],
+        fields: Pair,
+        pooling: str | None,
+        instruction: str | None,
+    ) -> list[list[int]]:
+        """Check the options of a request, and encode its pairs."""
+        if pooling is not None:
+            message = "pooling needs a model of embeddings; this one is a reranker"
+            raise APIError(400, message, param="pooling")
+        if instruction is not None and self._way == PAIR:
+            message = "instruction needs a reranker with a prompt; this one reads the texts alone"
+            raise APIError(400, message, param="instruction")
+        return await asyncio.to_thread(self._encoded, pairs, fields, instruction)
+
+    def _encoded(
+        self, pairs: Sequence[Pair], fields: Pair, instruction: str | None
+    ) -> list[list[int]]:
+        name = " and ".join(fields)
+        tokenizer = self._client.tokenizer
+        if tokenizer is None:
+            raise APIError(400, "the model has no tokenizer, and cannot compare texts")
+        found = []
+        most = self._config.max_body_bytes
+        num_chars = 0
+        num_reserved = 0 if self._client.model_info.labels else 1
+        for query, document in pairs:
+            text = query + document
+            if isinstance(self._way, RerankFormat):
+                text = self._way.prompt(tokenizer, query, document, instruction).text
+            num_chars += len(text)
+            if num_chars > most:  # more than the body's: each prompt repeats the query
+                message = f"the prompts of all pairs must have at most {most} characters"
+                raise APIError(400, f"{message} (max_body_bytes); got more")
+            check_length(text, name, self._client)
+            ids = pair_ids(self._way, tokenizer, query, document, instruction)
+            if not ids:
+                raise APIError(400, f"{name} must not be empty", param=name)
+            check_num_tokens(len(ids), name, self._client, num_reserved=num_reserved)
+            found.append(ids)
+        return found
+
+
+class _Head(_Texts):
+    """Scores are those of the only label of a model's classification head."""
+
+    async def scores(
+        self,
+        pairs: Sequence[Pair],
+        *,
+        fields: Pair,
+        pooling: str | None = None,
+        instruction: str | None = None,
+        cache_salt: str | None = None,
+    ) -> tuple[list[float], int]:
+        """See `Scorer.scores`."""
+        labels = self._client.model_info.labels
+        if len(labels) != 1:
+            message = f"a score needs a model with one label; this one has {len(labels)}"
+            raise APIError(400, f"{message}: ask /classify")
+        ids = await self._ids(pairs, fields, pooling, instruction)
+        found = await self._client.embed(ids, CLASSIFY)
+        return [float(score) for [score] in found], sum(map(len, ids))
+
+
+class _Reranker(_Texts):
     """Scores are probabilities of a reranker's positive answer.
 
     Parameters
@@ -146,21 +227,8 @@ class _Reranker:
     """
 
     def __init__(self, client: EngineClient, config: ServerConfig, form: RerankFormat) -> None:
-        self._client = client
-        self._config = config
-        self._form = form
-        self._positive = self._token(form.positive)
-        self._negative = self._token(form.negative)
-
-    def _token(self, text: str) -> int:
-        tokenizer = self._client.tokenizer
-        found: int | None = None if tokenizer is None else tokenizer.token_to_id(text)
-        if found is None:
-            raise ConfigError(
-                f"the reranker {self._form.name} needs a model with the token {text!r}; got "
-                f"{self._client.model_info.model}"
-            )
-        return found
+        super().__init__(client, config, form)
+        self._answers = form.answers(client.tokenizer, client.model_info.model)
 
     async def scores(
         self,
@@ -172,66 +240,32 @@ class _Reranker:
         cache_salt: str | None = None,
     ) -> tuple[list[float], int]:
         """See `Scorer.scores`; each pair is a request of one token."""
-        if pooling is not None:
-            message = "pooling needs a model of embeddings; this one is a reranker"
-            raise APIError(400, message, param="pooling")
-        if instruction is None:
-            instruction = self._form.instruction
-        prompts = await asyncio.to_thread(self._prompts, pairs, fields, instruction)
+        prompts = await self._ids(pairs, fields, pooling, instruction)
         found = await all_or_none([self._score(ids, cache_salt) for ids in prompts])
         return found, sum(map(len, prompts))
 
-    def _prompts(self, pairs: Sequence[Pair], fields: Pair, instruction: str) -> list[list[int]]:
-        name = " and ".join(fields)
-        tokenizer = self._client.tokenizer
-        found = []
-        most = self._config.max_body_bytes
-        num_chars = 0
-        for query, document in pairs:
-            filling = {"instruction": instruction, "query": query, "document": document}
-            prompt = tokenizer.fill(self._form.template, **filling)
-            num_chars += len(prompt.text)
-            if num_chars > most:  # more than the body's: each prompt repeats the query
-                message = f"the prompts of all pairs must have at most {most} characters"
-                raise APIError(400, f"{message} (max_body_bytes); got more")
-            check_length(prompt.text, name, self._client)
-            ids = tokenizer.encode_prompt(prompt)
-            check_num_tokens(len(ids), name, self._client)
-            found.append(ids)
-        return found
-
     async def _score(self, token_ids: list[int], cache_salt: str | None) -> float:
         """Return the probability of the positive answer, among the two."""
-        answers = {self._positive, self._negative}
-        known = await self._logprobs(token_ids, answers, cache_salt)
-        missing = answers - known.keys()
-        if missing:  # the second request finds its prompt cached
+        known: dict[int, Logprob] = {}
+        while missing := set(self._answers) - known.keys():
+            # A second request finds its prompt cached.
             known |= await self._logprobs(token_ids, missing, cache_salt)
-        return _sigmoid(known[self._positive] - known[self._negative])
+        return probability(known, self._answers)
 
     async def _logprobs(
         self, token_ids: list[int], answers: set[int], cache_salt: str | None
-    ) -> dict[int, float]:
+    ) -> dict[int, Logprob]:
         """Return log-probabilities of the next token: of one of `answers` at least."""
-        params = SamplingParams(
-            temperature=0.0,
-            max_tokens=1,
-            allowed_token_ids=sorted(answers),
-            ignore_eos=True,
-            logprobs=_MOST_LOGPROBS,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
         outputs = self._client.generate(
             token_ids,
-            params,
+            answer_params(answers),
             request_id=f"score-{secrets.token_hex(16)}",
             cache_salt=cache_salt,
             timeout=limited_timeout(None, self._config),
         )
         async with contextlib.aclosing(outputs):
             [output] = [each async for each in outputs]
-        return {i: each.logprob for i, each in _entry(output).items() if i in answers}
+        return _entry(output)
 
 
 def _entry(output: RequestOutput) -> dict[int, Logprob]:
@@ -244,16 +278,3 @@ def _entry(output: RequestOutput) -> dict[int, Logprob]:
             raise APIError(408, "the request was not finished within its timeout")
         raise APIError(503, "the request was aborted")
     return completion.logprobs[0]
-
-
-def _sigmoid(x: float) -> float:
-    """Return 1 / (1 + exp(-x)) without overflow.
-
-    Examples
-    --------
-    >>> _sigmoid(0.0), _sigmoid(1000.0), _sigmoid(-1000.0)
-    (0.5, 1.0, 0.0)
-    """
-    if x >= 0:
-        return 1 / (1 + math.exp(-x))
-    return math.exp(x) / (1 + math.exp(x))

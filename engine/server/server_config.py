@@ -125,8 +125,8 @@ class ServerConfig:
 
     reranker: str | None = _option(
         None,
-        "how /score and /rerank judge a text: qwen3, or cosine of embeddings (default: by the "
-        "model's name)",
+        "how /score and /rerank judge a text: qwen3, cosine of embeddings, or pair for a model "
+        "with a classification head (default: by the model)",
     )
 
     api_key_hashes: tuple[str, ...] = ()

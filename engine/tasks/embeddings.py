@@ -19,9 +19,11 @@ from engine.layers.batch import ForwardBatch
 from engine.layers.token_ids import checked_token_ids
 from engine.model import Model
 
-__all__ = ["POOLINGS", "PassSize", "embed", "embed_in_parts"]
+__all__ = ["CLASSIFY", "POOLINGS", "PassSize", "embed", "embed_in_parts"]
 
 POOLINGS = ("last", "mean")
+CLASSIFY = "classify"
+"""Pooling of `embed_in_parts` that returns the scores of the model's classification head."""
 
 _BLOCK_SIZE = 16
 _MAX_SEQUENCES = 1 << 20  # maximum sequences per call
@@ -92,9 +94,12 @@ def embed_in_parts(
     An engine can serve other requests between the passes; with `has_others`, these have as many
     tokens as can be computed in a quarter of a second (a fixed number if the model is
     deterministic). Arguments and errors as for `embed`; the arguments are checked at once. Closing
-    the generator frees its KV cache.
+    the generator frees its KV cache. With the pooling `CLASSIFY` an embedding is the scores of the
+    labels, (L,).
     """
-    if not isinstance(pooling, str) or pooling not in POOLINGS:
+    if pooling == CLASSIFY and model.classifier is None:
+        raise RequestError(f"{model.name} has no classification head")
+    if not isinstance(pooling, str) or pooling not in (*POOLINGS, CLASSIFY):
         wanted = " or ".join(map(repr, POOLINGS))
         raise RequestError(f"pooling must be {wanted}; got {shown_with_type(pooling)}")
     if not isinstance(normalize, bool):
@@ -165,6 +170,9 @@ def _parts(
                 sums[index] = sums.get(index, np.float32(0)) + total
                 if stop == len(rows[index]):
                     vector = sums.pop(index)
+                    if pooling == CLASSIFY:
+                        done[index] = model.classifier.scores(vector)  # type: ignore[union-attr]
+                        continue
                     done[index] = _finished(vector, stop if pooling == "mean" else 1, normalize)
             yield done
 

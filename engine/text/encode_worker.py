@@ -41,9 +41,17 @@ _ENV = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
 
 
 def encode_here(
-    backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool
+    backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool, pair: str | None = None
 ) -> tuple[list[int], bool]:
     """Encode in this process.
+
+    Parameters
+    ----------
+    backend : Tokenizer
+    text : str
+    add_special_tokens : bool
+    pair : str, optional
+        A second text, which the post-processor puts behind the first.
 
     Returns
     -------
@@ -60,9 +68,10 @@ def encode_here(
         if len(text) > _LONG_TEXT or os.environ.get("TOKENIZERS_PARALLELISM") == "false":
             # The batch call releases the GIL, which a server's other streams need, and computes no
             # offsets. Short texts avoid it: the library may start a thread per core.
-            [encoding] = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            both = [text if pair is None else (text, pair)]
+            [encoding] = backend.encode_batch_fast(both, add_special_tokens=add_special_tokens)
         else:
-            encoding = backend.encode(text, add_special_tokens=add_special_tokens)
+            encoding = backend.encode(text, pair, add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
         # The mask is 1 for tokens the post-processor added, 0 for tokens of the text.
         is_added = len(ids) > 1 and ids[0] == ids[1] and bool(encoding.special_tokens_mask[0])
@@ -104,15 +113,18 @@ class WorkerEncoder:
         with contextlib.suppress(RequestError):  # other texts may still work
             self._ask(_PROBE, True, ConfigError)
 
-    def __call__(self, text: str, add_special_tokens: bool) -> tuple[list[int], bool]:
-        """Encode `text`; see `encode_here`.
+    def __call__(
+        self, text: str, add_special_tokens: bool, pair: str | None = None
+    ) -> tuple[list[int], bool]:
+        """Encode `text`, or a pair of texts; see `encode_here`.
 
         Raises
         ------
         RequestError
             If the library fails, or exceeds the limits on time, memory or ids.
         """
-        return self._ask(text, add_special_tokens, RequestError)
+        around = b"" if pair is None else str(len(text)).encode()
+        return self._ask(text + (pair or ""), add_special_tokens, RequestError, around)
 
     def encode_spans(
         self, text: str, add_special_tokens: bool, spans: Spans, tokens: Collection[str]
@@ -199,7 +211,10 @@ def _encoded(
     text = data.decode("utf-8")
     adds = request[:1] == b"1"
     try:
-        if around:
+        if around.isdigit():  # characters of the first of two texts
+            end = int(around)
+            ids, is_added = encode_here(backend, text[:end], adds, text[end:])
+        elif around:
             spans, tokens = json.loads(around)
             ids, is_added = twin(frozenset(tokens))(text, adds, spans)
         else:

@@ -32,8 +32,8 @@ class TokenizerParts:
     backend : tokenizers.Tokenizer
         Splits text, merges, and maps to ids; its post-processor adds BOS and EOS.
     encoder : callable, optional
-        (text, add_special_tokens) -> (ids, is_added), see `encode_worker.encode_here`; if None,
-        `backend` encodes.
+        (text, add_special_tokens, pair) -> (ids, is_added), see `encode_worker.encode_here`; pair
+        may be left out. If None, `backend` encodes.
     bos_token_id : int or None
     eos_token_ids : tuple of int
         Tokens that end a sequence, the tokenizer's own first.
@@ -52,7 +52,7 @@ class TokenizerParts:
     eos_token_ids: tuple[int, ...] = ()
     special_tokens: Mapping[str, str] = field(default_factory=dict)
     chat_templates: Mapping[str, str] = field(default_factory=dict)
-    encoder: Callable[[str, bool], tuple[list[int], bool]] | None = None
+    encoder: Callable[..., tuple[list[int], bool]] | None = None
     chat_control_tokens: tuple[str, ...] = ()
     response_format: tuple[str, Mapping[str, Any]] | None = None
 

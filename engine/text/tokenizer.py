@@ -163,7 +163,9 @@ class Tokenizer:
         template = self._templates.get("default")
         return template.source if template else None
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(
+        self, text: str, add_special_tokens: bool = True, *, text_pair: str | None = None
+    ) -> list[int]:
         """Encode `text` to token ids.
 
         Parameters
@@ -173,6 +175,8 @@ class Tokenizer:
         add_special_tokens : bool
             Add BOS (and EOS) if the model expects them; BOS is not added if the text already starts
             with it.
+        text_pair : str, optional
+            A second text, behind the first as the model's files write pairs.
 
         Raises
         ------
@@ -184,6 +188,9 @@ class Tokenizer:
         if not isinstance(add_special_tokens, bool):
             got = shown_with_type(add_special_tokens)
             raise RequestError(f"add_special_tokens must be True or False; got {got}")
+        if text_pair is not None:
+            text_pair = checked_text("text_pair", text_pair)
+            return self._without_second_bos(*self._encode(text, add_special_tokens, text_pair))
         return self._without_second_bos(*self._encode(text, add_special_tokens))
 
     def _without_second_bos(self, ids: list[int], is_added: bool) -> list[int]:

@@ -76,7 +76,7 @@ def test_every_request_has_an_example_that_is_valid():
     with serve(lambda: CannedClient("a"), ADMIN) as server:
         document = httpx.get(server.url + "/openapi.json").json()
     found = list(_bodies(document))
-    assert len(found) == 18
+    assert len(found) == 19
     for method, path, content in found:
         msgspec.convert(content["example"], types[method, path])
 
@@ -89,6 +89,9 @@ def test_the_examples_are_answered(real_server):
         for name in ("max_tokens", "max_output_tokens"):
             body |= {name: 2} if name in body else {}
         found = httpx.post(real_server.url + path, json=body, timeout=60)
+        if path == "/classify":  # for models with a classification head
+            assert found.status_code == 400 and "no classification head" in found.text
+            continue
         assert found.status_code == 200, (path, found.text)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 
 import httpx
@@ -12,9 +13,11 @@ from engine.async_engine import AsyncEngine
 from engine.errors import ConfigError
 from engine.llm_engine import LLMEngine
 from engine.model import load
-from engine.server import rerankers, scoring
 from engine.server.app import build_app
 from engine.server.server_config import ServerConfig, key_hash
+from engine.tasks import rerankers
+from engine.tasks.embeddings import CLASSIFY, embed_in_parts
+from tests.classifier_files import CASES, GOLDEN, WORDS, write_model, write_tokenizer
 from tests.server.serving import CannedClient, serve
 
 QUERY = "What do cats eat?"
@@ -134,14 +137,14 @@ def test_a_rerankers_scores_are_probabilities(reranker):
 
 def test_an_answer_beyond_the_most_probable_tokens_is_asked_for(reranker, monkeypatch):
     want = post(reranker.url, "/score", text_1=QUERY, text_2=DOCUMENTS)["data"]
-    monkeypatch.setattr(scoring, "_MOST_LOGPROBS", 0)
+    monkeypatch.setattr(rerankers, "_MOST_LOGPROBS", 0)
     found = post(reranker.url, "/score", text_1=QUERY, text_2=DOCUMENTS)["data"]
     assert [i["score"] for i in found] == pytest.approx([i["score"] for i in want], 1e-4)
 
 
 def test_texts_cannot_write_control_tokens(reranker):
     tokenizer = reranker.model.tokenizer
-    form = rerankers.get("qwen3")
+    form = rerankers.chosen("qwen3", (), has_head=False)
     fields = {"instruction": "a", "query": "<|im_end|>", "document": "{query}<|im_start|>"}
     prompt = tokenizer.fill(form.template, **fields)
     ids = tokenizer.encode_prompt(prompt)
@@ -167,6 +170,89 @@ def test_keys_do_not_share_prefixes(reranker):
             cached.append(float(line.rpartition(" ")[2]))
         first, again, other = np.diff([0, *cached])
         assert first == other < again  # a score may take two requests, which share their prompt
+
+
+# ---- a classification head
+
+
+@contextlib.contextmanager
+def serving(tmp_path, case, **config):
+    folder = write_model(tmp_path / "model", case)
+    write_tokenizer(folder)
+    model = load(folder, device="cpu", dtype="float32")
+    options = {"max_num_seqs": 2, "max_model_len": 64, "num_blocks": 16}
+    config = ServerConfig(served_model_name=("tiny",), **config)
+    with serve(lambda: AsyncEngine(LLMEngine(model, **options)), config) as found:
+        yield found.url, model
+
+
+def heads_scores(model, prompts):
+    found = {}
+    for part in embed_in_parts(model, prompts, CLASSIFY):
+        found.update(part)
+    return [found[i].tolist() for i in range(len(prompts))]
+
+
+def test_a_head_of_one_label_scores_pairs(tmp_path):
+    pairs = ["<s> what do cats eat <s> cats eat mice", "<s> what do cats eat <s> rates rose"]
+    ids = [[WORDS.index(word) for word in pair.split()] for pair in pairs]
+    with serving(tmp_path, "qwen2_one_label") as (url, model):
+        want = [score for [score] in heads_scores(model, ids)]
+        texts = {"text_1": "what do cats eat", "text_2": ["cats eat mice", "rates rose"]}
+        found = post(url, "/score", **texts)
+        assert [each["score"] for each in found["data"]] == pytest.approx(want, abs=1e-6)
+        assert found["usage"]["prompt_tokens"] == sum(map(len, ids))
+        ranked = post(url, "/v2/rerank", query=texts["text_1"], documents=texts["text_2"])
+        order = sorted(range(2), key=lambda i: -want[i])
+        assert [each["index"] for each in ranked["results"]] == order
+        for body, words in (
+            (texts | {"instruction": "x"}, "instruction needs a reranker with a prompt"),
+            (texts | {"pooling": "mean"}, "pooling needs a model of embeddings"),
+            (texts | {"text_1": "cats " * 70}, "your text_1 and text_2 resulted in"),
+        ):
+            answer = httpx.post(url + "/score", json=body, timeout=60)
+            assert answer.status_code == 400 and words in answer.json()["error"]["message"]
+        chat = {"messages": [{"role": "user", "content": "cats"}]}
+        for path, body in (("/v1/completions", {"prompt": "cats"}), ("/v1/chat/completions", chat)):
+            assert httpx.post(url + path, json=body, timeout=60).status_code == 400, path
+
+
+def test_a_reranker_with_a_head_reads_its_prompt(tmp_path):
+    with serving(tmp_path, "qwen2_one_label", reranker="qwen3") as (url, model):
+        ids = model.tokenizer.encode_prompt(
+            rerankers.chosen("qwen3", (), has_head=True).prompt(
+                model.tokenizer, "cats", "mice", "eat"
+            )
+        )
+        assert len(ids) > 20
+        fields = {"text_1": "cats", "text_2": "mice", "instruction": "eat"}
+        [item] = post(url, "/score", **fields)["data"]
+        assert item["score"] == pytest.approx(heads_scores(model, [ids])[0][0], abs=1e-6)
+
+
+def test_classes_of_texts(tmp_path):
+    with serving(tmp_path, "qwen3_named_labels") as (url, model):
+        prompts = GOLDEN["prompts"]
+        want = CASES["qwen3_named_labels"]["scores"]
+        found = post(url, "/classify", input=prompts)
+        for item, scores in zip(found["data"], want, strict=True):
+            assert item["probs"] == pytest.approx(scores, rel=2e-5)
+            assert item["num_classes"] == 3
+            assert item["label"] == model.classifier.labels[int(np.argmax(scores))]
+        assert found["usage"]["prompt_tokens"] == sum(map(len, prompts))
+        [one] = post(url, "/classify", input="cats eat")["data"]
+        ids = [WORDS.index(word) for word in ("<s>", "cats", "eat")]
+        assert one["probs"] == pytest.approx(heads_scores(model, [ids])[0])
+        answer = httpx.post(url + "/score", json={"text_1": "cats", "text_2": "eat"}, timeout=60)
+        assert answer.status_code == 400 and "this one has 3: ask /classify" in answer.text
+        answer = httpx.post(url + "/classify", json={"input": "cats " * 90}, timeout=60)
+        assert answer.status_code == 400 and "input" in answer.json()["error"]["message"]
+
+
+def test_a_model_without_a_head_has_no_classes(http):
+    found = http.post("/classify", json={"input": "a"})
+    assert found.status_code == 400
+    assert "no classification head" in found.json()["error"]["message"]
 
 
 # ---- what is refused
@@ -229,7 +315,7 @@ def test_the_dimensions_of_all_texts_are_bounded(smollm2):
 
 def test_the_option_and_the_names_choose(smollm2):
     client = CannedClient("a")
-    with pytest.raises(ConfigError, match="reranker must be one of qwen3, cosine; got 'x'"):
+    with pytest.raises(ConfigError, match="reranker must be one of qwen3, cosine, pair; got 'x'"):
         build_app(client, ServerConfig(reranker="x"))
     client.tokenizer.token_to_id = lambda text: None
     with pytest.raises(ConfigError, match="needs a model with the token 'yes'; got scripted"):

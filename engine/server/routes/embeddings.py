@@ -21,7 +21,14 @@ from engine.server.protocol.errors import APIError, renamed_params
 from engine.server.server_config import ServerConfig
 from engine.server.sse import unless_disconnected
 
-__all__ = ["ENDPOINTS", "EmbeddingObject", "EmbeddingRequest", "EmbeddingResponse", "routes"]
+__all__ = [
+    "ENDPOINTS",
+    "EmbeddingObject",
+    "EmbeddingRequest",
+    "EmbeddingResponse",
+    "routes",
+    "token_ids",
+]
 
 
 class EmbeddingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -92,7 +99,7 @@ async def embed(
         raise APIError(400, message, param="dimensions")
     normalize = body.normalize is not False
     with renamed_params({"prompt": "input", "token_ids": "input"}):
-        inputs = await asyncio.to_thread(_token_ids, client, prompts)
+        inputs = await asyncio.to_thread(token_ids, client, prompts)
         found = await client.embed(inputs, body.pooling or "last", normalize=normalize)
     data = await asyncio.to_thread(_objects, found, body.encoding_format)
     num_tokens = sum(map(len, inputs))
@@ -110,7 +117,7 @@ def _check_size(num_inputs: int, size: int, config: ServerConfig) -> None:
         )
 
 
-def _token_ids(client: Any, prompts: list[Any]) -> list[list[int]]:
+def token_ids(client: Any, prompts: list[Any]) -> list[list[int]]:
     """Tokenize texts; token ids are returned unchanged."""
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     if texts and client.tokenizer is None:
