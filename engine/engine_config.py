@@ -18,7 +18,7 @@ from engine.kernels._override.places import load_place
 from engine.sampling_params import NumberRange
 from engine.scheduler.config import POLICIES, PREEMPTIONS
 from engine.signatures import checks_keywords
-from engine.speculative.config import SpeculativeConfig
+from engine.speculative.config import HEAD_METHODS, SpeculativeConfig
 
 __all__ = ["CONFIG_OPTIONS", "EngineConfig"]
 
@@ -250,12 +250,13 @@ class EngineConfig:
             )
         if size == 1:
             return
-        for name in ("speculative_config", "max_draft_tokens"):
-            if getattr(self, name):
-                raise ConfigError(
-                    f"{name} must be left out with pipeline_parallel_size={size}: drafts follow "
-                    f"the tokens that are in flight; got {shown(getattr(self, name))}"
-                )
+        drafting = self.speculative_config
+        if drafting is not None and drafting.method in HEAD_METHODS:
+            raise ConfigError(
+                "speculative_config.method must be one without a draft head with "
+                f"pipeline_parallel_size={size}: heads read the embedding and layers of other "
+                f"stages; got {drafting.method!r}"
+            )
         if self.cuda_graphs:
             raise ConfigError(
                 f"cuda_graphs must be False or left out with pipeline_parallel_size={size}; "

@@ -117,6 +117,7 @@ class LLMEngine:
                 self.runner,
                 draft,
                 overlaps=config.async_scheduling,
+                is_pipelined=model.num_stages > 1,
             )
             self._overrides = current_overrides()  # of the last step
         self._adapters = AdapterRegistry(model.read_adapter)
@@ -169,8 +170,8 @@ class LLMEngine:
         with self.watchdog, self.model.kernels.active():
             self._follow_overrides()
             try:
-                self._propose()
-                scheduled = self._schedule()
+                not_due = self._propose()
+                scheduled = self._schedule(not_due)
                 self._launch(scheduled)
                 self._commit(self._due(scheduled))
                 self._sample()
@@ -591,18 +592,23 @@ class LLMEngine:
             self._overrides = overrides
             self.scheduler.reset_prefix_cache()
 
-    def _propose(self) -> None:
-        """Propose drafts for the next step, once the tokens before them are known."""
+    def _propose(self) -> set[Request]:
+        """Propose drafts for the next step, once the tokens before them are known.
+
+        Returns the requests that a pipeline leaves out of that step.
+        """
         if self.speculation.is_active:
             self._commit(list(self._in_flight))
-        self.speculation.propose()
+        not_due = set[Request]()
+        if self.model.num_stages > 1:
+            not_due = self.scheduler.requests_not_due(self._max_in_flight + 1)
+        self.speculation.propose(not_due)
+        return not_due
 
-    def _schedule(self) -> ScheduleOutput:
-        """Schedule the next step; empty if there is nothing to compute."""
+    def _schedule(self, not_due: set[Request]) -> ScheduleOutput:
+        """Schedule the next step, without `not_due`; empty if there is nothing to compute."""
         for excluded in self._recovery.excluded():
-            if self.model.num_stages > 1:
-                excluded |= self.scheduler.requests_not_due(self._max_in_flight + 1)
-            scheduled = self.scheduler.schedule(excluded)
+            scheduled = self.scheduler.schedule(excluded | not_due)
             self.runner.release([*scheduled.preempted, *scheduled.restarted])
             if not scheduled.is_empty:
                 break

@@ -73,6 +73,7 @@ class PipelinedModel(Model):
         self._end = weakref.finalize(self, group.end)  # runs at garbage collection too
         self._pages: KVCache | None = None
         self._announced: deque[tuple[int, int]] = deque()  # (step, tokens) not yet computed here
+        self._slot_moves: list[Any] = []  # not yet announced; (sources, targets) each
         self._num_steps = 0
 
     # ---- steps
@@ -89,6 +90,14 @@ class PipelinedModel(Model):
             On the host, with all token ids.
         """
         self._announce(moves_to_arrays(moves), batch)
+
+    def announce_slot_moves(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Announce moves of single tokens' pages, with the next step. See `KVCache.move_slots`.
+
+        The steps in flight contain other requests, so it does not matter that a stage computes them
+        before the moves.
+        """
+        self._slot_moves.append(np.array([sources, targets], np.int64))
 
     def forward(self, batch: ForwardBatch, kv_pages: Pages) -> Any:
         """Compute the oldest announced step in this stage; without one, announce `batch` first."""
@@ -134,7 +143,8 @@ class PipelinedModel(Model):
 
     def stage_sizes(self, options: Mapping[str, Any]) -> list[CacheSizes]:
         """Return what each other stage has room for."""
-        answers = self.group.ask("planning pages", PLAN, arrays=[to_text(dict(options))])
+        own = dict.fromkeys(("speculative_config", "logits_processors", "lora_modules"))
+        answers = self.group.ask("planning pages", PLAN, arrays=[to_text({**options, **own})])
         return [CacheSizes(*numbers) for _, numbers, _ in answers]
 
     def prepare_pages(self, dtype: str) -> str:
@@ -218,6 +228,9 @@ class PipelinedModel(Model):
     def _announce(self, moves: Sequence[Any], batch: ForwardBatch | None) -> None:
         self._num_steps += 1
         step = self._num_steps
+        slot_moves = np.concatenate(self._slot_moves, axis=1) if self._slot_moves else None
+        self._slot_moves = []
+        moves = [slot_moves, *moves]
         if batch is None:
             self.group.send(f"step {step}", STEP, [step, 0], moves)
             return
@@ -265,7 +278,10 @@ class _StageWorkers:
             self._ranks.move_blocks(moves)
 
     def move_slots(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        raise RequestError("slots do not move with several pipeline stages: there are no drafts")
+        if (model := self._model()) is not None:
+            model.announce_slot_moves(sources, targets)
+        if self._ranks is not None:
+            self._ranks.move_slots(sources, targets)
 
     def close(self) -> None:
         if (model := self._model()) is not None:

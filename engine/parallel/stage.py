@@ -252,6 +252,9 @@ class StageWorker:
         assert self._pages is not None and self._sender is not None
         step, has_batch, *others = numbers
         self._doing = f"step {step}"
+        slot_moves, *arrays = arrays
+        if slot_moves is not None:
+            self._pages.move_slots(*slot_moves.tolist())
         move_blocks(self._pages, self._swap, moves_from_arrays(arrays[:NUM_MOVE_ARRAYS]))
         if not has_batch:
             return

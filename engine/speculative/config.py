@@ -12,12 +12,15 @@ from engine.errors import ConfigError, RequestError, unknown_keyword
 from engine.kernels._override.places import load_place
 from engine.sampling_params import NumberRange
 
-__all__ = ["METHODS", "SpeculativeConfig"]
+__all__ = ["HEAD_METHODS", "METHODS", "SpeculativeConfig"]
 
 METHODS = ("ngram", "suffix", "draft_model", "eagle3", "mtp", "grammar", "custom")
 """Allowed values of `method`."""
 
-_OF_MODELS = ("draft_model", "eagle3", "mtp")
+HEAD_METHODS = ("eagle3", "mtp")
+"""Methods with a draft head: it reads the target's hidden states."""
+
+_OF_MODELS = ("draft_model", *HEAD_METHODS)
 _MATCH = (3, 8)  # default tokens of a match: minimum and maximum
 _NUM_TOKENS = {"ngram": 8, "suffix": 12}  # default drafts by method; 4 for the others
 _RANGES = {

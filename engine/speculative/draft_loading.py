@@ -9,8 +9,8 @@ from engine.errors import ConfigError
 from engine.loading.download import resolve_model
 from engine.loading.model_config import load_config
 from engine.model import Model, load
-from engine.speculative.config import SpeculativeConfig
-from engine.speculative.heads import HEAD_METHODS, LoadedHead, load_head
+from engine.speculative.config import HEAD_METHODS, SpeculativeConfig
+from engine.speculative.heads import LoadedHead, load_head
 
 __all__ = ["check_vocabulary", "load_draft"]
 

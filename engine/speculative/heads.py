@@ -13,10 +13,7 @@ from engine.loading.mtp import load_mtp_config, load_mtp_head
 from engine.models.draft_heads import DraftHead, Eagle3Head
 from engine.speculative.config import SpeculativeConfig
 
-__all__ = ["HEAD_METHODS", "LoadedHead", "load_head"]
-
-HEAD_METHODS = ("eagle3", "mtp")
-"""The methods that use a draft head."""
+__all__ = ["LoadedHead", "load_head"]
 
 
 class LoadedHead:

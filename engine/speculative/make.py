@@ -28,6 +28,7 @@ def make_speculation(
     draft: Any = None,
     *,
     overlaps: bool = False,
+    is_pipelined: bool = False,
 ) -> Speculation | NoSpeculation:
     """Return the `Speculation` of an engine.
 
@@ -41,8 +42,8 @@ def make_speculation(
         Runner with captured graphs, before its first step.
     draft : Model or LoadedHead, optional
         Draft model or head, for "draft_model", "eagle3" and "mtp" (`load_draft`).
-    overlaps : bool
-        Whether a step is scheduled before the previous one is read back.
+    overlaps, is_pipelined : bool
+        See `Speculation`.
     """
     if config is None:
         return NoSpeculation()
@@ -54,7 +55,9 @@ def make_speculation(
     lens = graph_lens or [1, 1 + config.num_tokens]
     costs = measure_step_costs(runner, lens, scheduler.config.max_num_seqs)
     controller = Controller(costs, graph_lens, is_adaptive=config.adaptive)
-    return Speculation(config, guarded, scheduler, controller, overlaps=overlaps)
+    return Speculation(
+        config, guarded, scheduler, controller, overlaps=overlaps, is_pipelined=is_pipelined
+    )
 
 
 def _make_proposer(

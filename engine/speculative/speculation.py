@@ -38,7 +38,7 @@ class NoSpeculation:
 
     is_active = False
 
-    def propose(self) -> None:
+    def propose(self, excluded: Collection[Request] = ()) -> None:
         """Do nothing."""
 
     def read_ahead(self, admitted: Sequence[Request]) -> None:
@@ -65,7 +65,8 @@ class Speculation:
     """Proposes drafts for the decoding requests, as long as they pay.
 
     Drafts can be proposed only once the last token is known. So while drafts are proposed, no step
-    is in flight between two calls of `LLMEngine.step`; otherwise steps overlap.
+    is in flight between two calls of `LLMEngine.step`; otherwise steps overlap. In a pipeline they
+    always do: each step has only requests whose last token is known.
 
     Parameters
     ----------
@@ -79,6 +80,8 @@ class Speculation:
         Chooses the number of drafts.
     overlaps : bool
         Whether a step is scheduled before the previous one is read back.
+    is_pipelined : bool
+        Whether drafts are proposed while steps of other requests are in flight.
 
     Attributes
     ----------
@@ -94,9 +97,12 @@ class Speculation:
         controller: Controller,
         *,
         overlaps: bool = False,
+        is_pipelined: bool = False,
     ) -> None:
-        self.is_active = True
-        self._overlaps = overlaps
+        self.is_active = not is_pipelined
+        self._is_pipelined = is_pipelined
+        # Whether drafts keep the next step from overlapping this one.
+        self._overlaps = overlaps and not is_pipelined
         self._forced = GuardedProposer(ForcedTokens(), proposer.vocab_size)
         self._most = min(config.num_tokens, scheduler.config.max_draft_tokens)
         self._max_decodes = (config.disable_by_batch_size or 2**31) - 1
@@ -114,13 +120,15 @@ class Speculation:
         self._read_at = 0.0
         self._num_read = 0  # sequences of that step
 
-    def propose(self) -> None:
-        """Propose drafts for the next step; called before it is scheduled."""
+    def propose(self, excluded: Collection[Request] = ()) -> None:
+        """Propose drafts for the next step, which is then scheduled without `excluded`."""
         self._controller.next_step()
         requests = self._scheduler.decoding_requests()
         if self._num_waits or not 0 < len(requests) <= self._max_decodes:
             self._num_waits = max(0, self._num_waits - 1)
             self.is_active = False
+            return
+        if excluded and not (requests := [r for r in requests if r not in excluded]):
             return
         if any([request.num_pending_tokens for request in requests]):
             self.is_active = self._peek(requests)
@@ -132,7 +140,7 @@ class Speculation:
             self._note_futile(has_cost=has_cost)
             return
         self._num_futile = 0
-        self.is_active = True
+        self.is_active = not self._is_pipelined
         for request, drafts in chosen.items():
             self._scheduler.propose(request, drafts)
 
@@ -150,9 +158,9 @@ class Speculation:
             return
         self._read_at = time.perf_counter()
         self._num_read = len(output.sequences)
+        num_real = {s.request: self._num_real.pop(s.request, 0) for s in output.sequences}
         # A copy, because the commit truncates the tokens of requests that end.
-        self._results.append(_Result(output, dict(token_ids), self._num_real, self._certain))
-        self._num_real = {}
+        self._results.append(_Result(output, dict(token_ids), num_real, self._certain))
 
     def learn(self) -> None:
         """Count the drafts of the steps read back; called while the device runs the next step."""
@@ -231,7 +239,9 @@ class Speculation:
             if not all([_may_be_padded(request) for request in requests]):
                 return {}
         counts = self._controller.choose(proposals, len(requests), certain=self._certain, room=room)
-        self._num_real = dict(counts)
+        for request in requests:
+            self._num_real.pop(request, None)
+        self._num_real.update(counts)
         chosen = {r: drafts.prefix(counts[r]) for r, drafts in proposals if r in counts}
         if not chosen or not needs_equal:
             return chosen
@@ -254,7 +264,8 @@ class Speculation:
                 if request.spec.grammar is not None:
                     with_grammar.append((request, most))
         proposals = self._forced.ask(with_grammar)
-        certain = self._certain = {request for request, _ in proposals}
+        certain = {request for request, _ in proposals}
+        self._certain = self._certain.difference(requests) | certain
         if count:
             if certain:
                 wanted = [each for each in wanted if each[0] not in certain]

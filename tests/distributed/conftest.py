@@ -1,7 +1,8 @@
-"""Ranks as threads of the test's process: fast, with the same code over memory of this process."""
+"""Ranks and stages as threads of the test's process: fast, with the same code."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 
 import pytest
@@ -9,6 +10,8 @@ import pytest
 from engine.distributed.collectives import SharedMemoryCollectives
 from engine.distributed.group import Group
 from engine.distributed.segment import Segment
+from engine.parallel.stage import run_stage
+from engine.parallel.stage_group import StageGroup
 
 
 @pytest.fixture
@@ -37,3 +40,19 @@ def on_ranks():
         return results
 
     return run
+
+
+@pytest.fixture
+def in_threads(monkeypatch):
+    """Let stages be threads of this process, which start at once; the sockets are the same."""
+
+    def run(*arguments):
+        with contextlib.suppress(Exception):  # the engine is told
+            run_stage(*arguments)
+
+    def start(group, num_threads):
+        for stage in range(group.num_stages - 1):
+            arguments = (group.address, stage, group._secret)
+            threading.Thread(target=run, args=arguments, daemon=True).start()
+
+    monkeypatch.setattr(StageGroup, "start_processes", start)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import socket
@@ -39,22 +38,6 @@ from tests.distributed.golden import CASES, write_checkpoint
 
 CONFIG = replace(TWO_LAYERS, num_layers=4)
 SECRET = b"a secret of a test"
-
-
-@pytest.fixture
-def in_threads(monkeypatch):
-    """Let stages be threads of this process, which start at once; the sockets are the same."""
-
-    def run(*arguments):
-        with contextlib.suppress(Exception):  # the engine is told
-            run_stage(*arguments)
-
-    def start(group, num_threads):
-        for stage in range(group.num_stages - 1):
-            arguments = (group.address, stage, group._secret)
-            threading.Thread(target=run, args=arguments, daemon=True).start()
-
-    monkeypatch.setattr(StageGroup, "start_processes", start)
 
 
 def _engine(stages, **options):
@@ -252,7 +235,8 @@ def test_every_stage_has_as_many_blocks_as_the_poorest(in_threads, monkeypatch):
         assert engine.config.reasons["num_blocks"] == "40: the least of 2 stages"
 
 
-def test_random_operations(in_threads):
+@pytest.mark.parametrize("drafts", [{}, {"method": "ngram", "prompt_lookup_min": 1}], ids=str)
+def test_random_operations(in_threads, drafts):
     """Requests come, end and are aborted at random; blocks are few."""
     rng, found = np.random.default_rng(0), {}
     plan = [
@@ -260,7 +244,9 @@ def test_random_operations(in_threads):
         for _ in range(40)
     ]
     for stages in (1, 2):
-        with _engine(stages, num_blocks=20, swap_space_gb=0.001, debug=True) as engine:
+        options = {"speculative_config": drafts | {"adaptive": False}} if drafts else {}
+        options = options if stages > 1 else {}
+        with _engine(stages, num_blocks=20, swap_space_gb=0.001, debug=True, **options) as engine:
             outputs, alive = {}, []
             for turn, (what, length, count) in enumerate(plan):
                 if what == 0 and alive:
@@ -580,8 +566,8 @@ def test_the_command_of_a_stage(monkeypatch, capsys):
     [
         ({"pipeline_parallel_size": 0}, r"pipeline_parallel_size must be a whole number in"),
         (
-            {"pipeline_parallel_size": 2, "speculative_config": {"method": "ngram"}},
-            "speculative_config must be left out with pipeline_parallel_size=2",
+            {"pipeline_parallel_size": 2, "speculative_config": {"method": "mtp"}},
+            "speculative_config.method must be one without a draft head .* got 'mtp'",
         ),
         ({"pipeline_parallel_size": 2, "cuda_graphs": True}, "cuda_graphs must be False or left"),
         ({"pipeline_address": "a:1"}, "pipeline_address must be left out with one stage"),

@@ -14,6 +14,7 @@ from tests.e2e.test_layer_kinds import ROOM, prompt
 HEAD = prompt(0, 70)
 PROMPTS = [HEAD + prompt(1, 9), HEAD + prompt(2, 30), prompt(3, 3), HEAD[:64], [*HEAD, 5]]
 OPTIONS = {"num_blocks": 14, "swap_space_gb": 1e-3, "preemption_mode": "swap", "debug": True}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "adaptive": False}
 
 
 @pytest.fixture(
@@ -41,7 +42,8 @@ def serve(folder, **options):
                     if output.finished:
                         found[output.request_id] = list(output.outputs[0].token_ids)
                 engine.check_integrity()
-        return found, engine.scheduler.stats(), engine.kv_cache.num_slots
+        num_accepted = engine.stats().speculation.num_accepted_tokens
+        return found, engine.scheduler.stats(), engine.kv_cache.num_slots, num_accepted
     finally:
         engine.close()
 
@@ -59,14 +61,16 @@ def alone(folder):
         {"tensor_parallel_size": 2, "async_scheduling": True},
         {"pipeline_parallel_size": 2},
         {"pipeline_parallel_size": 2, "preemption_mode": "recompute"},
+        {"pipeline_parallel_size": 2, "speculative_config": NGRAM},
     ],
     ids=str,
 )
 def test_tokens_are_those_of_one_process(folder, alone, options):
     if "nemotron_h" in folder and "tensor_parallel_size" in options:
         pytest.skip("its three groups of heads cannot be divided by two")
-    found, stats, num_slots = serve(folder, **options)
+    found, stats, num_slots, num_accepted = serve(folder, **options)
     assert found == alone[0]
+    assert (num_accepted > 0) == ("speculative_config" in options)
     assert num_slots == stats.num_state_slots > 4 and stats.num_taken_snapshots > 0
     assert stats.num_preemptions > 0 and stats.prefix_cache_hits > 0
     if options.get("preemption_mode") != "recompute":
