@@ -203,12 +203,12 @@ def test_drafting_now_and_then(target, make, late):
     engine = make(max_num_seqs=8, async_scheduling=late)
     proposer, propose, number = proposer_of(engine), engine.speculation.propose, [0]
 
-    def now_and_then():
+    def now_and_then(excluded):
         number[0] += 1
         if number[0] // 5 % 2:
             engine.speculation.is_active = False
         else:
-            propose()
+            propose(excluded)
 
     engine.speculation.propose = now_and_then
     params = [mixed_params(index, max_tokens=70) for index in range(6)]
