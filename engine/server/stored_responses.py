@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from engine.server.event_log import EventLog
 from engine.server.protocol.errors import APIError
 from engine.server.server_config import ServerConfig
 
@@ -88,23 +89,36 @@ class StoredResponse:
     body : bytes
         The response object as JSON.
     turn : Turn or None
-        None until it has finished; another response may continue from it then.
+        Its items: input only until it has finished; another response may continue from it then.
     job : asyncio.Task or None
         For a background response, the task that computes it.
+    log : EventLog or None
+        Events of a background response that is streamed.
     """
 
-    __slots__ = ("body", "id", "job", "status", "turn")
+    __slots__ = ("body", "id", "job", "log", "status", "turn")
 
     def __init__(self, response: dict[str, Any]) -> None:
         self.id: str = response["id"]
         self.turn: Turn | None = None
         self.job: asyncio.Task[None] | None = None
+        self.log: EventLog | None = None
         self.update(response)
 
     def update(self, response: dict[str, Any]) -> None:
         """Store the response's current state."""
         self.status: str = response["status"]
         self.body = _encode(response)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes counted for the response, without its turn."""
+        return len(self.body) + _OVERHEAD + self.num_event_bytes
+
+    @property
+    def num_event_bytes(self) -> int:
+        """Bytes of its events."""
+        return 0 if self.log is None else self.log.num_bytes
 
     @property
     def is_finished(self) -> bool:
@@ -118,7 +132,7 @@ class _Space:
     def __init__(self) -> None:
         self.finished: dict[str, StoredResponse] = {}  # oldest first
         self.running: dict[str, StoredResponse] = {}
-        self.num_bytes = 0  # bytes of the finished responses and their turns
+        self.num_bytes = 0  # bytes of the finished responses and their turns, and of all events
 
     @property
     def is_used(self) -> bool:
@@ -130,8 +144,10 @@ class _Space:
     def add(self, stored: StoredResponse, turn: Turn) -> None:
         """Add a finished response."""
         stored.turn = turn
+        if self.running.pop(stored.id, None) is not None:
+            self.num_bytes -= stored.num_event_bytes
         self.finished[stored.id] = stored
-        self.num_bytes += len(stored.body) + _OVERHEAD
+        self.num_bytes += stored.num_bytes
         owned: Turn | None = turn
         while owned is not None:
             owned.num_owners += 1
@@ -140,10 +156,17 @@ class _Space:
             self.num_bytes += len(owned.data) + _OVERHEAD
             owned = owned.previous
 
+    def shrink(self, stored: StoredResponse, num_bytes: int) -> None:
+        """Keep at most `num_bytes` of a response's events."""
+        assert stored.log is not None
+        self.num_bytes -= stored.log.num_bytes
+        stored.log.shrink(num_bytes)
+        self.num_bytes += stored.log.num_bytes
+
     def drop(self, response_id: str) -> None:
         """Drop a finished response, and the turns that no other one needs."""
         stored = self.finished.pop(response_id)
-        self.num_bytes -= len(stored.body) + _OVERHEAD
+        self.num_bytes -= stored.num_bytes
         owned = stored.turn
         while owned is not None:
             owned.num_owners -= 1
@@ -157,8 +180,9 @@ class ResponseStore:
     """The stored responses of all keys of one API process.
 
     Each key keeps its last `max_stored_responses`. Beyond `max_stored_bytes` in all, the oldest
-    response of the key with the most bytes is dropped. The bytes of responses in progress are not
-    counted: they are requests, and limited as such.
+    response of the key with the most bytes is dropped, its events first. Of responses in progress
+    only the events are counted, and the oldest are dropped if nothing else can be: the rest is a
+    request, and limited as such.
 
     Parameters
     ----------
@@ -186,7 +210,7 @@ class ResponseStore:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all finished responses and their turns."""
+        """Bytes of all finished responses and their turns, and of all events."""
         return sum(space.num_bytes for space in self._spaces.values())
 
     def find(self, key: str | None, response_id: str) -> StoredResponse | None:
@@ -211,14 +235,37 @@ class ResponseStore:
     def put(self, key: str | None, stored: StoredResponse, turn: Turn) -> None:
         """Store a finished response, which ended `turn`."""
         space = self._spaces.setdefault(key, _Space())
-        space.running.pop(stored.id, None)
         space.add(stored, turn)
         while len(space.finished) > self._most:
             space.drop(next(iter(space.finished)))
-        while self.num_bytes > self._most_bytes:
-            largest = max(self._spaces.values(), key=lambda each: each.num_bytes)
-            largest.drop(next(iter(largest.finished)))
+        self._fit()
         self._spaces = {name: each for name, each in self._spaces.items() if each.is_used}
+
+    def log(self, key: str | None, stored: StoredResponse, frames: bytes) -> None:
+        """Add events to a response with a log, also after it has finished."""
+        assert stored.log is not None
+        before = stored.log.num_bytes
+        stored.log.extend(frames)
+        space = self._spaces.get(key)
+        if space is None or space.find(stored.id) is not stored:
+            return  # deleted, or dropped; its readers still follow it
+        space.num_bytes += stored.log.num_bytes - before
+        if excess := self._fit():
+            space.shrink(stored, stored.log.num_bytes - excess)
+
+    def _fit(self) -> int:
+        """Drop finished responses, their events first; return the bytes still beyond the limit."""
+        while (excess := self.num_bytes - self._most_bytes) > 0:
+            spaces = [each for each in self._spaces.values() if each.finished]
+            if not spaces:
+                return excess
+            largest = max(spaces, key=lambda each: each.num_bytes)
+            oldest = next(iter(largest.finished.values()))
+            if oldest.num_event_bytes:
+                largest.shrink(oldest, 0)
+            else:
+                largest.drop(oldest.id)
+        return 0
 
     def delete(self, key: str | None, response_id: str) -> None:
         """Forget a finished response of a key; an unknown id is ignored."""

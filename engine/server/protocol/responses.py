@@ -241,9 +241,7 @@ def _refuse_unsupported(request: ResponsesRequest) -> None:
     text = request.text or TextOptions()
     if request.background:
         reason = "a background response is asked for again, by its id"
-        _refuse_others(
-            ("store", request.store, (True,), reason), ("stream", request.stream, (False,), reason)
-        )
+        _refuse_others(("store", request.store, (True,), reason))
     _refuse_others(
         ("conversation", request.conversation, (), "no conversations are stored"),
         ("prompt", request.prompt, (), "no prompts are stored"),

@@ -79,9 +79,15 @@ class ResponseBuilder:
         self._parts: list[str] = []  # chunks of its text, reasoning or arguments
 
     def start(self) -> _Events:
-        """Begin the response."""
-        for kind in ("response.created", "response.in_progress"):
-            yield self._event(kind, response={**self.response, "output": []})
+        """Begin the response; one in the background is queued first."""
+        kinds = ["created", "in_progress"]
+        if self.response["background"]:
+            kinds.insert(1, "queued")
+        for kind in kinds:
+            is_queued = self.response["background"] and kind != "in_progress"
+            status = "queued" if is_queued else "in_progress"
+            response = {**self.response, "status": status, "output": []}
+            yield self._event(f"response.{kind}", response=response)
 
     def reasoning(self, text: str) -> _Events:
         """Add a chunk of the reasoning."""
@@ -133,10 +139,9 @@ class ResponseBuilder:
         self.response["error"] = {"code": code, "message": message}
         yield self._closing_event("failed")
 
-    def cancel(self) -> None:
-        """End a background response, which has no events."""
-        for _ in self._end("incomplete"):
-            pass
+    def cancel(self) -> _Events:
+        """End a background response; only its last item has events for that."""
+        yield from self._end("incomplete")
         self.response["status"] = "cancelled"
 
     def _closing_event(self, status: str) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, Iterable
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -14,9 +14,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from engine.server.agent_stream import Answered, begin_chat, chat_request, named_frame, num_tokens
+from engine.server.event_log import EventLog
 from engine.server.limits import check_model, decoded, read_struct
 from engine.server.openapi import Endpoint
 from engine.server.protocol.errors import APIError, api_error, renamed_params
+from engine.server.protocol.response_items import ItemPage, ItemQuery, page_of
 from engine.server.protocol.responses import ResponsesRequest, own_items, to_chat
 from engine.server.protocol.responses_events import ResponseBuilder, ResponseObject
 from engine.server.sse import EventStream, unless_disconnected
@@ -31,7 +33,9 @@ from engine.server.stored_responses import (
 __all__ = ["ENDPOINTS", "routes"]
 
 _STORED = "/v1/responses/{response_id}"
-_CANCEL = "/v1/responses/{response_id}/cancel"
+_CANCEL = f"{_STORED}/cancel"
+_ITEMS = f"{_STORED}/input_items"
+_T = TypeVar("_T")
 _log = logging.getLogger("engine.server")
 _STREAM_CODES = ("rate_limit_exceeded", "context_length_exceeded")
 # Field of a chat completion -> the field of a response that it is made from.
@@ -46,6 +50,17 @@ _FIELDS = {
 _INCLUDED = ("reasoning.encrypted_content",)  # no effect: reasoning is plain text
 
 
+class Retrieval(msgspec.Struct, forbid_unknown_fields=True):
+    """Query of GET /v1/responses/{response_id}."""
+
+    stream: bool = False
+    starting_after: int = -1
+
+
+class _Output(msgspec.Struct):
+    output: list[msgspec.Raw]
+
+
 class DeletedResponse(msgspec.Struct):
     """Response body of DELETE /v1/responses/{response_id}."""
 
@@ -58,7 +73,21 @@ ENDPOINTS = (
     Endpoint(
         "post", "/v1/responses", "Answer an input", ResponsesRequest, ResponseObject, streams=True
     ),
-    Endpoint("get", _STORED, "A stored response", response=ResponseObject),
+    Endpoint(
+        "get",
+        _STORED,
+        "A stored response",
+        response=ResponseObject,
+        streams=True,
+        query=("stream", "starting_after"),
+    ),
+    Endpoint(
+        "get",
+        _ITEMS,
+        "Input items of a stored response",
+        response=ItemPage,
+        query=("limit", "order", "after"),
+    ),
     Endpoint("delete", _STORED, "Delete a stored response", response=DeletedResponse),
     Endpoint("post", _CANCEL, "Cancel a background response", response=ResponseObject),
 )
@@ -69,6 +98,7 @@ def routes() -> list[Route]:
     return [
         Route("/v1/responses", create_response, methods=["POST"]),
         Route(_STORED, get_response, methods=["GET"]),
+        Route(_ITEMS, list_input_items, methods=["GET"]),
         Route(_STORED, delete_response, methods=["DELETE"]),
         Route(_CANCEL, cancel_response, methods=["POST"]),
     ]
@@ -93,7 +123,8 @@ async def create_response(request: Request) -> Response:
     answer = _Answer(request, Answered(stream), builder, keep)
     if body.background:
         assert keep is not None  # `to_chat` refuses a background response that is not stored
-        return _json(keep.start(answer).body)
+        stored = keep.start(answer, streams=bool(body.stream))
+        return _json(stored.body) if stored.log is None else _followed(request, stored.log, -1)
     if body.stream:
         interval = request.app.state.config.sse_keep_alive
         frames = answer.frames()
@@ -109,13 +140,34 @@ async def create_response(request: Request) -> Response:
 async def get_response(request: Request) -> Response:
     """Handle GET /v1/responses/{response_id}."""
     stored = _stored(request)
-    for name, value in request.query_params.multi_items():
-        is_fine = name.removesuffix("[]") == "include" and value in _INCLUDED
-        is_fine |= name in ("stream", "include_obfuscation") and value.lower() == "false"
-        if not is_fine:
-            message = f"{name[:50]} is not supported: a stored response is whole; got {value[:50]}"
-            raise APIError(400, message, param=name[:50])
-    return _json(stored.body)
+    fields = _query(request, Retrieval)
+    if not fields.stream:
+        if fields.starting_after != -1:
+            message = f"starting_after needs stream=true; got {fields.starting_after}"
+            raise APIError(400, message, param="starting_after")
+        return _json(stored.body)
+    if stored.log is None:
+        message = f"the response {stored.id!r} was not made with background and stream"
+        raise APIError(400, f"{message}, so it has no events", param="stream")
+    after = fields.starting_after
+    if not -1 <= after < stored.log.end:
+        message = f"starting_after must be the number of an event, below {stored.log.end}"
+        raise APIError(400, f"{message}; got {after}", param="starting_after")
+    return _followed(request, stored.log, after)
+
+
+async def list_input_items(request: Request) -> Response:
+    """Handle GET /v1/responses/{response_id}/input_items."""
+    stored = _stored(request)
+    fields = _query(request, ItemQuery)
+    turn = stored.turn
+    assert turn is not None  # every stored response has its input
+    items = [] if turn.previous is None else await _items(request, turn.previous)
+    items += await decoded(b"[" + turn.data + b"]", list[Any])
+    num_output = len(msgspec.json.decode(stored.body, type=_Output).output)
+    if stored.is_finished:
+        items = items[: len(items) - num_output]
+    return _json(msgspec.json.encode(page_of(items, stored.id, fields)))
 
 
 async def delete_response(request: Request) -> Response:
@@ -178,6 +230,38 @@ async def _cancel(stored: StoredResponse) -> None:
         await asyncio.wait([stored.job])
 
 
+def _query(request: Request, kind: type[_T]) -> _T:
+    """Return a request's query as a struct, after checking that all of it is supported."""
+    given: dict[str, Any] = {}
+    for name, value in request.query_params.multi_items():
+        name = name.removesuffix("[]")
+        if name == "include" and value not in _INCLUDED:
+            message = f"include must be empty; got {value[:50]}"
+            raise APIError(400, message, param="include")
+        if name == "include_obfuscation" and value.lower() != "false":
+            message = f"include_obfuscation must be false: events are not obfuscated; got {value}"
+            raise APIError(400, message[:150], param=name)
+        if name not in ("include", "include_obfuscation"):
+            given[name] = value
+    try:
+        return msgspec.convert(given, kind, strict=False)
+    except msgspec.ValidationError as error:
+        reason, _, path = str(error).partition(" - at `$.")
+        name = path.rstrip("`")
+        raise APIError(400, f"{name or 'the query'}: {reason}", param=name or None) from None
+
+
+def _followed(request: Request, log: EventLog, after: int) -> EventStream:
+    """Return a stream of the events behind number `after`."""
+
+    def error_frame(error: APIError) -> bytes:
+        fields = {"code": error.code, "message": error.message, "param": error.param}
+        return named_frame({"type": "error", "sequence_number": log.end, **fields})
+
+    interval = request.app.state.config.sse_keep_alive
+    return EventStream(log.follow(after), keep_alive=interval, error_frame=error_frame, last=b"")
+
+
 def _json(data: bytes) -> Response:
     return Response(data, media_type="application/json")
 
@@ -219,12 +303,16 @@ class _Keeper:
             self._stored.update(response)
         self._store.put(self._key, self._stored, turn)
 
-    def start(self, answer: _Answer) -> StoredResponse:
+    def start(self, answer: _Answer, *, streams: bool) -> StoredResponse:
         """Compute the response in the background; it takes over the request's slot."""
         response = self._builder.response
         response["status"] = "queued"
         stored = self._stored = StoredResponse(response)
+        stored.turn = Turn(self._input, self._previous)
         self._store.begin(self._key, stored)
+        if streams:
+            stored.log = EventLog()
+            self._log(self._builder.start())
         slot = self._slot.pop_all()
         response["status"] = "in_progress"
         stored.job = asyncio.ensure_future(self._run(answer))
@@ -232,23 +320,39 @@ class _Keeper:
         return stored
 
     async def _run(self, answer: _Answer) -> None:
-        assert self._stored is not None
-        self._stored.update(self._builder.response)
+        stored = self._stored
+        assert stored is not None
+        stored.update(self._builder.response)
         try:
-            await answer.whole()
+            if stored.log is None:
+                await answer.whole()
+                return
+            async with contextlib.aclosing(answer.rest()) as frames:
+                async for frame in frames:
+                    self._store.log(self._key, stored, frame)
         except Exception as error:
             found = api_error(error)
             if found.status == 500 and not isinstance(error, APIError):
-                _log.error("the response %s failed", self._stored.id, exc_info=error)
-            answer.error_frame(found)
+                _log.error("the response %s failed", stored.id, exc_info=error)
+            frame = answer.error_frame(found)
             self.keep()
+            if stored.log is not None:
+                self._store.log(self._key, stored, frame)
 
     def _end(self, stored: StoredResponse, slot: contextlib.ExitStack) -> None:
         """Release the slot; store what a cancelled response has."""
         slot.close()
         if not stored.is_finished:
-            self._builder.cancel()
+            self._log(self._builder.cancel())
             self.keep()
+        if stored.log is not None:
+            stored.log.close()
+
+    def _log(self, events: Iterable[dict[str, Any]]) -> None:
+        """Log events, if the response is streamed."""
+        frames = _frames_of(events)
+        if self._stored is not None and self._stored.log is not None:
+            self._store.log(self._key, self._stored, frames)
 
 
 class _Answer:
@@ -284,6 +388,12 @@ class _Answer:
     async def frames(self) -> AsyncGenerator[bytes, None]:
         """Yield the frames; errors that set the HTTP status are raised before the first."""
         self._start = _frames_of(self._builder.start())
+        async with contextlib.aclosing(self.rest()) as frames:
+            async for frame in frames:
+                yield frame
+
+    async def rest(self) -> AsyncGenerator[bytes, None]:
+        """Yield the frames behind those of the start."""
         async with contextlib.aclosing(self._answered.events(self._builder)) as frames:
             async for frame in frames:
                 if found := self._take_start() + frame:
