@@ -147,7 +147,7 @@ class _Peer:
     def __exit__(self, *_):
         pass
 
-    def prompts(self, token_ids):
+    def prompts(self, token_ids, *, wide_logits=False):
         return _noisy(float64.logits(self._folder, token_ids), self._scale, 1)
 
     def decoded(self, token_ids, first):

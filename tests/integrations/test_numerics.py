@@ -50,12 +50,13 @@ def test_a_measurement():
     plan = numerics.Plan(("dense",), "tiny", num_sequences=4, length=24, first=8)
     rows = list(numerics.measure(plan, CPU))
     peers = [row for row in rows if row["implementation"] == "transformers"]
-    assert [(row["mode"], row["dtype"]) for row in peers] == [
-        ("prompts", "bfloat16"),
-        ("1 request", "bfloat16"),
-        ("4 requests", "bfloat16"),
-        ("prompts", "float32"),
+    assert [(row["mode"], row["dtype"], row["path"]) for row in peers] == [
+        ("prompts", "bfloat16", "default"),
+        ("1 request", "bfloat16", "default"),
+        ("4 requests", "bfloat16", "default"),
+        ("prompts", "bfloat16", "float32 logits"),
+        ("prompts", "float32", "default"),
     ]
-    assert peers[-1]["rms"] < 1e-5 < 1e-3 < peers[0]["rms"] < 5e-2
+    assert peers[-1]["rms"] < 1e-5 < 1e-3 < peers[3]["rms"] < peers[0]["rms"] < 5e-2
     assert numerics.farther(rows) == []
     assert "no fused path is farther" in numerics.conclusion(rows)

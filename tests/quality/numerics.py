@@ -23,6 +23,7 @@ import numpy as np
 import engine
 from engine import kernels
 from engine.device import Device, resolve_device, to_numpy
+from engine.kernels._chip import is_hopper
 from engine.model import Model
 from tests.quality import float64
 from tests.quality.distances import METRICS, Distance, compare
@@ -44,6 +45,7 @@ PARTS: Mapping[str, tuple[str, ...]] = {
 """Path -> the ops that its kernels do not fuse: each is a kernel of its own."""
 EVERYTHING = "everything apart"
 DEFAULT, DETERMINISTIC, PORTABLE = "default", "deterministic", "portable kernels"
+WIDE_LOGITS = "float32 logits"  # transformers rounds its logits to bfloat16, ours does not
 
 PROMPTS, ONE = "prompts", "1 request"
 BASELINE = "transformers"
@@ -132,6 +134,8 @@ class _Measurement:
             for mode, logits in self._logits(peer.prompts, peer.decoded):
                 self._peers[mode] = Distance.of(logits, self._reference)
                 yield self._row(BASELINE, "bfloat16", mode, DEFAULT, logits, self._peers[mode])
+            found = self._scored(peer.prompts(self._made.token_ids, wide_logits=True))
+            yield self._row(BASELINE, "bfloat16", PROMPTS, WIDE_LOGITS, found)
         with Transformers(folder, "float32", self._device) as peer:
             found = self._scored(peer.prompts(self._made.token_ids))
             yield self._sane(self._row(BASELINE, "float32", PROMPTS, DEFAULT, found))
@@ -151,7 +155,7 @@ class _Measurement:
                 yield from self._path(model, name)
         with self._loaded(deterministic=True) as model:
             yield from self._path(model, DETERMINISTIC)
-        if self._device.is_cuda and os.environ.get(_TIER, "auto") == "auto":
+        if self._device.is_cuda and is_hopper("bfloat16"):
             with _portable_tier(), self._loaded() as model:
                 yield from self._path(model, PORTABLE)
 
@@ -221,6 +225,8 @@ class _Measurement:
             **{name: float(metric(found, everything)) for name, metric in METRICS.items()},
             "max_of_all": float(found.largest_error.max()),
         }
+        if who == BASELINE:
+            row["version"] = find_transformers()
         if (peers := self._peers.get(mode)) is None or found is peers:
             return row
         compared = compare(found, peers)

@@ -64,10 +64,18 @@ class Transformers:
         if self._place != "cpu":
             self._torch.cuda.empty_cache()
 
-    def prompts(self, token_ids: Array) -> Array:
-        """Return the logits (S, L, V) of sequences (S, L), computed at once."""
+    def prompts(self, token_ids: Array, *, wide_logits: bool = False) -> Array:
+        """Return the logits (S, L, V) of sequences (S, L), computed at once.
+
+        With `wide_logits`, the output layer is computed in float32 and its result is not rounded.
+        """
+        given = self._tensor(token_ids)
         with self._torch.inference_mode():
-            return self._array(self._model(self._tensor(token_ids), use_cache=False).logits)
+            if not wide_logits:
+                return self._array(self._model(given, use_cache=False).logits)
+            hidden = self._model.get_decoder()(given, use_cache=False).last_hidden_state
+            head = self._model.get_output_embeddings().weight
+            return self._array(hidden.float() @ head.float().T)
 
     def decoded(self, token_ids: Array, first: int) -> Array:
         """Return the logits (S, L - first, V) of the tokens from `first` on, one a step."""
