@@ -8,13 +8,14 @@ import resource
 import socket
 import threading
 import time
+import zlib
 
 import numpy as np
 import pytest
 
 from engine.distributed import connection
 from engine.distributed.connection import Listener, connect, parse_address
-from engine.distributed.messages import unpack
+from engine.distributed.messages import pack, unpack
 from engine.errors import RankError
 from tests.attack import frames
 
@@ -68,7 +69,7 @@ def test_a_listener_that_does_not_know_the_secret_is_refused():
 
         def pretend():
             with server.accept()[0] as sock:
-                sock.sendall(b"engine pipeline 1\n" + bytes(32))
+                sock.sendall(b"engine pipeline 2\n" + bytes(32))
                 sock.recv(64, socket.MSG_WAITALL)
                 sock.sendall(bytes(32))
 
@@ -84,13 +85,43 @@ def test_whoever_says_something_else_is_refused(listener):
     assert not listener.accepted
 
 
+@pytest.mark.parametrize("count", [1, (1 << 18) - 36, 1 << 18, (1 << 20) + 3])
+def test_a_flipped_bit_is_found(listener, count):
+    """In messages that are sent at once, and in pieces."""
+    ours = connect(("127.0.0.1", listener.port), SECRET)
+    _until(lambda: listener.accepted)
+    [theirs] = listener.accepted
+    array = np.arange(count, dtype=np.uint8)
+    received = []
+    thread = threading.Thread(target=lambda: received.append(theirs.receive()))
+    thread.start()
+    ours.send(7, [3], [array, None])
+    thread.join()
+    kind, numbers, [found, nothing] = received[0]
+    np.testing.assert_array_equal(found, array)
+    assert (kind, numbers, nothing) == (7, [3], None) and found.flags.writeable
+    frame = bytearray().join(_frame(7, [3], [array]))
+    frame[len(frame) // 2] ^= 16
+    sender = threading.Thread(target=ours._socket.sendall, args=(frame,))
+    sender.start()
+    with pytest.raises(RankError, match="its checksum is wrong"):
+        theirs.receive()
+    sender.join()
+    ours.close()
+
+
+def _frame(*message):
+    data = pack(*message)
+    return len(data).to_bytes(8, "little"), data, zlib.crc32(data).to_bytes(4, "little")
+
+
 @pytest.mark.parametrize("where", ["checksum", "size"])
 def test_a_damaged_message_is_found(listener, where):
     ours = connect(("127.0.0.1", listener.port), SECRET)
     _until(lambda: listener.accepted)
     [theirs] = listener.accepted
-    head = {"checksum": b"\1\0\0\0" + (24).to_bytes(8, "little"), "size": b"\0" * 4 + b"\xff" * 8}
-    ours._socket.sendall(head[where] + bytes(24))
+    size = {"checksum": (24).to_bytes(8, "little"), "size": b"\xff" * 8}
+    ours._socket.sendall(size[where] + bytes(24) + b"\1\0\0\0")
     with pytest.raises(RankError, match="is damaged"):
         theirs.receive()
     ours.close()
