@@ -109,7 +109,7 @@ class Connection:
         if size > _MAX_BYTES:
             raise RankError(f"a message from {self.peer} is damaged: {size} bytes")
         # Not zeroed: the system provides the memory as bytes arrive.
-        data = memoryview(np.empty(size + _CHECKSUM.size, np.uint8))
+        data = np.empty(size + _CHECKSUM.size, np.uint8).data
         at = checksum = 0
         while at < len(data):
             count = self._socket.recv_into(data[at : at + _PIECE_BYTES])
