@@ -124,6 +124,7 @@ class LLMEngine:
         for name, path in given.lora_modules.items():
             self._adapters.get(LoRARequest(name, lora_path=path))
         self._entry = threading.Lock()  # see `not_reentrant`
+        self._reading = threading.Lock()  # held to read an adapter, and to fall asleep
         describe = self.scheduler.describe  # capturing `self` in the watchdog would create a cycle
         self.watchdog = Watchdog(
             given.step_timeout,
@@ -249,10 +250,7 @@ class LLMEngine:
             If the request cannot be served. Nothing is queued, and other requests are unaffected.
         """
         params = SamplingParams() if params is None else params
-        if self.is_sleeping:
-            raise EngineError(
-                "the request cannot be served: the engine is asleep, wake it up first"
-            )
+        self._check_awake("the request cannot be served")
         if self.kv_cache.is_closed:
             raise RequestError("the request cannot be served: the engine was closed")
         if self.model.classifier is not None:
@@ -358,12 +356,14 @@ class LLMEngine:
         ------
         RequestError
             If it cannot be read or does not fit the model, or its name is another adapter's.
+        EngineError
+            If files must be read, but the engine is asleep.
         """
         if not load_inplace:
             self._adapters.check(lora_request)
             if lora_request.lora_name in self._adapters.names:
                 return
-        adapter = self._adapters.read(lora_request) if adapter is None else adapter
+        adapter = self.read_lora(lora_request) if adapter is None else adapter
         self._adapters.hold(lora_request, adapter)
 
     def read_lora(self, lora_request: LoRARequest) -> LoraAdapter:
@@ -373,8 +373,12 @@ class LLMEngine:
         ------
         RequestError
             If it cannot be read or does not fit the model.
+        EngineError
+            If the engine is asleep: the adapter cannot be compared with the model's weights.
         """
-        return self._adapters.read(lora_request)
+        with self._reading:
+            self._check_awake("the adapter cannot be read")
+            return self._adapters.read(lora_request)
 
     @not_reentrant
     def remove_lora(self, lora_name: str) -> None:
@@ -427,9 +431,10 @@ class LLMEngine:
 
     @not_reentrant
     def sleep(self, level: int = 1) -> None:
-        """Free the device memory of weights and KV cache until `wake_up`; if asleep, do nothing.
+        """Free the device memory of weights, adapters and KV cache; if asleep, do nothing.
 
-        Cached prefixes are dropped. Options, counters and compiled kernels stay.
+        Cached prefixes are dropped. Options, counters, compiled kernels, and the adapters that the
+        engine holds on the host stay. `wake_up` ends the sleep.
 
         Parameters
         ----------
@@ -442,8 +447,8 @@ class LLMEngine:
         RequestError
             If a request is unfinished, or the engine was closed.
         ConfigError
-            If the model has several ranks or stages, room for LoRA adapters, or drafts with weights
-            of their own, or `level` is neither 1 nor 2.
+            If the model has several ranks or stages, or drafts with weights of their own, or
+            `level` is neither 1 nor 2.
         """
         if self.is_sleeping:
             return
@@ -454,16 +459,17 @@ class LLMEngine:
             raise RequestError(f"sleep needs an engine without unfinished requests; got {count}")
         if self._has_draft:
             raise ConfigError("sleep needs an engine without a draft model or draft heads; got one")
-        self.model.sleep(level)
-        self.scheduler.reset_prefix_cache()
-        self._release()
-        self.model.free_cached_memory()  # memory of the graphs
-        self.is_sleeping = True
+        with self._reading:  # a read refers to the weights
+            self.model.sleep(level)
+            self.scheduler.reset_prefix_cache()
+            self._release()
+            self.model.free_cached_memory()  # memory of the graphs
+            self.is_sleeping = True
         self._level = level
 
     @not_reentrant
     def wake_up(self) -> None:
-        """Allocate weights and KV cache again, and capture the graphs; if awake, do nothing.
+        """Allocate all that `sleep` has freed, and capture the graphs; if awake, do nothing.
 
         Raises
         ------
@@ -563,6 +569,10 @@ class LLMEngine:
             self.runner.graphs.capture_missed()
 
     # ---- parts of add_request
+
+    def _check_awake(self, consequence: str) -> None:
+        if self.is_sleeping:
+            raise EngineError(f"{consequence}: the engine is asleep, wake it up first")
 
     def _queue(self, requests: Sequence[Request], parent: str | None, *, is_resumed: bool) -> None:
         """Add a request's continuations to the scheduler, or fork a single one from `parent`."""

@@ -795,7 +795,7 @@ class Model:
             cache.rope_offsets[row] = wanted[row]
 
     def sleep(self, level: int = 1) -> None:
-        """Free the device memory of the weights until `wake_up`; everything else stays.
+        """Free the device memory of weights and adapters until `wake_up`; everything else stays.
 
         Parameters
         ----------
@@ -807,8 +807,7 @@ class Model:
         Raises
         ------
         ConfigError
-            If the model has several ranks or stages, or room for LoRA adapters, or `level` is
-            neither 1 nor 2.
+            If the model has several ranks or stages, or `level` is neither 1 nor 2.
         OutOfMemoryError
             If the host has no room for the weights; the model stays awake.
         EngineError
@@ -822,22 +821,23 @@ class Model:
                 f"{self.num_ranks} tensor-parallel ranks and {self.num_stages} pipeline stages"
             )
         decoder = self.decoder
-        if decoder.adapters is not None:
-            raise ConfigError("sleep needs a model without LoRA adapters; got enable_lora=True")
         if level == 2:
             self._host_copies.free()
-        found = (array for weight in decoder.weights.values() for _, array in weight.arrays())
+        adapted = () if decoder.adapters is None else decoder.adapters.products.values()
+        found = (
+            array for each in (*decoder.weights.values(), *adapted) for _, array in each.arrays()
+        )
         arrays = [weakref.ref(array) for array in found]
         self._parked = ParkedDecoder(decoder, self._host_copies if level == 1 else None)
         self._earlier_expert_load = self.expert_load()
-        del decoder, found
+        del decoder, adapted, found
         self._decoder = None
         if any(array() is not None for array in arrays):
             gc.collect()  # it takes as long as copying gigabytes
         self.free_cached_memory()
 
     def wake_up(self) -> None:
-        """Bring back the weights that `sleep` has freed; if the model is awake, do nothing.
+        """Bring back the weights and adapters that `sleep` has freed; if awake, do nothing.
 
         Raises
         ------

@@ -51,6 +51,8 @@ class AdapterSlots:
     ----------
     products : dict of str to AdaptedProduct
         The adapted products by weight name: "layers.0.qkv", ...
+    written : dict of int to mapping
+        Slot -> the matrices on the host that were written to it.
     kinds : frozenset of str
         Kinds of the weights ("qkv") that an adapter in some slot has changed; the others' products
         are computed as in a model without adapters, unless a batch says otherwise.
@@ -69,11 +71,11 @@ class AdapterSlots:
         self.num_slots = num_slots
         self.rank = rank
         self.products: dict[str, AdaptedProduct] = {}
+        self.written: dict[int, Mapping[str, tuple[Any, Any, Any]]] = {}
         self.kinds: frozenset[str] = frozenset()
         self._bounds = dict(bounds)
-        self._sources: dict[int, tuple[Any, Any]] = {}  # slot -> its matrices, and their last copy
-        self._sorted: dict[int, tuple[Any, Any]] = {}  # number of rows -> their order and offsets
-        self._kinds: Collection[str] = ()  # those of the batch
+        self._copied: dict[int, Any] = {}  # slot -> event after the last copy to it
+        self._tokens = _SortedTokens()
 
     @property
     def num_bytes(self) -> int:
@@ -83,7 +85,7 @@ class AdapterSlots:
     def attach(self, name: str, linear: Linear) -> None:
         """Let adapters change the product `linear` of weight `name`, if it is one of those."""
         if (bounds := self._bounds.get(name)) is not None:
-            product = AdaptedProduct(self, name, linear, bounds)
+            product = AdaptedProduct(self, self._tokens, name, linear, bounds)
             self.products[name] = product
             linear.adapt(product)
 
@@ -102,12 +104,27 @@ class AdapterSlots:
         if self.xp is not np:
             # SAFETY: the device reads page-locked arrays after this returns. They are kept, and the
             # former adapter's are let go once their copies are done.
-            if (former := self._sources.pop(slot, None)) is not None:
-                former[1].synchronize()
+            if (former := self._copied.pop(slot, None)) is not None:
+                former.synchronize()
             event = self.xp.cuda.Event(disable_timing=True)
             event.record()
-            self._sources[slot] = matrices, event
+            self._copied[slot] = event
+        self.written[slot] = matrices
         self.kinds |= {name.rpartition(".")[2] for name in matrices}
+
+    def parked(self) -> AdapterSlots:
+        """Return slots without memory on the device, with the same adapters; see `restore`."""
+        bounds, dtype = self._bounds, self.dtype
+        slots = AdapterSlots(self.xp, self.num_slots, self.rank, bounds, dtype)
+        slots.written = dict(self.written)
+        slots.kinds = self.kinds
+        return slots
+
+    def restore(self, parked: AdapterSlots) -> None:
+        """Write the adapters of `parked` to the same slots of these products."""
+        for slot, matrices in parked.written.items():
+            self.write(slot, matrices)
+        self.kinds |= parked.kinds
 
     @contextmanager
     def serving(self, batch: ForwardBatch) -> Iterator[None]:
@@ -116,32 +133,16 @@ class AdapterSlots:
         if slots is None:
             yield
             return
-        self._sorted = {int(slots.shape[0]): self._sort(slots)}
+        tokens = self._tokens
+        tokens.by_count = {int(slots.shape[0]): self._sort(slots)}
         rows = batch.logits_indices
         if rows is not None and 0 < rows.shape[0] < slots.shape[0]:
-            self._sorted[int(rows.shape[0])] = self._sort(slots[rows])
-        self._kinds = self.kinds if batch.adapter_kinds is None else batch.adapter_kinds
+            tokens.by_count[int(rows.shape[0])] = self._sort(slots[rows])
+        tokens.kinds = self.kinds if batch.adapter_kinds is None else batch.adapter_kinds
         try:
             yield
         finally:
-            self._sorted = {}
-
-    def tokens(self, kind: str, num_rows: int) -> tuple[Any, Any] | None:
-        """Return (order, offsets) of the rows of a product; None if no adapter changes them.
-
-        Raises
-        ------
-        ContractError
-            If the rows are neither all tokens of the step nor those with logits.
-        """
-        if not self._sorted or not num_rows or kind not in self._kinds:
-            return None
-        if num_rows not in self._sorted:
-            raise ContractError(
-                f"num_rows must be one of {sorted(self._sorted)}, the tokens of the step or those "
-                f"with logits; got {num_rows}"
-            )
-        return self._sorted[num_rows]
+            tokens.by_count = {}
 
     def _sort(self, slots: Any) -> tuple[Any, Any]:
         """Sort tokens by slot; those without an adapter come last, as an expert of their own."""
@@ -152,12 +153,49 @@ class AdapterSlots:
         return routing.order, routing.offsets[: self.num_slots + 1]
 
 
+class _SortedTokens:
+    """The tokens of the batch that is served, sorted by slot.
+
+    All products read it, so none refers to the slots: that cycle would keep their memory.
+
+    Attributes
+    ----------
+    by_count : dict of int to tuple of array
+        Number of rows of a product -> their order and offsets; empty without adapters.
+    kinds : collection of str
+        Kinds of the weights that the batch's adapters may change.
+    """
+
+    def __init__(self) -> None:
+        self.by_count: dict[int, tuple[Any, Any]] = {}
+        self.kinds: Collection[str] = ()
+
+    def of(self, kind: str, num_rows: int) -> tuple[Any, Any] | None:
+        """Return (order, offsets) of the rows of a product; None if no adapter changes them.
+
+        Raises
+        ------
+        ContractError
+            If the rows are neither all tokens of the step nor those with logits.
+        """
+        if not self.by_count or not num_rows or kind not in self.kinds:
+            return None
+        if num_rows not in self.by_count:
+            raise ContractError(
+                f"num_rows must be one of {sorted(self.by_count)}, the tokens of the step or those "
+                f"with logits; got {num_rows}"
+            )
+        return self.by_count[num_rows]
+
+
 class AdaptedProduct:
     """The product of one weight, and the adapters that change it.
 
     Parameters
     ----------
     slots : AdapterSlots
+        Their number, rank and dtype are read.
+    tokens : _SortedTokens
     name : str
     linear : Linear
         Computes the product without adapters.
@@ -176,7 +214,12 @@ class AdaptedProduct:
     """
 
     def __init__(
-        self, slots: AdapterSlots, name: str, linear: Linear, bounds: tuple[int, ...]
+        self,
+        slots: AdapterSlots,
+        tokens: _SortedTokens,
+        name: str,
+        linear: Linear,
+        bounds: tuple[int, ...],
     ) -> None:
         xp = slots.xp
         dtype = slots.dtype
@@ -187,7 +230,8 @@ class AdaptedProduct:
         self.bias = xp.zeros((slots.num_slots, rows), dtype)
         self.kind = name.rpartition(".")[2]
         self.rank = slots.rank
-        self._slots = slots
+        self._xp = xp
+        self._tokens = tokens
         self._base: Product = linear.product
 
     @property
@@ -208,7 +252,7 @@ class AdaptedProduct:
             elif isinstance(target, np.ndarray):
                 target[slot] = source
             else:
-                start_copy(self._slots.xp, target, slot, source)
+                start_copy(self._xp, target, slot, source)
 
     def plain(
         self,
@@ -225,7 +269,7 @@ class AdaptedProduct:
         The adapters' part is computed first: the base product adds it like a residual while it
         writes its own result.
         """
-        found = self._slots.tokens(self.kind, x.shape[0])
+        found = self._tokens.of(self.kind, x.shape[0])
         if found is None:
             options |= {"residual": residual, "activation": activation, "out": out}
             return self._base.plain(x, weight, **options)
@@ -242,7 +286,7 @@ class AdaptedProduct:
 
     def of_normed(self, x: Any, norm: Any, weight: Any, **options: Any) -> Any:
         """Return the product of ``norm(x)``. See `Product.of_normed`."""
-        if self._slots.tokens(self.kind, x.shape[0]) is None:
+        if self._tokens.of(self.kind, x.shape[0]) is None:
             return self._base.of_normed(x, norm, weight, **options)
         return self.plain(norm(x), weight, **options)
 

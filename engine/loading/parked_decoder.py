@@ -22,6 +22,8 @@ _ARRAYS = ("data", "scales", "high", "super_scales", "permutation")
 class ParkedDecoder:
     """The options of a decoder in one process, and copies of its weights on the host.
 
+    Adapters are on the host already; `build` writes them to their slots again.
+
     Parameters
     ----------
     decoder : Decoder
@@ -46,6 +48,7 @@ class ParkedDecoder:
         self._kernels = decoder.kernels
         self._patterns = decoder.patterns
         self._kv_scales = decoder.kv_scales.saved()
+        self._adapters = None if decoder.adapters is None else decoder.adapters.parked()
         self._host = host
         self._weights = None if host is None else _moved(decoder.weights, host.take)
         unique = {id(each): each for each in (self._weights or {}).values()}
@@ -87,10 +90,13 @@ class ParkedDecoder:
                     self._max_model_len,
                     model_kernels=self._kernels,
                     patterns=self._patterns,
+                    adapters=None if self._adapters is None else self._adapters.parked(),
                     **self._options,
                 )
             finally:
                 self._host.wait()  # the layers are made while the weights are copied
+        if decoder.adapters is not None and self._adapters is not None:
+            decoder.adapters.restore(self._adapters)
         decoder.kv_scales.restore(self._kv_scales)
         return decoder
 

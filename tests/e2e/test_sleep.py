@@ -5,21 +5,26 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import gc
+import threading
 import weakref
 
 import numpy as np
 import pytest
 
-from engine import SamplingParams, llm_engine
+from engine import LoRARequest, SamplingParams, llm_engine
 from engine.async_engine import AsyncEngine
 from engine.cache.kv_cache import KVCache
 from engine.cache.memory_pool import device_memory
 from engine.config import MoeConfig
+from engine.device import resolve_device
 from engine.errors import ConfigError, EngineError, OutOfMemoryError, RequestError
+from engine.layers.lora import AdapterSlots
 from engine.llm_engine import LLMEngine
 from engine.loading import parked_decoder
 from engine.model import load
 from tests.e2e.tiny import CONFIG, HYBRID, make_engine, make_llm, run, swap_gb, tiny_model
+from tests.lora_files import GREEDY as TOKENS
+from tests.lora_files import Served, tokens_of
 
 PROMPT = np.random.default_rng(3).integers(4, 97, 90).tolist()
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True, logprobs=0)
@@ -224,6 +229,197 @@ def test_drafts_without_weights_go_on():
     engine.close()
 
 
+# ---- adapters
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory):
+    return Served(tmp_path_factory.mktemp("adapted"))
+
+
+def checked(llm, files, which):
+    """Check the tokens of adapters `which`; return the number of cached tokens of each prompt."""
+    prompts = [{"prompt_token_ids": prompt} for prompt in files.prompts]
+    requests = [files.request(index) for index in which]
+    found = llm.generate(prompts, TOKENS, lora_request=requests)
+    want = [files.want[row, index] for row, index in enumerate(which)]
+    assert [list(output.outputs[0].token_ids) for output in found] == want
+    return [output.num_cached_tokens for output in found]
+
+
+@pytest.mark.parametrize("options", [{}, {"deterministic": True, "async_scheduling": True}],
+                         ids=["plain", "deterministic"])  # fmt: skip
+@pytest.mark.parametrize("level", [1, 2])
+def test_requests_with_adapters_go_on_after_a_sleep(adapted, level, options):
+    """Adapters in slots and others that the engine holds; prefixes are shared by adapter again."""
+    with adapted.llm(**options) as llm:
+        engine = llm.llm_engine
+        checked(llm, adapted, adapted.which)
+        names = engine.list_loras()
+        for which in (adapted.which, adapted.which[::-1]):
+            products = engine.model.decoder.adapters.products.values()
+            slots = [weakref.ref(array) for product in products for _, array in product.arrays()]
+            del products
+            llm.sleep(level)
+            gc.collect()
+            assert len(slots) > 6 and not any(ref() is not None for ref in slots)
+            assert engine.list_loras() == names
+            llm.wake_up()
+            assert checked(llm, adapted, which) == [0] * len(which)
+            assert sum(checked(llm, adapted, which)) > 0
+
+
+def test_slots_of_adapters_are_free_without_garbage_collection(adapted, monkeypatch):
+    """`Model` alone: its slots hold the same adapters afterwards, and rows have the same logits."""
+    options = {"device": "cpu", "enable_lora": True, "max_loras": 3, "progress": False}
+    model = load(adapted.base, **options)
+    for slot, index in enumerate((2, 0)):
+        model.write_adapter(model.read_adapter(f"a{index}", adapted.folders[index]), 1 + slot)
+
+    def logits():
+        cache = model.new_cache(3, 8, adapter_slots=[2, None, 1])
+        return model.step([[5, 9, 2, 7]] * 3, cache)
+
+    want = logits()
+    kinds = model.adapter_kinds
+    assert np.abs(want[1:] - want[:-1]).max() > 0.1
+    monkeypatch.setattr("engine.model.gc.collect", lambda: pytest.fail("some arrays were alive"))
+    gc.disable()
+    try:
+        for level in (1, 2, 1):
+            model.sleep(level)
+            model.wake_up()
+            assert np.array_equal(logits(), want) and model.adapter_kinds == kinds
+    finally:
+        gc.enable()
+    assert model.num_adapter_slots == 3
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_new_weights_before_a_sleep(adapted, level):
+    """Level 1 keeps them, level 2 reads the checkpoint again; adapters stay with both."""
+    request = adapted.request(1)
+    with adapted.llm() as llm:
+        engine = llm.llm_engine
+        first = adapted.prompts[:1]
+        assert tokens_of(llm, first, [request]) == [adapted.want[0, 1]]
+        engine.update_weights(str(adapted.base.parent / "merged0"))
+        both = tokens_of(llm, first, [request])
+        llm.sleep(level)
+        with pytest.raises(EngineError, match="asleep, wake it up first"):
+            engine.update_weights(str(adapted.base))
+        llm.wake_up()
+        if level == 2:
+            assert tokens_of(llm, first, [request]) == [adapted.want[0, 1]] != both
+            engine.update_weights(str(adapted.base.parent / "merged0"))
+        assert tokens_of(llm, first, [request]) == both
+        assert tokens_of(llm, first, [None]) == [adapted.want[0, 0]]
+        engine.update_weights(str(adapted.base))
+        assert tokens_of(llm, first, [request]) == [adapted.want[0, 1]]
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_adapters_are_removed_and_replaced_but_not_read_while_asleep(adapted, level):
+    with adapted.llm() as llm:
+        engine = llm.llm_engine
+        checked(llm, adapted, adapted.which)
+        ready = engine.read_lora(adapted.request(3))
+        llm.sleep(level)
+        for load_inplace in (False, True):
+            with pytest.raises(
+                EngineError, match=r"the adapter cannot be read: .* asleep"
+            ) as caught:
+                engine.add_lora(
+                    LoRARequest("new", 9, adapted.folders[2]), load_inplace=load_inplace
+                )
+            assert not isinstance(caught.value, RequestError)
+        assert "new" not in engine.list_loras()
+        engine.add_lora(adapted.request(0))  # held already
+        engine.add_lora(LoRARequest("early", 9, adapted.folders[3]), adapter=ready)
+        engine.remove_lora("a1")
+        llm.wake_up()
+        assert "a1" not in engine.list_loras()
+        requests = [LoRARequest("early"), adapted.request(0), adapted.request(1), None]
+        want = [adapted.want[row, index] for row, index in enumerate((3, 0, 1, -1))]
+        assert tokens_of(llm, adapted.prompts[:4], requests) == want
+
+
+def test_a_sleep_waits_for_an_adapter_that_is_read(adapted, monkeypatch):
+    """The read refers to the weights, whose memory would not become free."""
+    with adapted.llm() as llm:
+        engine = llm.llm_engine
+        read, sleep = engine.model.read_adapter, engine.model.sleep
+        is_reading, may_read, order = threading.Event(), threading.Event(), []
+
+        def slowly(*arguments):
+            is_reading.set()
+            assert may_read.wait(60)
+            found.append(read(*arguments))
+            order.append("read")
+            return found[0]
+
+        def noted(level):
+            order.append("asleep")
+            sleep(level)
+
+        found = []
+        monkeypatch.setattr(engine._adapters, "_read", slowly)
+        monkeypatch.setattr(engine.model, "sleep", noted)
+        reader = threading.Thread(target=engine.read_lora, args=(adapted.request(0),))
+        sleeper = threading.Thread(target=llm.sleep)
+        reader.start()
+        assert is_reading.wait(60)
+        sleeper.start()
+        sleeper.join(0.2)  # time in which it would sleep at once
+        may_read.set()
+        reader.join(60)
+        sleeper.join(60)
+        assert order == ["read", "asleep"] and llm.is_sleeping
+        llm.wake_up()
+        engine.add_lora(adapted.request(0), adapter=found[0])
+        assert tokens_of(llm, adapted.prompts[:1], [LoRARequest("a0")]) == [adapted.want[0, 0]]
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_an_engine_with_adapters_that_cannot_wake_up_sleeps_on(adapted, level, monkeypatch):
+    """The slots have no room, or the pages; nothing is lost."""
+    with adapted.llm() as llm:
+        checked(llm, adapted, adapted.which)
+        llm.sleep(level)
+
+        def full(*_, **__):
+            raise OutOfMemoryError("the device is full")
+
+        for target, name in ((AdapterSlots, "restore"), (llm_engine, "KVCache")):
+            with monkeypatch.context() as patch:
+                patch.setattr(target, name, full)
+                with pytest.raises(OutOfMemoryError, match="the device is full"):
+                    llm.wake_up()
+            assert llm.is_sleeping
+        llm.wake_up()
+        checked(llm, adapted, adapted.which)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("level", [1, 2])
+def test_graphs_with_adapters_are_captured_anew(adapted, level):
+    if not resolve_device("auto")[0].is_cuda:
+        pytest.skip("no GPU")
+    with adapted.llm(device="cuda") as llm:
+        model = llm.llm_engine.model
+        pool = model.device.xp.get_default_memory_pool()
+        for which in (adapted.which, adapted.which[::-1]):
+            checked(llm, adapted, which)
+            graphs = llm.llm_engine.runner.graphs
+            slots = model.decoder.adapters.num_bytes
+            before = pool.used_bytes()
+            llm.sleep(level)
+            assert pool.used_bytes() <= before - slots and llm.llm_engine.runner.graphs is None
+            llm.wake_up()
+            assert llm.llm_engine.runner.graphs is not graphs
+            checked(llm, adapted, which)
+
+
 # ---- what is refused
 
 
@@ -273,13 +469,6 @@ def test_several_processes_cannot_sleep(ranks, monkeypatch):
         monkeypatch.setattr(model, name, value)
     with pytest.raises(ConfigError, match="one process"):
         model.sleep()
-
-
-def test_a_model_with_adapters_cannot_sleep():
-    model = load(config=CONFIG, load_format="dummy", device="cpu", enable_lora=True)
-    with pytest.raises(ConfigError, match="without LoRA adapters"):
-        model.sleep()
-    assert model.step([[1]], model.new_cache(1, 4)).shape == (1, 97)
 
 
 @pytest.mark.parametrize("where", ["weights", "pages"])
