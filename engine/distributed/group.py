@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from engine.distributed.segment import Segment
 from engine.errors import ConfigError, RankError
@@ -20,6 +22,7 @@ MESSAGES = 2
 SIZES = 3
 WORDS = 5
 PID = 6
+ANSWERED = 7
 # Field of `Segment.group`.
 _CLOSING = 0
 # States of a rank.
@@ -117,10 +120,13 @@ class Group:
 
     def write_text(self, which: int, text: str) -> None:
         """Write one of this rank's texts."""
-        row = self.segment.texts[self.rank, which]
-        data = text.encode("utf-8", "replace")[: len(row) - 1]
-        row[: len(data)] = bytearray(data)
-        row[len(data)] = 0
+        _write(self.segment.texts[self.rank, which], text)
+
+    def answer(self, number: int, error: str) -> None:
+        """Record that this rank has ended background task `number`, with an error or ""."""
+        _write(self.segment.answers[self.rank], error)
+        self.fence()
+        self.segment.ranks[self.rank, ANSWERED] = number
 
     def fence(self) -> None:
         """Make earlier writes visible to other processes before later ones.
@@ -141,8 +147,7 @@ class Group:
 
     def text(self, rank: int, which: int) -> str:
         """Return one of a rank's texts."""
-        data: bytes = self.segment.texts[rank, which].tobytes()
-        return data[: max(0, data.find(b"\0"))].decode("utf-8", "replace")
+        return _text(self.segment.texts[rank, which])
 
     def doing(self, rank: int) -> str:
         """Return what a rank is doing."""
@@ -210,6 +215,26 @@ class Group:
         states = self.segment.ranks[:, STATE]
         self.wait(lambda: (states == _STARTING).nonzero()[0].tolist(), "the start", timeout)
 
+    def answers(self, number: int, what: str) -> dict[int, str]:
+        """Wait until all other ranks have ended background task `number`.
+
+        Returns
+        -------
+        dict of int to str
+            The error of each rank whose task has failed.
+
+        Raises
+        ------
+        RankError
+            If a rank has failed, or the group has ended.
+        """
+        answered = self.segment.ranks[:, ANSWERED]
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        self.wait(lambda: [rank for rank in others if answered[rank] != number], what, math.inf)
+        self.fence()
+        errors = {rank: _text(self.segment.answers[rank]) for rank in others}
+        return {rank: error for rank, error in errors.items() if error}
+
     def _first_failure(self) -> str:
         """Describe the first rank that failed or died; "" if none has."""
         states = self.segment.ranks[:, STATE]
@@ -226,3 +251,15 @@ class Group:
         count = int(self.segment.ranks[rank, WORDS])
         words: bytes = self.segment.words[rank, :count].tobytes()
         return words.decode("utf-8", "replace").strip()
+
+
+def _write(row: Any, text: str) -> None:
+    """Write a text to a row of bytes, cut to its size."""
+    data = text.encode("utf-8", "replace")[: len(row) - 1]
+    row[: len(data)] = bytearray(data)
+    row[len(data)] = 0
+
+
+def _text(row: Any) -> str:
+    data: bytes = row.tobytes()
+    return data[: max(0, data.find(b"\0"))].decode("utf-8", "replace")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections.abc import Collection
 
 from engine.distributed.connection import Connection, Message
 from engine.distributed.messages import from_text
@@ -26,6 +27,8 @@ class Peer:
     connection : Connection
     name : str
         Name in errors, such as "stage 1".
+    apart : collection of int
+        Kinds of messages that another thread waits for; see `next`.
 
     Attributes
     ----------
@@ -39,7 +42,7 @@ class Peer:
         Times of its last message and of the connection's end, on the monotonic clock.
     """
 
-    def __init__(self, connection: Connection, name: str) -> None:
+    def __init__(self, connection: Connection, name: str, apart: Collection[int] = ()) -> None:
         self.connection = connection
         self.name = name
         self.doing = "starting"
@@ -48,22 +51,27 @@ class Peer:
         self.heard = time.monotonic()
         self.lost_since = 0.0
         self._messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._apart: dict[int, queue.SimpleQueue[Message | None]]
+        self._apart = {kind: queue.SimpleQueue() for kind in apart}
         threading.Thread(target=self._listen, daemon=True).start()
 
-    def next(self, timeout: float) -> Message | None:
+    def next(self, timeout: float, kind: int | None = None) -> Message | None:
         """Return the next message; None if none arrives within `timeout` seconds.
+
+        `kind`: one of those kept apart; None: any other.
 
         Raises
         ------
         RankError
             If the connection has ended and all messages were returned.
         """
+        messages = self._messages if kind is None else self._apart[kind]
         try:
-            message = self._messages.get(timeout=timeout)
+            message = messages.get(timeout=timeout)
         except queue.Empty:
             return None
         if message is None:
-            self._messages.put(None)  # for the next call
+            messages.put(None)  # for the next call
             raise RankError(self.words or f"the connection to {self.name} was lost: {self.lost}")
         return message
 
@@ -78,8 +86,9 @@ class Peer:
                 elif kind == FAIL:
                     self.words = from_text(arrays[0])
                 else:
-                    self._messages.put(message)
+                    self._apart.get(kind, self._messages).put(message)
         except Exception as error:  # after any error, no more messages can be read
             self.lost_since = time.monotonic()
             self.lost = str(error) or type(error).__name__
-        self._messages.put(None)
+        for messages in (self._messages, *self._apart.values()):
+            messages.put(None)

@@ -24,6 +24,7 @@ _PAGE = 4096
 _FIELDS = 16  # int64 fields per rank: 128 bytes, so that no two ranks share a cache line
 _TEXT_BYTES = 256  # bytes of one description
 _WORDS_BYTES = 8192  # bytes of a rank's last words
+_ANSWER_BYTES = 2048  # bytes of a rank's answer about a background task
 _DATA_BYTES = 1 << 20  # bytes of each of a rank's two buffers
 _SLOT_BYTES = 1 << 18  # bytes of one slot of a message
 _NUM_SLOTS = 8
@@ -51,6 +52,8 @@ class Segment:
         Two descriptions of operations, used in turn, and the rank's current activity.
     words : (size, n) uint8
         The last words of each rank.
+    answers : (size, n) uint8
+        The error of each rank's last background task.
     data : (size, 2, n) uint8
         Two buffers of each rank, used in turn.
     slot_fields : (slots, 4) int64
@@ -74,6 +77,7 @@ class Segment:
         self.ranks = self._take((size, _FIELDS), np.int64)
         self.texts = self._take((size, 3, _TEXT_BYTES), np.uint8)
         self.words = self._take((size, _WORDS_BYTES), np.uint8)
+        self.answers = self._take((size, _ANSWER_BYTES), np.uint8)
         self.slot_fields = self._take((_NUM_SLOTS, 4), np.int64)
         self.slots = self._take((_NUM_SLOTS, _SLOT_BYTES), np.uint8)
         self.data = self._take((size, 2, _DATA_BYTES), np.uint8)

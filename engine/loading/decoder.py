@@ -85,7 +85,7 @@ def load_decoder(
     device = options.device
     dtype = options.dtype
     shard = Shard(stage=stage)
-    parts = WholeParts()
+    parts = WholeParts(config, stage)
     local = local_config(config, shard)
     heads = slice(None)
     if collectives is not None:

@@ -99,12 +99,15 @@ class LoraAdapter:
 def adapter_bounds(
     config: ModelConfig, weights: Mapping[str, Weight], shard: Shard = WHOLE
 ) -> dict[str, tuple[int, ...]]:
-    """Return the ends of the parts of every weight that an adapter may change, by name."""
+    """Return the ends of the parts of every weight that an adapter may change, by name.
+
+    Layers have numbers of the shard's stage, as in `weights`; `config` is the whole model's.
+    """
     found = {}
     for name, weight in weights.items():
         kind = name.rpartition(".")[2]
         if name.startswith("layers.") and kind in ADAPTABLE:
-            layer = int(name.split(".")[1])
+            layer = shard.stage.first + int(name.split(".")[1])
             found[name] = part_bounds(kind, config, weight.shape[0], shard, layer)
     return found
 
@@ -120,7 +123,8 @@ def read_adapter(
 ) -> LoraAdapter:
     """Read an adapter, and lay it out for the products of a shard.
 
-    Several threads allocate memory and convert the matrices.
+    A pipeline stage checks the modules of its own layers, and of no layer; the other stages check
+    the rest. Several threads allocate memory and convert the matrices.
 
     Parameters
     ----------
@@ -131,7 +135,7 @@ def read_adapter(
     config : ModelConfig
         Configuration of the whole model.
     products : mapping of str to AdaptedProduct
-        The products that an adapter may change, by weight name.
+        The products that an adapter may change, by weight name in the shard's stage.
     shard : Shard
     biases : mapping of str to array, optional
         Biases of the base model by weight name, which an adapter trained with biases replaces.
@@ -351,7 +355,8 @@ class _Reader:
         self._filled: dict[tuple[str, int], str] = {}  # (weight, part) -> the module of its A
         self._targets: dict[str, list[Any]] = {}  # weight -> a slot's arrays for it
         self._matrices: dict[str, tuple[Array, Array, Array]] = {}
-        self._modules: list[Callable[[], None]] = []  # each reads a module
+        # Arguments of `_read`. (Partials of it would be a cycle, and keep the slots' memory.)
+        self._modules: list[tuple[str, Mapping[str, _Tensor], float, list[Placement]]] = []
 
     def add(self, module: str, parts: Mapping[str, _Tensor], scales: _Scales) -> None:
         """Check the shapes and the places of a module.
@@ -383,10 +388,11 @@ class _Reader:
         for one in (parts.get("lora_B.bias"), parts.get("bias")):
             if one is not None and one.shape != shape[:1]:
                 raise self._error(module, f"must have a bias {shape[:1]}; got {one.shape}")
-        places = list(make_places())
+        stage = self._shard.stage
+        places = [place for place in make_places() if stage.has(str(place.target), is_tied=True)]
         for place in places:
             self._check(module, place, has_a=a is not None)
-        self._modules.append(partial(self._read, module, parts, scale, places))
+        self._modules.append((module, parts, scale, places))
 
     def read(self, allocate: Callable[[int], Array]) -> dict[str, tuple[Array, Array, Array]]:
         """Read all modules; return the matrices of each weight in memory of `allocate`.
@@ -405,7 +411,7 @@ class _Reader:
 
     def _check(self, module: str, place: Placement, *, has_a: bool) -> None:
         """Check that a weight has room for a module."""
-        target = str(place.target)
+        target = self._target(place)
         product = self._products.get(target)
         if product is None:
             kinds = "attention, dense MLPs and recurrent layers"
@@ -420,8 +426,8 @@ class _Reader:
                 )
 
     def _read_some(self, first: int, step: int) -> None:
-        for read in self._modules[first::step]:
-            read()
+        for arguments in self._modules[first::step]:
+            self._read(*arguments)
 
     def _read(
         self, module: str, parts: Mapping[str, _Tensor], scale: float, places: Iterable[Placement]
@@ -436,7 +442,7 @@ class _Reader:
 
     def _write(self, module: str, place: Placement, values: Mapping[str, Array]) -> None:
         """Write the rows of `place` to their weight."""
-        target = str(place.target)
+        target = self._target(place)
         product = self._products[target]
         rows: Any = slice(place.first, place.last)
         if self._config.interleaved_rope and place.rotated is not None:
@@ -460,6 +466,10 @@ class _Reader:
             base = self._biases.get(target)
             before = 0 if base is None else to_numpy(base)[own].astype(np.float32)
             bias_out[own] += self._cast(module, _times(whole[rows], place.factor) - before)
+
+    def _target(self, place: Placement) -> str:
+        """Return the name of a placement's weight in this stage."""
+        return self._shard.stage.local_name(str(place.target))
 
     def _start(self, place: Placement, product: AdaptedProduct) -> int:
         """Return the first row of a placement in its weight, after the padding of an MLP."""

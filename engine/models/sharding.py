@@ -27,7 +27,7 @@ from engine.layers.parallel import (
     VocabParallelEmbedding,
 )
 from engine.reference.embedding import PADDING_ID
-from engine.weights import WHOLE, Shard, Weight
+from engine.weights import ALL_LAYERS, Shard, Stage, Weight
 
 __all__ = ["ParallelParts", "WholeParts", "check_support", "local_config"]
 
@@ -143,7 +143,18 @@ _CLEARED_ROWS = 1 << 16  # rows cleared per launch: 8192 tokens with 8 experts e
 
 
 class WholeParts:
-    """Builds the layers of an undivided model."""
+    """Builds the layers of an undivided model, or of a pipeline stage.
+
+    Parameters
+    ----------
+    config : ModelConfig, optional
+        Config of the whole model; None: that of the layers.
+    stage : Stage
+    """
+
+    def __init__(self, config: ModelConfig | None = None, stage: Stage = ALL_LAYERS) -> None:
+        self._whole_config = config
+        self._stage = stage
 
     @property
     def expert_runs(self) -> tuple[tuple[int, int], ...]:
@@ -200,7 +211,7 @@ class WholeParts:
 
     def whole(self, config: ModelConfig) -> tuple[ModelConfig, Shard]:
         """Return the configuration of the whole model, and the shard that `config` describes."""
-        return config, WHOLE
+        return self._whole_config or config, Shard(stage=self._stage)
 
     @property
     def own_kv_heads(self) -> tuple[int, int, int] | None:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from engine.engine_config import CONFIG_OPTIONS, EngineConfig
-from engine.errors import ConfigError
 from engine.model import LOAD_OPTIONS, Model, load
 
 __all__ = ["make_engine"]
@@ -42,12 +41,6 @@ def make_engine(make: Callable[..., EngineT], model: str, options: dict[str, Any
     from engine.parallel.tensor import load_ranks
 
     is_pipelined = config.pipeline_parallel_size > 1
-    if is_pipelined and loading.get("enable_lora"):
-        raise ConfigError(
-            "enable_lora must be False with "
-            f"pipeline_parallel_size={config.pipeline_parallel_size}: stages hold no adapters; "
-            "got True"
-        )
     loaded: Model = (load_stages if is_pipelined else load_ranks)(model, config, loading)
     try:
         return make(loaded, **options)

@@ -15,7 +15,9 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
+from os import PathLike
 from typing import Any
 
 import numpy as np
@@ -34,13 +36,15 @@ from engine.engine_config import EngineConfig
 from engine.errors import ConfigError, RankError, RequestError
 from engine.layers.batch import ForwardBatch
 from engine.loading.download import resolve_model
+from engine.loading.lora import LoraAdapter
 from engine.loading.model_config import load_config
 from engine.model import Model, load
 from engine.models.decoder import Pages, caches_address
 from engine.models.trace import Trace
 from engine.parallel.activations import from_wire
+from engine.parallel.adapters import SharedAdapters
 from engine.parallel.rank import batch_to_message, fingerprint, num_threads, pages_message
-from engine.parallel.stage import EXPERTS, PLAN, PREPARE, SHARE, STEP
+from engine.parallel.stage import ADAPTERS, EXPERTS, PLAN, PREPARE, SHARE, STEP
 from engine.parallel.stage_group import StageGroup
 from engine.parallel.tensor import load_ranks, plain_options
 from engine.weights import Stage
@@ -75,6 +79,7 @@ class PipelinedModel(Model):
         self._announced: deque[tuple[int, int]] = deque()  # (step, tokens) not yet computed here
         self._slot_moves: list[Any] = []  # not yet announced; (sources, targets) each
         self._num_steps = 0
+        self._adapters = SharedAdapters(partial(group.post, ADAPTERS), group.adapter_errors)
 
     # ---- steps
 
@@ -171,6 +176,23 @@ class PipelinedModel(Model):
         kv_cache.workers = _StageWorkers(self, kv_cache.workers)
         self._pages = kv_cache
 
+    # ---- adapters
+
+    def read_adapter(self, name: str, path: str | PathLike[str]) -> LoraAdapter:
+        """Read an adapter in all stages, each its layers, while steps go on. See `Model`."""
+        adapter = self.own.read_adapter(name, path)
+        self._adapters.share(adapter)
+        return adapter
+
+    def write_adapter(self, adapter: LoraAdapter, slot: int) -> None:
+        """Copy an adapter to a slot in all stages.
+
+        This stage may not have computed all announced steps yet: none of them uses the slot, since
+        the request that did has been released.
+        """
+        self._adapters.write(adapter, slot)
+        self.own.write_adapter(adapter, slot)
+
     # ---- the other stages
 
     def check_ranks(self) -> None:
@@ -226,6 +248,7 @@ class PipelinedModel(Model):
     # ---- helpers
 
     def _announce(self, moves: Sequence[Any], batch: ForwardBatch | None) -> None:
+        self._adapters.free_dropped()
         self._num_steps += 1
         step = self._num_steps
         slot_moves = np.concatenate(self._slot_moves, axis=1) if self._slot_moves else None

@@ -29,6 +29,7 @@ from engine.layers.collectives import Collectives
 from engine.loading.config_json import config_from_json
 from engine.loading.gguf import part_paths
 from engine.model import Model, load
+from engine.parallel.adapters import HeldAdapters
 from engine.runner.cuda_graph import GraphKey
 from engine.runner.worker_graphs import WorkerGraphs
 from engine.weights import Stage
@@ -39,7 +40,7 @@ TARGET = "engine.parallel.rank:run"
 
 # Message kinds.
 PREPARE, SHARE, FORWARD, LOGITS, MOVE_BLOCKS, MOVE_SLOTS, CAPTURE, GRAPH = range(8)
-FREE, TRACE, SCALES, SET_SCALES, CALIBRATE, EMBED, ADAPTER, UPDATE = range(8, 16)
+FREE, TRACE, SCALES, SET_SCALES, CALIBRATE, EMBED, ADAPTERS, UPDATE = range(8, 16)
 
 # Results of a step.
 WANTS_HIDDEN, WANTS_LOGITS, WANTS_STAGE = range(3)
@@ -151,7 +152,7 @@ class RankWorker:
             SET_SCALES: self._set_scales,
             CALIBRATE: self._calibrate,
             EMBED: self._embed,
-            ADAPTER: self._adapter,
+            ADAPTERS: HeldAdapters(model, group.answer).follow,
             UPDATE: self._update,
         }
 
@@ -238,11 +239,6 @@ class RankWorker:
     def _calibrate(self, numbers: list[int], arrays: list[Any]) -> None:
         self._group.set_doing("calibrating scales")
         self._model.calibrate_kv_scales(arrays)
-
-    def _adapter(self, numbers: list[int], arrays: list[Any]) -> None:
-        name, path = map(from_text, arrays)
-        self._group.set_doing(f"reading the adapter {name[:80]!r}")
-        self._model.write_adapter(self._model.read_adapter(name, path), numbers[0])
 
     def _update(self, numbers: list[int], arrays: list[Any]) -> None:
         self._group.set_doing("reading new weights")

@@ -39,6 +39,7 @@ from engine.loading.config_json import config_from_json
 from engine.loading.download import resolve_model
 from engine.model import Model, load
 from engine.parallel.activations import ACTIVATIONS, ActivationSender, from_wire
+from engine.parallel.adapters import HeldAdapters
 from engine.parallel.rank import batch_from_message, fingerprint, shared_pages
 from engine.parallel.tensor import load_ranks
 from engine.text import child_process
@@ -49,7 +50,9 @@ __all__ = ["StageWorker", "run_child", "run_stage"]
 # Kinds of messages; PING, FAIL and ACTIVATIONS are 0 to 2.
 HELLO, LINK = range(3, 5)  # a stage's first message to the engine, and to the next stage
 READY, ANSWER = range(5, 7)  # from a stage to the engine
-WELCOME, PLAN, PREPARE, SHARE, STEP, EXPERTS = range(7, 13)  # from the engine to the stages
+# From the engine to the stages.
+WELCOME, PLAN, PREPARE, SHARE, STEP, EXPERTS, ADAPTERS = range(7, 14)
+ADAPTER_READ = 14  # from a stage to the engine, at any time
 
 _RETRY_SECONDS = 0.2  # pause between connection attempts
 _WAIT_SECONDS = 0.5  # wait for a message before checking the other processes
@@ -141,6 +144,7 @@ class StageWorker:
         self._link: Connection | None = None  # connection to the next stage
         self._sender: ActivationSender | None = None
         self._model: Model | None = None
+        self._adapters: HeldAdapters | None = None
         self._pages: KVCache | None = None
         self._swap: SwapSpace | None = None
         self._listener = Listener(connection.own_host, 0, secret, self._accept) if stage else None
@@ -154,6 +158,7 @@ class StageWorker:
             SHARE: self._share,
             STEP: self._step,
             EXPERTS: self._experts,
+            ADAPTERS: self._follow_adapters,
         }
 
     def run(self) -> None:
@@ -185,7 +190,8 @@ class StageWorker:
     def _close(self) -> None:
         self._has_ended = True
         previous = self._previous.connection if self._previous is not None else None
-        for each in (self._connection, previous, self._link, self._sender, self._listener):
+        ends = self._sender, self._listener, self._adapters
+        for each in (self._connection, previous, self._link, *ends):
             if each is not None:
                 each.close()
 
@@ -222,6 +228,7 @@ class StageWorker:
             device = "cpu" if is_cpu else f"cuda:{gpus[0]}"
             self._model = load(name, device=device, progress=False, stage=layers, **loading)
         self._model.num_stages = config.pipeline_parallel_size
+        self._adapters = HeldAdapters(self._model, self._answer_adapter)
         check = self._model.check_ranks  # activations are NaN if a rank died in this step
         self._sender = ActivationSender(self._link, self._model.device, check)
         while self._stage and self._previous is None:
@@ -291,6 +298,13 @@ class StageWorker:
         layers = np.array(list(found), np.int64) + model.decoder.stage.first
         loads = np.array(list(found.values()), np.int64)
         self._connection.send(ANSWER, (), [layers, loads])
+
+    def _follow_adapters(self, numbers: list[int], arrays: list[Any]) -> None:
+        assert self._adapters is not None
+        self._adapters.follow(numbers, arrays)
+
+    def _answer_adapter(self, serial: int, error: str) -> None:
+        self._connection.send(ADAPTER_READ, [serial], [to_text(error)])
 
     # ---- the other processes
 

@@ -24,7 +24,7 @@ from engine.distributed.peer import FAIL, PING, PING_SECONDS, Peer
 from engine.distributed.processes import describe_ending, end_processes, thread_environment
 from engine.errors import RankError
 from engine.parallel.activations import ACTIVATIONS
-from engine.parallel.stage import ANSWER, HELLO, LINK, READY, WELCOME
+from engine.parallel.stage import ADAPTER_READ, ANSWER, HELLO, LINK, READY, WELCOME
 from engine.text import child_process
 
 __all__ = ["StageGroup"]
@@ -178,10 +178,39 @@ class StageGroup:
         RankError
             If a stage has failed; all have then ended.
         """
-        self.check()
         self.doing = what
+        self.post(kind, numbers, arrays)
+
+    def post(self, kind: int, numbers: Sequence[int], arrays: Sequence[Any] = ()) -> None:
+        """Send a message that is no operation of its own to all stages, from any thread.
+
+        Raises
+        ------
+        RankError
+            See `send`.
+        """
+        self.check()
         for stage in range(self.num_stages - 1):
             self._send(stage, kind, numbers, arrays)
+
+    def adapter_errors(self, serial: int) -> dict[str, str]:
+        """Wait until each stage has read an adapter; return the error of each that could not.
+
+        Raises
+        ------
+        RankError
+            If a stage has failed; all have then ended.
+        """
+        errors = {}
+        for stage in range(self.num_stages - 1):
+            peer = self._peers[stage]
+            numbers: list[int] = []
+            while numbers != [serial]:  # those of an interrupted call are skipped
+                message = self._wait_for(peer, "an adapter", math.inf, ADAPTER_READ)
+                _, numbers, [text] = message
+            if error := from_text(text):
+                errors[peer.name] = error
+        return errors
 
     def ask(
         self, what: str, kind: int, numbers: Sequence[int] = (), arrays: Sequence[Any] = ()
@@ -293,7 +322,7 @@ class StageGroup:
             return f"stage {stage} has engine {hello.get('version')}, not {__version__}"
         if stage in self._peers:
             return f"stage {stage} has connected already"
-        self._peers[stage] = Peer(connection, f"stage {stage}")
+        self._peers[stage] = Peer(connection, f"stage {stage}", apart=(ADAPTER_READ,))
         self._hellos[stage] = hello
         return ""
 
@@ -317,12 +346,12 @@ class StageGroup:
             raise self.fail(f"stage {stage} answered message {message[0]} to {what}")
         return message
 
-    def _wait_for(self, peer: Peer, what: str, timeout: float) -> Message:
-        """Return a stage's next message; end the group if none comes in time."""
+    def _wait_for(self, peer: Peer, what: str, timeout: float, kind: int | None = None) -> Message:
+        """Return a stage's next message (`Peer.next`); end the group if none comes in time."""
         deadline = time.monotonic() + timeout
         while True:
             try:
-                message = peer.next(_WAIT_SECONDS)
+                message = peer.next(_WAIT_SECONDS, kind)
             except RankError:
                 message = None
                 time.sleep(_WAIT_SECONDS)

@@ -9,7 +9,10 @@ log-probabilities and drafts need no multi-rank code.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from os import PathLike
 from typing import Any
 
 import numpy as np
@@ -42,9 +45,10 @@ from engine.model import Model, load
 from engine.models.decoder import Decoder, Pages, address
 from engine.models.draft_heads import DraftTarget
 from engine.models.trace import Trace
+from engine.parallel.adapters import SharedAdapters
 from engine.parallel.pages import SharedPages
 from engine.parallel.rank import (
-    ADAPTER,
+    ADAPTERS,
     CALIBRATE,
     CAPTURE,
     EMBED,
@@ -88,6 +92,7 @@ class DriverRank:
         self._group = processes.group
         self._messages = Messages(processes.group)
         self._group.on_failure = collectives.abort
+        self._sending = threading.Lock()
 
     def send(
         self, what: str, kind: int, numbers: Sequence[int] = (), arrays: Sequence[Any] = ()
@@ -99,15 +104,37 @@ class DriverRank:
         RankError
             If a rank has failed; the group has then ended.
         """
+        self._group.set_doing(what)
+        self.post(kind, numbers, arrays)
+
+    def post(self, kind: int, numbers: Sequence[int], arrays: Sequence[Any] = ()) -> None:
+        """Send the workers a message that is no operation of its own, from any thread.
+
+        Raises
+        ------
+        RankError
+            See `send`.
+        """
         if self._group.is_closing:
             self.processes.close()  # waits, if the watching thread is still ending them
             raise RankError(
                 f"the ranks have ended; {self._group.failure or 'the model was closed'}"
             )
-        self._group.set_doing(what)
         with self.together():
             self._group.check()
-            self._messages.send(pack(kind, numbers, arrays))
+            with self._sending:
+                self._messages.send(pack(kind, numbers, arrays))
+
+    def adapter_errors(self, serial: int) -> dict[str, str]:
+        """Wait until each worker has read an adapter; return the error of each that could not.
+
+        Raises
+        ------
+        RankError
+            If a rank has failed.
+        """
+        errors = self._group.answers(serial, "an adapter")
+        return {f"rank {rank}": error for rank, error in errors.items()}
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
@@ -182,6 +209,7 @@ class TensorParallelModel(Model):
         self.num_ranks = driver.collectives.size
         self._pages: KVCache | None = None  # the engine's cache
         self._shared = SharedPages(driver.send)
+        self._adapters = SharedAdapters(partial(driver.post, ADAPTERS), driver.adapter_errors)
         self._hidden: Any = None  # hidden states of the last step, for `logits`
         self._num_steps = 0
 
@@ -292,10 +320,15 @@ class TensorParallelModel(Model):
         """(): all ranks capture a graph with adapters together, after its first use."""
         return ()
 
+    def read_adapter(self, name: str, path: str | PathLike[str]) -> LoraAdapter:
+        """Read an adapter on all ranks, each its part, while steps go on. See `Model`."""
+        adapter = super().read_adapter(name, path)
+        self._adapters.share(adapter)
+        return adapter
+
     def write_adapter(self, adapter: LoraAdapter, slot: int) -> None:
-        """Write an adapter to a slot on all ranks; each reads its part of the files."""
-        arrays = [to_text(adapter.name), to_text(str(adapter.path))]
-        self.driver.send("an adapter", ADAPTER, [slot], arrays)
+        """Copy an adapter to a slot on all ranks."""
+        self._adapters.write(adapter, slot)
         super().write_adapter(adapter, slot)
 
     @property
@@ -351,6 +384,7 @@ class TensorParallelModel(Model):
     def _announce(self, batch: ForwardBatch, kv_pages: Pages, wants: int) -> None:
         forbid_override(self.num_ranks)
         self._shared.free_closed()
+        self._adapters.free_dropped()
         which = self._shared.number_of(kv_pages)
         host = batch.on_host or batch
         self._num_steps += 1

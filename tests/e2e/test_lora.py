@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from engine import LLM, LoRARequest, SamplingParams, device
-from engine.errors import ConfigError, RequestError
+from engine.errors import RequestError
 from engine.kernels._override.scope import current_overrides
 from engine.runner import cuda_graph
 from tests.lora_files import GREEDY, Served, tokens_of, write_adapter
@@ -36,6 +36,7 @@ WAYS = {
     "longest prefix first": {"scheduling_policy": "lpm"},
     "in the order of arrival": {"async_scheduling": True},
     "two ranks": {"tensor_parallel_size": 2},
+    "two stages": {"pipeline_parallel_size": 2},
 }
 
 
@@ -205,9 +206,7 @@ def test_arguments_of_a_request():
         LoRARequest("a", 1, 5)
 
 
-def test_what_adapters_do_not_support(served):
-    with pytest.raises(ConfigError, match="enable_lora must be False with pipeline_parallel_size"):
-        served.llm(pipeline_parallel_size=2)
+def test_a_model_without_room_for_adapters(served):
     llm = LLM(str(served.base), device="cpu")
     with llm, pytest.raises(RequestError, match="'a0' needs a model loaded with enable_lora=True"):
         tokens_of(llm, served.prompts[:1], [served.request(0)])
