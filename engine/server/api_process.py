@@ -97,7 +97,11 @@ def main(config: ChildConfig, report: Report) -> None:
 
 
 def _check_files(options: ServerConfig) -> None:
-    """Raise `ConfigError` for invalid key or certificate files before loading the model."""
+    """Raise `ConfigError` for invalid files and missing folders before loading the model."""
+    for name in ("lora_root", "weights_root"):
+        folder = getattr(options, name)
+        if folder is not None and not os.path.isdir(folder):
+            raise ConfigError(f"{name} must be a folder that exists; got {excerpt(folder)}")
     if options.api_key_file is not None:
         read_keys(options.api_key_file)
     if options.ssl_certfile is None:

@@ -16,6 +16,7 @@ from engine.errors import ConfigError, EngineError, RequestError
 from engine.llm_engine import LLMEngine
 from engine.lora_request import LoRARequest
 from engine.sampling_params import RequestOutputKind, SamplingParams
+from engine.server import api_process
 from engine.server.app import build_app
 from engine.server.replicas.client import ReplicaClient
 from engine.server.server_config import ServerConfig, key_hash
@@ -124,6 +125,22 @@ def test_loading_and_unloading(server, files):
     assert "lora_name must be one of the adapters ('a0', 'a1')" in missing.text
 
 
+def test_adapters_of_a_server_that_sleeps(server, files):
+    """None is read meanwhile, one is unloaded, and the rest serve as before."""
+    assert completion(server, files, 0, "a0") == files.want[0, 0]
+    assert post(server, "/sleep", "root").status_code == 200
+    response = post(server, LOAD, "root", lora_name="new", lora_path="a2")
+    assert response.status_code == 503 and "asleep" in response.text
+    assert post(server, UNLOAD, "root", lora_name="a1").status_code == 200
+    cards = httpx.get(server.url + "/v1/models").json()["data"]
+    assert [card["id"] for card in cards] == ["base", "a0"]
+    assert post(server, "/v1/completions", model="a0", prompt=[5]).status_code == 503
+    assert post(server, "/wake_up", "root").status_code == 200
+    assert completion(server, files, 0, "a0") == files.want[0, 0]
+    assert post(server, LOAD, "root", lora_name="new", lora_path="a2").status_code == 200
+    assert completion(server, files, 1, "new") == files.want[1, 2]
+
+
 def test_new_weights(files):
     config = ServerConfig(
         admin_key_hashes=(key_hash("root"),),
@@ -175,6 +192,18 @@ def test_a_server_without_a_folder_loads_none(files):
         assert response.status_code == 403 and "--lora-root" in response.text
     with serve(lambda: CannedClient("a"), ServerConfig(access_log=False)) as server:
         assert post(server, LOAD, "root", lora_name="x", lora_path="a2").status_code == 404
+
+
+@pytest.mark.parametrize("name", ["lora_root", "weights_root"])
+def test_a_folder_that_does_not_exist_ends_the_start(name, tmp_path):
+    api_process._check_files(ServerConfig(**{name: str(tmp_path)}))
+    (tmp_path / "file").touch()
+    for wrong in ("nowhere", "file"):
+        path = str(tmp_path / wrong)
+        with pytest.raises(
+            ConfigError, match=f"{name} must be a folder that exists; got .*{wrong}"
+        ):
+            api_process._check_files(ServerConfig(**{name: path}))
 
 
 async def tokens(client, files, row, request):
