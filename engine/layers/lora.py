@@ -114,8 +114,7 @@ class AdapterSlots:
 
     def parked(self) -> AdapterSlots:
         """Return slots without memory on the device, with the same adapters; see `restore`."""
-        bounds, dtype = self._bounds, self.dtype
-        slots = AdapterSlots(self.xp, self.num_slots, self.rank, bounds, dtype)
+        slots = AdapterSlots(self.xp, self.num_slots, self.rank, self._bounds, self.dtype)
         slots.written = dict(self.written)
         slots.kinds = self.kinds
         return slots
