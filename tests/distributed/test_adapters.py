@@ -39,7 +39,16 @@ from tests.lora_files import (
     write_adapter,
 )
 
-FAMILIES = ("llama", "gemma3", "deepseek_v3", "qwen3_5_text", "bailing_hybrid", "nemotron_h")
+FAMILIES = (
+    "llama",
+    "gemma3",
+    "gemma4_experts",
+    "mimo_v2_flash_new_keys",
+    "deepseek_v3",
+    "qwen3_5_text",
+    "bailing_hybrid",
+    "nemotron_h",
+)
 
 
 @pytest.fixture(scope="module")

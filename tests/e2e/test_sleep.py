@@ -24,7 +24,7 @@ from engine.loading import parked_decoder
 from engine.model import load
 from tests.e2e.tiny import CONFIG, HYBRID, make_engine, make_llm, run, swap_gb, tiny_model
 from tests.lora_files import GREEDY as TOKENS
-from tests.lora_files import Served, tokens_of
+from tests.lora_files import Served, tokens_of, write_adapter
 
 PROMPT = np.random.default_rng(3).integers(4, 97, 90).tolist()
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True, logprobs=0)
@@ -293,6 +293,20 @@ def test_slots_of_adapters_are_free_without_garbage_collection(adapted, monkeypa
     finally:
         gc.enable()
     assert model.num_adapter_slots == 3
+
+
+def test_kinds_of_weights_stay(adapted, tmp_path):
+    """Also those that no adapter in a slot changes: the same products read the adapters."""
+    model = load(adapted.base, device="cpu", enable_lora=True, max_loras=1, progress=False)
+    pairs = {
+        "model.layers.0.self_attn.q_proj.weight": (np.ones((4, 32), "f4"), np.ones((64, 4), "f4"))
+    }
+    model.write_adapter(model.read_adapter("a0", adapted.folders[0]), 0)
+    model.write_adapter(model.read_adapter("q", write_adapter(tmp_path / "q", pairs, 4)), 0)
+    kinds = model.adapter_kinds
+    model.sleep()
+    model.wake_up()
+    assert model.adapter_kinds == kinds == ("down", "gate_up", "o", "qkv")
 
 
 @pytest.mark.parametrize("level", [1, 2])
