@@ -295,7 +295,8 @@ def test_slots_of_adapters_are_free_without_garbage_collection(adapted, monkeypa
     assert model.num_adapter_slots == 3
 
 
-def test_kinds_of_weights_stay(adapted, tmp_path):
+@pytest.mark.parametrize("level", [1, 2])
+def test_kinds_of_weights_stay(adapted, tmp_path, level):
     """Also those that no adapter in a slot changes: the same products read the adapters."""
     model = load(adapted.base, device="cpu", enable_lora=True, max_loras=1, progress=False)
     pairs = {
@@ -304,7 +305,7 @@ def test_kinds_of_weights_stay(adapted, tmp_path):
     model.write_adapter(model.read_adapter("a0", adapted.folders[0]), 0)
     model.write_adapter(model.read_adapter("q", write_adapter(tmp_path / "q", pairs, 4)), 0)
     kinds = model.adapter_kinds
-    model.sleep()
+    model.sleep(level)
     model.wake_up()
     assert model.adapter_kinds == kinds == ("down", "gate_up", "o", "qkv")
 
