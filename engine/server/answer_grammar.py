@@ -6,37 +6,25 @@ import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from engine.errors import RequestError
 from engine.server import reasoning, tool_parsers
+from engine.server.answer_forms import HARMONY, AnswerForms, Opening
 from engine.server.protocol.chat import ChatCompletionRequest
 from engine.server.protocol.common import structured_options
 from engine.server.protocol.errors import APIError
 from engine.server.protocol.tools import selected_tools, tools_schema
-from engine.server.reasoning.formats import FORMATS
 from engine.server.response_template import DeclaredReaders
 from engine.server.tool_parsers import CallFormat, Event, ToolParser
-from engine.server.tool_parsers.call_grammar import Form, Function, choice, const, sequence
+from engine.server.tool_parsers.call_grammar import Form, Function, choice
 from engine.server.tool_parsers.events import ToolCallDelta, ToolCallEnd, ToolCallStart
-from engine.server.tool_parsers.harmony import message_before
 from engine.server.tool_parsers.json_scanner import is_json_object
 from engine.server.tool_parsers.required import RequiredCallsParser
 from engine.structured.lark import escaped
 from engine.structured.spec import StructuredOutput
 
-__all__ = ["HARMONY", "Opening", "ToolUse", "answer_structure", "opening_of", "tool_use"]
-
-Opening = Literal["open", "may open", "closed"]
-"""State of the block of reasoning where an answer begins."""
-
-HARMONY = "harmony"
-"""Name of the parsers of gpt-oss, whose calls and reasoning are messages of one format."""
-
-_FINAL = "<|channel|>final<|message|>"
-_NEXT = "<|end|><|start|>assistant"
-_TEXT: Form = {"type": "any_text"}
-_SPACE: Form = {"type": "regex", "pattern": r"\s{0,8}"}  # white space before the answer
+__all__ = ["ToolUse", "answer_structure", "opening_of", "tool_use"]
 
 
 @dataclass(frozen=True)
@@ -110,7 +98,11 @@ def tool_use(
     is_constrained = selected.is_subset or any(function.is_strict for function in functions)
     has_grammar = is_required or is_constrained or structured_options(body) is not None
     can_read = tool_parser != HARMONY or reasoning_parser == HARMONY
-    calls = tool_parsers.calls_of(tool_parser, functions) if has_grammar and can_read else None
+    if declared is None:
+        calls = tool_parsers.calls_of(tool_parser, functions) if has_grammar and can_read else None
+    else:
+        has_grammar = is_required or (is_constrained and structured_options(body) is None)
+        calls = declared.calls(functions) if has_grammar else None
     if is_required and calls is None:
         return _calls_as_json(functions, mode, tool_parser, one_call=one_call)
     if tool_parser is None:
@@ -119,12 +111,13 @@ def tool_use(
             'start the server with --tool-call-parser, or give tool_choice "required"'
         )
         raise APIError(400, message, param="tools")
+    make: Callable[[], ToolParser]
     if declared is not None:
-        make_id = tool_parsers.id_maker(tool_parser)
-        return ToolUse(functools.partial(declared.tools, make_id), mode=mode, one_call=one_call)
-    make: Callable[[], ToolParser] = functools.partial(
-        tool_parsers.get, tool_parser, names, follows_text=follows_text and not is_required
-    )
+        make = functools.partial(declared.tools, tool_parsers.id_maker(tool_parser))
+    else:
+        make = functools.partial(
+            tool_parsers.get, tool_parser, names, follows_text=follows_text and not is_required
+        )
     if is_required:
         make = functools.partial(RequiredCallsParser, make)
     return ToolUse(make, calls, mode, is_constrained, one_call)
@@ -171,7 +164,7 @@ def opening_of(name: str | None, prompt: str, continued: str = "") -> Opening:
 
 
 def answer_structure(
-    body: ChatCompletionRequest, use: ToolUse, reasoning_parser: str | None, opening: Opening
+    body: ChatCompletionRequest, use: ToolUse, forms: AnswerForms, opening: Opening
 ) -> dict[str, Any] | None:
     """Return the fields of the `StructuredOutput` of an answer; None: it is free text.
 
@@ -179,8 +172,8 @@ def answer_structure(
     ----------
     body : ChatCompletionRequest
     use : ToolUse
-    reasoning_parser : str or None
-        Name of the model's parser.
+    forms : AnswerForms
+        The model's formats of answers.
     opening : str
         See `opening_of`.
 
@@ -193,7 +186,6 @@ def answer_structure(
     if use.schema is not None:
         options = {"json": use.schema}
     is_required = use.mode in ("required", "named")
-    is_harmony = reasoning_parser == HARMONY
     behind: list[Form] = []  # formats of the answer after a block of reasoning
     alone: list[Form] = []  # formats of an answer without a block
     if options is not None and not (is_required and use.calls is not None):
@@ -201,20 +193,20 @@ def answer_structure(
             return options
         content = _form_of(options, any_whitespace=use.calls is None)
         alone.append(content)
-        behind.append(content if reasoning_parser is None else _marked(content, reasoning_parser))
+        behind.append(forms.content(content))
     if use.calls is not None and (is_required or options is not None):
         call = use.calls.required(one_call=use.one_call)
-        alone.append(_next_message(call) if is_harmony else call)
+        alone.append(forms.call(call))
         behind.append(call)
     elif use.calls is not None and use.is_constrained:
-        text = _text_with_calls(use, use.calls, reasoning_parser, opening)
+        text = forms.text(use.calls, opening, one_call=use.one_call)
         alone.append(text)
         behind.append(text)
     if not alone:
         return None
     form = choice(alone)
-    if reasoning_parser is not None and opening != "closed":
-        form = _after_reasoning(choice(behind), form, reasoning_parser, opening)
+    if opening != "closed":
+        form = forms.after_reasoning(choice(behind), form, opening)
     return {"structural_tag": _tag_text(form)}
 
 
@@ -243,55 +235,6 @@ def _form_of(options: Mapping[str, Any], *, any_whitespace: bool) -> Form:
         return json.loads(str(structured.structural_tag)).get("format")  # type: ignore[no-any-return]
     schema = {"type": "object"} if structured.json_object else json.loads(str(structured.json))
     return {"type": "json_schema", "json_schema": schema, "any_whitespace": any_whitespace}
-
-
-def _marked(content: Form, reasoning_parser: str) -> Form:
-    """Return content with the markers that the format writes around it after reasoning."""
-    if reasoning_parser == HARMONY:
-        return sequence(const(_FINAL), content)
-    block = FORMATS[reasoning_parser]
-    options = [sequence(const(b), _SPACE, content, const(e)) for b, e in block.answers]
-    end: Form = {"type": "optional", "content": const(block.end)}
-    return choice([sequence(content, end) if block.end else content, *options])
-
-
-def _text_with_calls(
-    use: ToolUse, calls: CallFormat, reasoning_parser: str | None, opening: Opening
-) -> Form:
-    excludes = []
-    if opening == "may open" and reasoning_parser not in (None, HARMONY):
-        markers = "|".join(map(escaped, FORMATS[str(reasoning_parser)].opening))
-        excludes.append(rf"\s*(?:{markers})(?s:.*)")
-    text = calls.within_text(one_call=use.one_call, excludes=excludes)
-    if reasoning_parser == HARMONY and opening == "closed":
-        return choice([_TEXT, sequence(_before("<|end|>"), const("<|start|>assistant"), text)])
-    return text
-
-
-def _next_message(form: Form) -> Form:
-    """Return a message of gpt-oss, after the end of the one that the prompt has begun."""
-    return sequence(const(_NEXT), form)
-
-
-def _after_reasoning(form: Form, alone: Form, reasoning_parser: str, opening: Opening) -> Form:
-    """Return a format behind free reasoning, or `alone` if the answer need not have any."""
-    if reasoning_parser == HARMONY:
-        more: Form = {"type": "star", "content": message_before("analysis")}
-        begun = [_before("<|end|>"), const("<|start|>assistant")] if opening == "open" else []
-        return sequence(*begun, more, form)
-    block = FORMATS[reasoning_parser]
-    rest = sequence(choice([_before(marker) for marker in block.closing]), _SPACE)
-    if opening == "open":
-        return sequence(rest, form)
-    thought = sequence(choice([const(marker) for marker in block.opening]), rest)
-    if form == alone:
-        return sequence({"type": "optional", "content": thought}, form)
-    return choice([sequence(thought, form), alone])
-
-
-def _before(end: str) -> Form:
-    """Return free text up to a marker, and the marker."""
-    return {"type": "tag", "begin": "", "content": _TEXT, "end": end}
 
 
 class _NamedCall:

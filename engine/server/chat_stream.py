@@ -19,9 +19,8 @@ from engine.lora_request import LoRARequest
 from engine.outputs import CompletionOutput, RequestOutput
 from engine.sampling_params import SamplingDefaults, SamplingParams
 from engine.server import reasoning, response_template, tool_parsers
+from engine.server.answer_forms import HARMONY, Opening, forms_of
 from engine.server.answer_grammar import (
-    HARMONY,
-    Opening,
     ToolUse,
     answer_structure,
     opening_of,
@@ -206,9 +205,17 @@ class ChatService:
         if name is not None:
             is_thought, text = reasoning.last_text(name, continued)
         follows_text = not is_thought and bool(text.strip())
-        use = tool_use(body, self.tool_parser, name, follows_text=follows_text, declared=readers)
-        opening = opening_of(name, prompt["prompt"], continued)
-        structured = answer_structure(body, use, name, opening)
+        # On a thread: a declared format is checked by its process.
+        use = await asyncio.to_thread(
+            tool_use, body, self.tool_parser, name, follows_text=follows_text, declared=readers
+        )
+        if readers is None:
+            forms = forms_of(name)
+            opening = opening_of(name, prompt["prompt"], continued)
+        else:
+            forms = readers.forms
+            opening = readers.opening if use.calls is not None else "closed"
+        structured = answer_structure(body, use, forms, opening)
         tools = use.make_parser
         overrides: dict[str, Any] = {"structured": structured}
         if readers is not None or self._has_special_markers(tools):
@@ -264,7 +271,7 @@ class ChatService:
         if readers is not None:
             keeps_calls = use.make_parser is not None
             reader = functools.partial(readers.reasoning, keeps_calls=keeps_calls)
-            return reader if structured is None else None
+            return reader if structured is None or use.calls is not None else None
         name = self.reasoning_parser
         has_none = opening == "closed" and structured is not None and use.make_parser is None
         if name is None or has_none:

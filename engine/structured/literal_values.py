@@ -47,7 +47,8 @@ def literal_values(
         Schema of the object, as `json_schema.normalized` returns it.
     fields : mapping
         The format "literal_values": "begin" and "end" around a string (empty for JSON strings),
-        "repeats_others" (any number of properties without a name, instead of one).
+        "repeats_others" (any number of properties without a name, instead of one), "never" (a text
+        that no string has).
     accepts : callable
         See `json_schema.normalized`.
     warnings : list of str
@@ -88,6 +89,7 @@ class _Writer:
         self._definitions = definitions
         self._begin = str(fields["begin"])
         self._end = str(fields["end"])
+        self._never = [escaped(fields["never"])] if fields["never"] else []
         self._accepts = accepts
         self._warnings = warnings
         self._rules: dict[str, Form] = {}
@@ -171,8 +173,13 @@ class _Writer:
         """Return a string that matches all rules."""
         if not self._end:
             return json_value(schema or {"type": "string"}, {})
-        text: Form = {"type": "any_text", "matches": rules, "excludes": [], "ends": [self._end]}
-        return sequence(const(self._begin), text)
+        return sequence(const(self._begin), self._text(rules, []))
+
+    def _text(self, rules: list[str], excludes: list[str]) -> Form:
+        """Return text up to the marker behind a string."""
+        never = {"never": self._never} if self._never else {}
+        text: Form = {"type": "any_text", "matches": rules, "excludes": excludes}
+        return {**text, "ends": [self._end], **never}
 
     def _key(self, name: str) -> Form:
         if _NAME.fullmatch(name):
@@ -188,8 +195,7 @@ class _Writer:
         }  # fmt: skip
         options = [bare]
         if self._end:
-            names = {"matches": ["(?s:.+)", *rules], "excludes": excludes}
-            text: Form = {"type": "any_text", **names, "ends": [self._end]}
+            text = self._text(["(?s:.+)", *rules], excludes)
             options.append(sequence(const(self._begin), text))
         return sequence(choice(options), const(":"))
 

@@ -58,12 +58,15 @@ _FIELDS: dict[str, dict[str, tuple[type, Any]]] = {
         "close": (str, ...),
         "types": (dict, {}),
         "repeats_others": (bool, False),
+        "excludes": (list, []),
+        "strips": (bool, False),
     },
     "literal_values": {
         "json_schema": (object, ...),
         "begin": (str, ...),
         "end": (str, ...),
         "repeats_others": (bool, False),
+        "never": (str, ""),
     },
     "keyword_values": {"json_schema": (object, ...), "repeats_others": (bool, False)},
 }

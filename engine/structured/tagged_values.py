@@ -61,7 +61,8 @@ def tagged_values(
         The format "tagged_values": "begin" (with "{key}") and "end" around a value, "begin_json"
         instead of "begin" before JSON, "close" (what ends a value for the reader), "types" (the
         types that the reader knows for a property), "repeats_others" (any number of properties
-        without a name).
+        without a name), "excludes" (expressions of texts that are not written), "strips" (whether
+        the reader drops white space around a value).
     accepts : callable
         See `json_schema.normalized`.
     warnings : list of str
@@ -198,11 +199,14 @@ class _Writer:
 
     def _plain_text(self, options: list[Mapping[str, Any]], excludes: list[str]) -> Form:
         """Return strings as text up to their closing tag."""
+        excludes = [*excludes, *self._fields["excludes"]]
         found: Form = {"type": "any_text", "excludes": excludes, "ends": [self._fields["end"]]}
         if self._fields["end"] != self._fields["close"]:
             found["never"] = [self._fields["close"]]
         if any(one.keys() == {"type"} for one in options):
             return found
+        if self._fields["strips"]:  # a rule holds for the text without white space around it
+            found["excludes"] = [*excludes, r"\s(?s:.*)", r"(?s:.*)\s"]
         rules = [string_rules(one, self._accepts, self._warnings) for one in options]
         if len(rules) == 1:
             return found | {"matches": rules[0]}

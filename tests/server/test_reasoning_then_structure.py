@@ -10,6 +10,7 @@ import pytest
 
 from engine.errors import RequestError
 from engine.server import reasoning
+from engine.server.answer_forms import forms_of
 from engine.server.answer_grammar import ToolUse, answer_structure, opening_of, tool_use
 from engine.server.protocol.chat import ChatCompletionRequest
 from engine.server.reasoning.formats import FORMATS
@@ -56,7 +57,7 @@ def structure_of(name, prompt, **fields):
     """Return an answer's structure, and how it may call tools."""
     body = body_of(**fields)
     use = tool_use(body, TOOLS.get(name, "hermes"), name, follows_text=False)
-    return answer_structure(body, use, name, opening_of(name, prompt)), use
+    return answer_structure(body, use, forms_of(name), opening_of(name, prompt)), use
 
 
 def answers(structure, name, are_special, count=60):
@@ -192,7 +193,7 @@ def test_a_schema_that_nests_too_deeply_is_refused(depth):
         schema = {"not": schema}
     use = ToolUse(None, calls_of("hermes", [Function("f", schema)]), "required")
     with pytest.raises(RequestError, match="nest"):
-        StructuredOutput(**answer_structure(body_of(), use, "qwen3", "closed"))
+        StructuredOutput(**answer_structure(body_of(), use, forms_of("qwen3"), "closed"))
 
 
 def test_free_answers_stay_free():

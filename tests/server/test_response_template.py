@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 import time
 
 import httpx
@@ -359,6 +360,8 @@ def test_the_types_of_a_schema():
          {"tag_pattern": r"<(?P<key>\w)>(?P<value>.*?)</", "merge_duplicates": True},
          {"a": ["1", "3"], "b": "2"}),
         ("text", "json", {"allow_non_json": True}, "text"),
+        ("NaN", "json", {"allow_non_json": True}, "NaN"),
+        ("[1e999, -1.5e400]", "json", {}, [sys.float_info.max, -sys.float_info.max]),
         ("{a : 'x', b:{c:1}}", "json",
          {"unquoted_keys": True, "string_delims": [["'", "'"]]}, {"a": "x", "b": {"c": 1}}),
     ],

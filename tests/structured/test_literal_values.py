@@ -47,7 +47,12 @@ RICH = {
             "additionalProperties": False,
             "maxProperties": 2,
         },
-        "either": {"anyOf": [{"type": "string", "minLength": 2}, {"type": "array", "minItems": 2}]},
+        "either": {
+            "anyOf": [
+                {"type": "string", "minLength": 2},
+                {"type": "array", "items": {"type": "integer"}, "minItems": 2},
+            ]
+        },
     },
     "required": ["pair", "tree"],
     "additionalProperties": False,

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 from engine.checks import warn_once
 from engine.errors import ConfigError
-from engine.server.reasoning import ReasoningReader
+from engine.server.answer_forms import AnswerForms, BlockForms, Opening, PlainForms
+from engine.server.reasoning import Block, ReasoningReader
+from engine.server.response_template import worker
+from engine.server.response_template.calls import declared_calls
 from engine.server.response_template.readers import (
     DeclaredReasoning,
     DeclaredTools,
     answer_reader,
 )
-from engine.server.response_template.streams import Regions, StreamedReasoning, StreamedTools
+from engine.server.response_template.streams import (
+    Regions,
+    StreamedReasoning,
+    StreamedTools,
+    texts_of,
+)
 from engine.server.response_template.worker import KINDS, THOUGHTS, check
-from engine.server.tool_parsers import ToolParser, random_id
+from engine.server.tool_parsers import CallFormat, Function, ToolParser, random_id
 
 __all__ = ["DeclaredReaders", "chosen"]
 
@@ -75,10 +83,53 @@ class DeclaredReaders:
     def __init__(
         self, declared: tuple[str, Mapping[str, Any]], prompt: str, names: Mapping[str, Any]
     ) -> None:
+        self._declared = declared
         self._end = prompt[-_MAX_PROMPT_CHARS:]
         self._regions = Regions.of(*declared)
         begun = self._end if self._regions is None else ""
         self._parse = answer_reader(declared, begun, names)
+
+    def calls(self, functions: Sequence[Function]) -> CallFormat | None:
+        """Return the grammar of calls of the functions; None if none is known for the format."""
+        if self._has_hidden_thoughts:
+            return None  # it is not known whether the answer begins inside them
+        keys = {one.name: list(one.parameters.get("properties") or ()) for one in functions}
+        try:
+            found = worker.layout(*self._declared, keys)
+        except ConfigError as error:
+            warn_once(f"calls in the checkpoint's format have no grammar: {error}")
+            return None
+        return None if found is None else declared_calls(found, functions)
+
+    @property
+    def forms(self) -> AnswerForms:
+        """Formats of whole answers."""
+        return PlainForms() if self._block is None else BlockForms(self._block)
+
+    @property
+    def opening(self) -> Opening:
+        """State of the reasoning at the end of the prompt."""
+        is_open = False if self._block is None else self._block.is_open_at_end(self._end)
+        return "may open" if is_open is None else "open" if is_open else "closed"
+
+    @cached_property
+    def _thoughts(self) -> list[Mapping[str, Any]]:
+        """Fields of the reasoning that have delimiters."""
+        kind, spec = self._declared
+        fields = spec["fields"] if kind == KINDS[0] else {}
+        return [fields[name] for name in THOUGHTS if name in fields]
+
+    @property
+    def _has_hidden_thoughts(self) -> bool:
+        return bool(self._thoughts) and self._block is None
+
+    @cached_property
+    def _block(self) -> Block | None:
+        """Markers of the reasoning, if they are texts."""
+        if len(self._thoughts) != 1:
+            return None
+        opening, closing = (texts_of(self._thoughts[0].get(key)) for key in ("open", "close"))
+        return Block(opening, closing, ()) if opening and closing else None
 
     def reasoning(self, keeps_calls: bool) -> ReasoningReader:
         """Return a reader of one answer; `keeps_calls` if one of `tools` reads its content."""

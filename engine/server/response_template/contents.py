@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -55,11 +56,20 @@ def lax_json(text: str, args: Mapping[str, Any]) -> Any:
             parts.append(match[0] if inner is None else json.dumps(inner))
             at = match.end()
     try:
-        return json.loads("".join(parts))
+        return json.loads("".join(parts), parse_float=_real, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
         if args.get("allow_non_json"):
             return text.strip()
         raise FormatError(f"no JSON ({error})") from None
+
+
+def _real(text: str) -> float:
+    """Return a number as a double; beyond the largest one, that, since JSON has no infinity."""
+    return min(max(float(text), -sys.float_info.max), sys.float_info.max)
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
 
 
 def _text(text: str, args: Mapping[str, Any]) -> str:

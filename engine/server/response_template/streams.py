@@ -15,7 +15,7 @@ from engine.server.response_template.readers import Parsed, call_events
 from engine.server.response_template.worker import KINDS, THOUGHTS
 from engine.server.tool_parsers import MAX_CALLS, Event, TextDelta, random_id
 
-__all__ = ["Regions", "StreamedReasoning", "StreamedTools"]
+__all__ = ["Regions", "StreamedReasoning", "StreamedTools", "texts_of"]
 
 _CONTENT = "content"
 _PATTERNS = ("open_pattern", "close_pattern")
@@ -62,7 +62,7 @@ class Regions:
             return None
         explicit = tuple(field for field in found if field.opening)
         implicit = next((field for field in found if not field.opening), None)
-        regions = cls(implicit, explicit, _texts(spec.get("start_anchor")))
+        regions = cls(implicit, explicit, texts_of(spec.get("start_anchor")))
         watched = [*(field.closing for field in found), regions.watched(implicit)]
         return regions if all(map(_are_distinct, watched)) else None
 
@@ -85,16 +85,17 @@ def _field(name: str, spec: Mapping[str, Any]) -> _Field | None:
     is_text = spec.get("content", "text") == "text" and not any(map(spec.get, _RESHAPED))
     is_spoken = name == _CONTENT or name in THOUGHTS
     has_pattern = any(key in spec for key in _PATTERNS)
-    opening = _texts(spec.get("open"))
+    opening = texts_of(spec.get("open"))
     if has_pattern or not spec.get("optional", True) or (is_spoken and not is_text):
         return None
     if not opening and not is_text:
         return None
     strips = (spec.get("content_args") or {}).get("strip", True)
-    return _Field(name, opening, _texts(spec.get("close")), is_text, bool(strips))
+    return _Field(name, opening, texts_of(spec.get("close")), is_text, bool(strips))
 
 
-def _texts(value: Any) -> tuple[str, ...]:
+def texts_of(value: Any) -> tuple[str, ...]:
+    """Return the texts of a delimiter: one, several, or none."""
     texts = [value] if isinstance(value, str) else value or []
     return tuple(text for text in texts if text != "eos")
 

@@ -6,21 +6,24 @@ time, memory and files the kernel limits. All threads of a process share one wor
 exceeds a limit ends it and fails only its own answer, which is content then.
 
 A request is a JSON array: the kind of format, the format, the names of the functions that may be
-called, and the prompt and the text, or null to check the format. The answer is {"result": ...} or
+called, and the prompt and the text, or null to check the format; or with an object of the functions
+and the names of their arguments, for the layout of calls. The answer is {"result": ...} or
 {"failed": reason}.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import signal
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from engine.checks import parse_object
 from engine.errors import ConfigError
 from engine.server.response_template.contents import FormatError, lax_json
+from engine.server.response_template.layout import Layout, layout_of, sample
 from engine.server.response_template.schema import ResponseSchema
 from engine.server.response_template.template import ResponseTemplate
 from engine.text.child_process import (
@@ -32,7 +35,7 @@ from engine.text.child_process import (
     set_limits,
 )
 
-__all__ = ["KINDS", "MAX_SECONDS", "THOUGHTS", "check", "main", "read"]
+__all__ = ["KINDS", "MAX_SECONDS", "THOUGHTS", "check", "layout", "main", "read"]
 
 MAX_SECONDS = 1.0  # CPU time per answer
 MAX_WAIT = 20.0  # wall-clock seconds to wait for the result
@@ -89,6 +92,29 @@ def read(
     return found
 
 
+def layout(
+    kind: str, spec: Mapping[str, Any], functions: Mapping[str, Sequence[str]]
+) -> Layout | None:
+    """Return how calls of some functions are written; None if that is not known.
+
+    The format has read back texts in this layout, with each function and each of its arguments.
+
+    Parameters
+    ----------
+    kind, spec
+        See `read`.
+    functions : mapping of str to sequence of str
+        Names of the functions, and those of their arguments.
+
+    Raises
+    ------
+    ConfigError
+        If the format cannot be used, or exceeds a limit.
+    """
+    fields = _ask([kind, spec, functions, None, None])
+    return Layout.from_dict(fields) if fields else None
+
+
 def _ask(request: list[Any]) -> Any:
     try:
         answer = parse_object(_WORKER.ask(json.dumps(request).encode(), MAX_SECONDS, wait=MAX_WAIT))
@@ -123,9 +149,11 @@ def main() -> None:
 
 
 def _answer(
-    kind: str, spec: Any, names: list[str], prompt: str | None, text: str | None
+    kind: str, spec: Any, names: list[str] | dict[str, Any], prompt: str | None, text: str | None
 ) -> dict[str, Any]:
     form = _compiled(kind, json.dumps(spec))
+    if isinstance(names, dict):
+        return _checked_layout(form, kind, spec, names)
     if prompt is None or text is None:
         return {}
 
@@ -142,6 +170,33 @@ def _answer(
             found[key] = found[key].removeprefix(before[key])
         found["calls"] = found["calls"][len(before["calls"]) :]
     return found
+
+
+def _checked_layout(
+    form: ResponseTemplate | ResponseSchema, kind: str, spec: Any, functions: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the fields of a layout that the format reads back; {} without one."""
+    plain = layout_of(kind, spec)
+    if plain is None:
+        return {}
+    for found in (dataclasses.replace(plain, has_lines=True), plain):
+        if all(_is_read(form, found, *function) for function in functions.items()):
+            return found.to_dict()
+    return {}
+
+
+def _is_read(
+    form: ResponseTemplate | ResponseSchema, found: Layout, name: str, keys: list[str]
+) -> bool:
+    """Tell whether a format reads back calls of a function, alone and between texts."""
+    values = dict.fromkeys(keys, "x")
+    call = [name, values]
+    texts = {sample(found, name, values, 2): 2, f"a {sample(found, name, values)} b": 1}
+    try:
+        read_back = {text: _parts(form.message(text, lambda *_: None)) for text in texts}
+    except FormatError:
+        return False
+    return all(read_back[text]["calls"] == [call] * count for text, count in texts.items())
 
 
 @functools.lru_cache(maxsize=4)
