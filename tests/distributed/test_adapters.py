@@ -147,13 +147,12 @@ def test_the_stage_of_a_module_refuses_it(layer, tmp_path, served):
 @pytest.mark.parametrize(
     "options",
     [
-        {},
         {"async_scheduling": True, "max_num_batched_tokens": 16, "max_num_seqs": 16},
         {"num_blocks": 14, "swap_space_gb": 0.1, "preemption_mode": "swap"},
         {"max_loras": 1},
         {"tensor_parallel_size": 2},
     ],
-    ids=["default", "chunks", "swap", "one slot", "two ranks each"],
+    ids=["chunks", "swap", "one slot", "two ranks each"],
 )
 def test_tokens_of_the_merged_models(in_threads, served, options):
     with served.llm(pipeline_parallel_size=2, **options) as llm:
