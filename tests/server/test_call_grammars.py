@@ -48,13 +48,15 @@ def tokens_of(name, are_special):
     return MarkerTokens(markers, are_special=are_special, texts=ends)
 
 
-def read(name, text, functions=FUNCTIONS, *, wrap=lambda parser: parser):
-    """Return the content and the calls of an answer."""
+def read(name, text, functions=FUNCTIONS, *, wrap=lambda parser: parser, size=None):
+    """Return the content and the calls of an answer, read in pieces of `size` characters."""
     if name == "harmony":  # as `HarmonyReasoning` passes it on
         text = f"<|start|>assistant{text}"
     names = {function.name: function.parameters for function in functions}
     parser = wrap(get(name, names))
-    return collect(parser.feed(text) + parser.finish())
+    size = size or max(len(text), 1)
+    pieces = [text[i : i + size] for i in range(0, len(text), size)]
+    return collect([event for piece in pieces for event in parser.feed(piece)] + parser.finish())
 
 
 def check(calls, functions=FUNCTIONS):
@@ -89,6 +91,10 @@ def test_required_calls(name, are_special):
         found = read(name, text)
         assert found.content == "" and found.tool_calls, text
         check(found.tool_calls)
+        pieces = read(name, text, size=1 + i % 9)
+        assert [call.arguments for call in pieces.tool_calls] == [
+            call.arguments for call in found.tool_calls
+        ]
         names |= {call.name for call in found.tool_calls}
         counts.add(min(len(found.tool_calls), 2))
     assert names == {"add", "set.flag-2"}
