@@ -205,14 +205,15 @@ class ChatService:
         if name is not None:
             is_thought, text = reasoning.last_text(name, continued)
         follows_text = not is_thought and bool(text.strip())
-        # On a thread: a declared format is checked by its process.
-        use = await asyncio.to_thread(
+        uses = functools.partial(
             tool_use, body, self.tool_parser, name, follows_text=follows_text, declared=readers
         )
         if readers is None:
+            use = uses()
             forms = forms_of(name)
             opening = opening_of(name, prompt["prompt"], continued)
         else:
+            use = await asyncio.to_thread(uses)  # asks the process that reads the format
             forms = readers.forms
             opening = readers.opening if use.calls is not None else "closed"
         structured = answer_structure(body, use, forms, opening)

@@ -60,13 +60,17 @@ def literal_values(
         If the schema allows no object, or one that cannot be written.
     """
     writer = _Writer(schema.get("$defs", {}), fields, accepts, warnings)
-    options = list(plain_options(schema, schema.get("$defs", {})))
-    objects = [one for one in options if "object" in _types(one)]
-    if not objects:
+    max_others = None if fields["repeats_others"] else 1
+    found = []
+    for one in plain_options(schema, schema.get("$defs", {})):
+        if "enum" in one:
+            objects = [value for value in one["enum"] if isinstance(value, dict)]
+            found += [writer.constants({**one, "enum": objects})] if objects else []
+        elif "object" in _types(one):
+            found.append(writer.object(one, max_others=max_others))
+    if not found:
         raise SchemaError("the arguments of a call must be an object")
-    repeats = bool(fields["repeats_others"])
-    found = choice([writer.object(one, max_others=None if repeats else 1) for one in objects])
-    return {"type": "rules", "content": found, "rules": writer.rules()}
+    return {"type": "rules", "content": choice(found), "rules": writer.rules()}
 
 
 class _Writer:
@@ -119,6 +123,8 @@ class _Writer:
 
     def _value(self, schema: Any) -> Form:
         """Return the format of a value."""
+        if schema is False:
+            raise SchemaError("a part of it allows nothing")
         if schema is True or not schema.keys():
             return self._rule(_ANY)
         if "$ref" in schema:
@@ -126,7 +132,7 @@ class _Writer:
         if "anyOf" in schema:
             return choice([self._value(one) for one in schema["anyOf"]])
         if "enum" in schema:
-            return self._constants(schema)
+            return self.constants(schema)
         return choice([self._typed(kind, schema) for kind in sorted(_types(schema))])
 
     def _typed(self, kind: str, schema: Mapping[str, Any]) -> Form:
@@ -138,7 +144,8 @@ class _Writer:
             return self._string(string_rules(schema, self._accepts, self._warnings), schema)
         return json_value(schema if schema.get("type") == kind else {"type": kind}, {})
 
-    def _constants(self, schema: Mapping[str, Any]) -> Form:
+    def constants(self, schema: Mapping[str, Any]) -> Form:
+        """Return the format of one of a schema's constants."""
         rules = schema.keys() - {"enum", "type", "additionalProperties"}
         texts = [value for value in schema["enum"] if isinstance(value, str)]
         found = []

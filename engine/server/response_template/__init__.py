@@ -93,7 +93,10 @@ class DeclaredReaders:
         """Return the grammar of calls of the functions; None if none is known for the format."""
         if self._has_hidden_thoughts:
             return None  # it is not known whether the answer begins inside them
-        keys = {one.name: list(one.parameters.get("properties") or ()) for one in functions}
+        keys = {}
+        for function in functions:
+            properties = function.parameters.get("properties")
+            keys[function.name] = list(properties) if isinstance(properties, Mapping) else []
         try:
             found = worker.layout(*self._declared, keys)
         except ConfigError as error:
