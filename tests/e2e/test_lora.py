@@ -37,6 +37,10 @@ WAYS = {
     "in the order of arrival": {"async_scheduling": True},
     "two ranks": {"tensor_parallel_size": 2},
     "two stages": {"pipeline_parallel_size": 2},
+    "two stages, drafts": {
+        "pipeline_parallel_size": 2,
+        "speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False},
+    },
 }
 
 
