@@ -4,6 +4,7 @@
 #include "common/wgmma.cuh"
 #include "gemm/gemm_cluster_sum_sm90.cuh"
 #include "gemm/gemm_epilogue_sm90.cuh"
+#include "common/low_rank.cuh"
 
 using Sums = float[kMmaTilesM][kWarpgroupCols / 2];
 
@@ -66,12 +67,27 @@ __device__ __forceinline__ void multiply(const Pipeline& p, const TileScheduler&
   for (int j = 0; j < kMmaTilesM; ++j) wgmma_pin(acc[j]);
 }
 
+// Asks for the rows of B that a warp will need for a tile of few rows, whose consumers wait for
+// memory anyway.
+template <typename Addend>
+__device__ __forceinline__ void prefetch_low_rank(const Addend& low_rank, const Epilogue& e,
+                                                  const TileScheduler& s, int2 tile,
+                                                  int warp_idx) {
+  const int first = tile.x + warp_idx / 4 * kMmaTilesM * kMmaM + warp_idx % 4 * 16;
+#pragma unroll
+  for (int i = 0; i < kMmaTilesM; ++i)
+    low_rank.template prefetch<kSlice>(e, first + i * kMmaM, tile.y + s.rank_k * kSlice, s.m, s.n);
+}
+
 // The consumers' loop. With `warms_up` it first computes a tile below the last row, storing
 // nothing, while the preceding kernel still runs (with kClusterK > 1 it only multiplies): the
-// instructions are cached by the time x arrives.
+// instructions are cached by the time x arrives. `low_rank` (LowRank or NoLowRank) is added to the
+// sums before the epilogue.
+template <typename Addend>
 __device__ __forceinline__ void consume(const Pipeline& p, const TileScheduler& s,
                                         unsigned char* smem, const Epilogue& e, bool is_wide,
-                                        const TensorMap* map_out, bool warms_up) {
+                                        const TensorMap* map_out, bool warms_up,
+                                        const Addend& low_rank) {
   // The shuffle tells ptxas that it is warp-uniform: descriptors are then computed once per warp.
   const int warp_idx = __shfl_sync(~0u, (threadIdx.x - kFirstConsumer) / 32, 0);
   const int warpgroup = warp_idx / 4;
@@ -86,6 +102,8 @@ __device__ __forceinline__ void consume(const Pipeline& p, const TileScheduler& 
 #pragma unroll 1
   for (int index = warms_up ? kWarmup : next(kWarmup); index < s.count(); index = next(index)) {
     Sums acc;
+    if (kTileM == 64 && index != kWarmup)
+      prefetch_low_rank(low_rank, e, s, s.tile(index), warp_idx);
     multiply(p, s, warpgroup, index == kWarmup, state, acc);
     const int2 tile = index == kWarmup ? make_int2(s.m, 0) : s.tile(index);
     if constexpr (kClusterK > 1) {
@@ -94,6 +112,7 @@ __device__ __forceinline__ void consume(const Pipeline& p, const TileScheduler& 
       if (tile.x + row >= s.m) continue;  // no CTA sends or awaits these nonexistent rows
       exchange_sums(p, s, smem + (p.sums - p.x), acc[0], own);
       const Corner corner{staging, tile.x + row, tile.y + s.rank_k * kSlice};
+      low_rank.template add<kTileM == 64>(e, own, corner.row, corner.col, s.m, s.n);
       store(e, own, corner, s.m, s.n, is_wide, map_out, 0);
     } else {
 #pragma unroll
@@ -101,6 +120,7 @@ __device__ __forceinline__ void consume(const Pipeline& p, const TileScheduler& 
         const int m_tile = kSharesColumns ? i : warpgroup * kMmaTilesM + i;
         const int row = tile.x + m_tile * kMmaM + warp_idx % 4 * 16;
         const int col = tile.y + (kSharesColumns ? warpgroup * kWarpgroupCols : 0);
+        low_rank.template add<kTileM == 64>(e, acc[i], row, col, s.m, s.n);
         store(e, acc[i], Corner{staging, row, col}, s.m, s.n, is_wide, map_out, i);
       }
     }

@@ -266,10 +266,12 @@ __device__ __forceinline__ void apply_scales(const W8Scales& s, const Epilogue& 
 }
 
 // The consumers' loop; see `consume` in gemm_consumer_sm90.cuh.
+template <typename Addend>
 __device__ __forceinline__ void consume_codes(const Pipeline& p, const TileScheduler& s,
                                               unsigned char* smem, const Epilogue& e,
                                               const W8Scales& scales, bool is_wide,
-                                              const TensorMap* map_out, bool warms_up) {
+                                              const TensorMap* map_out, bool warms_up,
+                                              const Addend& low_rank) {
   // The shuffle tells ptxas that it is warp-uniform: descriptors are then computed once per warp.
   const int warp_idx = __shfl_sync(~0u, (threadIdx.x - kFirstConsumer) / 32, 0);
   const int warpgroup = warp_idx / 4;
@@ -286,6 +288,7 @@ __device__ __forceinline__ void consume_codes(const Pipeline& p, const TileSched
     Sums acc;
     const int2 tile = index == kWarmup ? make_int2(s.m, 0) : s.tile(index);
     const int row = tile.x + warpgroup * kMmaTilesM * kMmaM + warp_idx % 4 * 16;
+    if constexpr (kTileM == 64) prefetch_low_rank(low_rank, e, s, tile, warp_idx);
     multiply_codes(p, s, warpgroup, index == kWarmup, state, scales, e, row, tile.y, acc);
     if constexpr (kClusterK > 1) {
       float own[1][kSliceSums];
@@ -293,12 +296,14 @@ __device__ __forceinline__ void consume_codes(const Pipeline& p, const TileSched
       exchange_sums(p, s, smem + (p.sums - p.x), acc[0], own[0]);
       const Corner corner{staging, row, tile.y + s.rank_k * kSlice};
       if constexpr (!kBlocks) apply_scales(scales, e, own, row, corner.col, s.m, s.n);
+      low_rank.template add<kTileM == 64>(e, own[0], row, corner.col, s.m, s.n);
       store(e, own[0], corner, s.m, s.n, is_wide, map_out, 0);
     } else {
       if constexpr (!kBlocks) apply_scales(scales, e, acc, row, tile.y, s.m, s.n);
 #pragma unroll
       for (int i = 0; i < kMmaTilesM; ++i) {
         const Corner corner{staging, row + i * kMmaM, tile.y};
+        low_rank.template add<kTileM == 64>(e, acc[i], corner.row, tile.y, s.m, s.n);
         store(e, acc[i], corner, s.m, s.n, is_wide, map_out, i);
       }
     }

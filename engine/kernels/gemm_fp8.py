@@ -8,14 +8,20 @@ from __future__ import annotations
 from typing import Any
 
 from engine.kernels._module import ModuleSpec
+from engine.kernels.gemm.low_rank import LowRank
 from engine.kernels.gemm.w8 import gemm_w8, w8_specs
 
 __all__ = ["gemm_fp8", "specs"]
 
 
-def specs(dtype: str, **_: Any) -> tuple[ModuleSpec, ...]:
-    """Return the modules that the op may launch for `dtype`."""
-    return w8_specs("gemm_fp8", dtype)
+def specs(
+    dtype: str, *, has_adapters: bool = False, patterns: bool = False, **_: Any
+) -> tuple[ModuleSpec, ...]:
+    """Return the modules that the op may launch for `dtype`.
+
+    `has_adapters`: also with `low_rank`; `patterns`: all.
+    """
+    return w8_specs("gemm_fp8", dtype, has_adapters=has_adapters or patterns)
 
 
 def gemm_fp8(
@@ -33,6 +39,7 @@ def gemm_fp8(
     out_dtype: Any = None,
     deterministic: bool = False,
     pdl: bool = False,
+    low_rank: LowRank | None = None,
     out: Any = None,
 ) -> Any:
     """Multiply rows by a weight, both in e4m3 with scales: activation(x Wᵀ + bias) + residual.
@@ -54,7 +61,7 @@ def gemm_fp8(
         See `rmsnorm`.
     bias : (N,) array, optional
         Of x's dtype. With `x_scales`: of `out_dtype`, or of any dtype if that is float32.
-    residual, activation, deterministic, out
+    residual, activation, deterministic, low_rank, out
         See `gemm`.
     out_dtype : dtype, optional
         x's dtype (the default) or float32. With `x_scales` it is required; all three are allowed.

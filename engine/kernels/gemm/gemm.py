@@ -15,6 +15,7 @@ from engine.kernels._contract import FLOATS, Contract
 from engine.kernels._module import ModuleSpec
 from engine.kernels.gemm.config import Config, choose_config
 from engine.kernels.gemm.launch import launch
+from engine.kernels.gemm.low_rank import LowRank, check_low_rank
 from engine.kernels.gemm.operands import (
     SWIGLU,
     Operands,
@@ -25,12 +26,20 @@ from engine.kernels.gemm.operands import (
 from engine.kernels.gemm.sm90 import hopper_specs
 from engine.kernels.swiglu import specs as swiglu_specs
 
-__all__ = ["Config", "choose_config", "gemm", "interleave_gate_up", "specs"]
+__all__ = ["Config", "LowRank", "choose_config", "gemm", "interleave_gate_up", "specs"]
 
 
-def specs(dtype: str, **_: Any) -> tuple[ModuleSpec, ...]:
-    """Return the modules that the op may launch for `dtype`."""
-    return (ModuleSpec("gemm/gemm.cu", dtype), *hopper_specs(dtype), *swiglu_specs(dtype))
+def specs(
+    dtype: str, *, has_adapters: bool = False, patterns: bool = False, **_: Any
+) -> tuple[ModuleSpec, ...]:
+    """Return the modules that the op may launch for `dtype`.
+
+    `has_adapters`: also with `low_rank`; `patterns`: all.
+    """
+    own = (ModuleSpec("gemm/gemm.cu", dtype), *hopper_specs(dtype), *swiglu_specs(dtype))
+    if not has_adapters and not patterns:
+        return own
+    return (*own, *hopper_specs(dtype, is_adapted=True))
 
 
 def gemm(
@@ -43,6 +52,7 @@ def gemm(
     out_dtype: Any = None,
     deterministic: bool = False,
     pdl: bool = False,
+    low_rank: LowRank | None = None,
     out: Any = None,
 ) -> Any:
     """Multiply rows by a weight matrix: activation(x Wᵀ + bias) + residual.
@@ -72,6 +82,9 @@ def gemm(
     pdl : bool
         Promise that no kernel still running on the stream writes `weight` or `bias`; this holds for
         a model's parameters. With few rows they are then read while the preceding kernel ends.
+    low_rank : LowRank, optional
+        Product of the rows' LoRA adapters, added before the activation, which must be None or
+        "swiglu". The result has x's dtype.
     out : (M, N) array of `out_dtype`, optional
         Array for the result; its rows may be strided.
 
@@ -107,6 +120,7 @@ def gemm(
         call.check("out_dtype", False, f'{x.dtype} with "swiglu"', str(dtype))
     if bias is not None:
         bias = call.array("bias", bias, "N", x.dtype)
+    check_low_rank(call, low_rank, activation, dtype)
     if call.on_cpu:
         result = _cpu.gemm(
             x,
@@ -116,10 +130,11 @@ def gemm(
             activation=activation,
             out_dtype=dtype,
             deterministic=deterministic,
+            low_rank=low_rank,
         )
         return call.finish(out, result, layout="rows")
     out = call.output("out", out, (call["M"], columns), dtype, layout="rows")
-    operands = Operands(x, weight, out, bias, residual, activation, deterministic, pdl)
+    operands = Operands(x, weight, out, bias, residual, activation, deterministic, pdl, low_rank)
     launch("gemm", operands)
     return out
 

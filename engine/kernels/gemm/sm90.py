@@ -13,6 +13,7 @@ from engine.kernels._chip import HOPPER, HOPPER_DTYPES, sm_count
 from engine.kernels._launch import Kernel, ceil_div
 from engine.kernels._module import ModuleSpec
 from engine.kernels._tensor_map import tensor_map, tensor_map_2d
+from engine.kernels.gemm.low_rank import LOW_RANK_PARAMS, LowRank
 
 __all__ = [
     "HOPPER_CONFIGS",
@@ -25,12 +26,14 @@ __all__ = [
     "launch_tiles",
 ]
 
-_KERNEL = Kernel(
-    "gemm_sm90",
+_PARAMS = (
     "map_x:tmap map_tail:tmap map_w:tmap map_out:tmap bias:ptr residual:ptr residual_stride:i64 "
     "out:ptr out_stride:i64 m:i32 n:i32 k:i32 band:i32 x_part:i32 tail_part:i32 stages:i32 "
-    "uses_pdl:i32 num_gates:i32 activation:i32 is_float:i32 out_vector:i32",
-    struct="GemmSm90Params",
+    "uses_pdl:i32 num_gates:i32 activation:i32 is_float:i32 out_vector:i32"
+)
+_KERNEL = Kernel("gemm_sm90", _PARAMS, struct="GemmSm90Params")
+_ADAPTED = Kernel(
+    "gemm_adapted_sm90", f"{_PARAMS} {LOW_RANK_PARAMS}", struct="GemmAdaptedSm90Params"
 )
 
 _SLAB_BYTES = 128  # bytes per operand row of a slab: the widest swizzle
@@ -108,6 +111,11 @@ class HopperConfig:
         is_paired = all(self.tile_n // size % 16 == 0 for size in (self.cluster_m, self.cluster_k))
         return is_paired and self.warpgroups != 3
 
+    @property
+    def adapts(self) -> bool:
+        """Tell whether the kernel can add LoRA adapters' products: some tiles lack registers."""
+        return self.tile_n <= (128 if self.tile_m == 192 else 192)
+
     def stages(self, m: int, limit: int = HOPPER.shared_bytes) -> int:
         """Return the number of stages (`m` rows of x, and the weight) that fit in shared memory."""
         free = limit - 1024 - 512 - self._beside_stages
@@ -129,8 +137,8 @@ class HopperConfig:
         sums = self.tile_m * self.tile_n * 4 * (self.cluster_k - 1) // self.cluster_k
         return self.warpgroups * 4 * (2 if self.stores else 1) * _WARP_STAGING + sums
 
-    def spec(self, dtype: str) -> ModuleSpec:
-        """Return the module for `dtype`."""
+    def spec(self, dtype: str, *, is_adapted: bool = False) -> ModuleSpec:
+        """Return the module for `dtype`; `is_adapted`: that with LoRA adapters."""
         macros = {
             "TILE_M": self.tile_m,
             "TILE_N": self.tile_n,
@@ -143,7 +151,8 @@ class HopperConfig:
             "THREADS": self.threads,
             "BYTES_BESIDE_STAGES": self._beside_stages,
         }
-        return ModuleSpec("gemm/gemm_sm90.cu", dtype, tuple(macros.items()))
+        file = "gemm/gemm_adapted_sm90.cu" if is_adapted else "gemm/gemm_sm90.cu"
+        return ModuleSpec(file, dtype, tuple(macros.items()))
 
     def x_part(self, m: int) -> int:
         """Return the rows of x that each of the CTAs sharing a tile loads."""
@@ -283,9 +292,15 @@ _FEW_ROWS: dict[HopperConfig, float] = {
 HOPPER_CONFIGS: tuple[HopperConfig, ...] = (*_TILES, *_FEW_ROWS)
 
 
-def hopper_specs(dtype: str) -> tuple[ModuleSpec, ...]:
-    """Return the modules that `launch_hopper` may launch for `dtype`."""
-    return tuple(config.spec(dtype) for config in HOPPER_CONFIGS) if dtype in HOPPER_DTYPES else ()
+def hopper_specs(dtype: str, *, is_adapted: bool = False) -> tuple[ModuleSpec, ...]:
+    """Return the modules that `launch_hopper` may launch for `dtype`; see `HopperConfig.spec`."""
+    if dtype not in HOPPER_DTYPES:
+        return ()
+    return tuple(
+        config.spec(dtype, is_adapted=is_adapted)
+        for config in HOPPER_CONFIGS
+        if config.adapts or not is_adapted
+    )
 
 
 @cache
@@ -297,12 +312,13 @@ def choose_hopper(
     *,
     deterministic: bool = False,
     is_gated: bool = False,
+    is_adapted: bool = False,
 ) -> HopperConfig:
     """Choose the tile with the least estimated time for x (m, k) and weight (n, k), both aligned.
 
     CTAs share a sum over k only if all tiles are resident at once, and never with `deterministic`:
-    all other configurations sum a row in the same order. `is_gated` restricts the choice to tiles
-    with `gates`.
+    all other configurations sum a row in the same order. `is_gated` and `is_adapted` restrict the
+    choice to tiles with `gates` and `adapts`.
 
     Examples
     --------
@@ -312,6 +328,8 @@ def choose_hopper(
 
     def is_possible(config: HopperConfig) -> bool:
         if config.cluster_size > sm_count or (is_gated and not config.gates):
+            return False
+        if is_adapted and not config.adapts:
             return False
         return config.cluster_k == 1 or (
             not deterministic
@@ -354,11 +372,16 @@ def launch_hopper(
     *,
     pdl: bool = False,
     is_split: bool = False,
+    low_rank: LowRank | None = None,
 ) -> None:
-    """Launch gemm_sm90.cu on CuPy arrays. See `launch_tiles`."""
-    spec = config.spec(dtype_name(x.dtype))
+    """Launch gemm_sm90.cu or gemm_adapted_sm90.cu on CuPy arrays. See `launch_tiles`."""
+    spec = config.spec(dtype_name(x.dtype), is_adapted=low_rank is not None)
+    kernel = _KERNEL
+    if low_rank is not None:
+        kernel = _ADAPTED
+        epilogue = epilogue | low_rank.arguments()
     launch_tiles(
-        _KERNEL, spec, config, x, weight, out, epilogue, out_vector, pdl=pdl, is_split=is_split
+        kernel, spec, config, x, weight, out, epilogue, out_vector, pdl=pdl, is_split=is_split
     )
 
 
@@ -380,7 +403,7 @@ def launch_tiles(
     Parameters
     ----------
     arguments : dict
-        Further kernel arguments: the epilogue's, and scales.
+        Further kernel arguments: the epilogue's, scales, and those of adapters.
     pdl : bool
         Read weight and bias before the preceding kernel has ended.
     is_split : bool

@@ -15,7 +15,8 @@ from engine.kernels._contract import FLOAT32, FLOATS, Contract
 from engine.kernels._launch import Kernel, ceil_div
 from engine.kernels._module import ModuleSpec
 from engine.kernels._quantize import CODES, GROUP, num_scales
-from engine.kernels.gemm.launch import is_vector, out_vector
+from engine.kernels.gemm.launch import is_vector, launch_low_rank_apart, out_vector
+from engine.kernels.gemm.low_rank import LowRank, check_low_rank
 from engine.kernels.gemm.operands import (
     SWIGLU,
     activation_number,
@@ -59,9 +60,11 @@ _MAX_QUANTIZED_K = 16384  # maximum row length that the skinny kernels quantize
 _STATIC_BYTES = 2048  # static shared memory and the driver's reserve, in bytes
 
 
-def w8_specs(op: str, dtype: str) -> tuple[ModuleSpec, ...]:
-    """Return the modules that `op` may launch for `dtype`."""
-    own = (ModuleSpec(f"gemm/{op}.cu", dtype), *w8_hopper_specs(op.removeprefix("gemm_"), dtype))
+def w8_specs(op: str, dtype: str, *, has_adapters: bool) -> tuple[ModuleSpec, ...]:
+    """Return the modules that `op` may launch for `dtype`; `has_adapters`: also with `low_rank`."""
+    own = [ModuleSpec(f"gemm/{op}.cu", dtype)]
+    for is_adapted in (False, True) if has_adapters else (False,):
+        own += w8_hopper_specs(op.removeprefix("gemm_"), dtype, is_adapted=is_adapted)
     others = (*rows_specs(dtype), *norm_specs(dtype), *swiglu_specs(dtype))
     return tuple(dict.fromkeys((*own, *others)))
 
@@ -92,6 +95,7 @@ class W8Operands:
     activation: str | None
     deterministic: bool
     pdl: bool
+    low_rank: LowRank | None = None
     out: Any = None
 
     @property
@@ -197,6 +201,7 @@ def gemm_w8(
     """
     call = Contract(f"gemm_{codes}")
     columns = _check(call, codes, x, weight, weight_scales, options)
+    check_low_rank(call, options["low_rank"], options["activation"], options["out_dtype"])
     if call.on_cpu:
         return call.finish(out, _MIRRORS[codes](**options), layout="rows")
     dtype = options.pop("out_dtype")
@@ -286,10 +291,16 @@ def _launch(o: W8Operands) -> None:
             group=o.group,
         )
         if config is not None:
-            _launch_skinny(o, config)
+            if o.low_rank is None:
+                _launch_skinny(o, config)
+            else:
+                launch_low_rank_apart(_launch, o)
             return
     o = _quantized(o)
-    if _is_hopper(o):
+    is_hopper = _is_hopper(o)
+    if o.low_rank is not None and not (is_hopper and o.low_rank.fits_epilogue):
+        launch_low_rank_apart(_launch, o)
+    elif is_hopper:
         _launch_hopper(o)
     elif o.activation == SWIGLU:
         packed = device.cupy().empty((m, n), np.dtype(o.out.dtype))
@@ -385,6 +396,7 @@ def _launch_hopper(o: W8Operands) -> None:
         has_blocks=o.has_blocks,
         pdl=o.pdl,
         is_split=is_split,
+        low_rank=o.low_rank,
     )
 
 

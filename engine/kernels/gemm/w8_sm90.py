@@ -11,6 +11,7 @@ from typing import Any
 from engine.kernels._chip import HOPPER_DTYPES
 from engine.kernels._launch import Kernel, ceil_div
 from engine.kernels._module import ModuleSpec
+from engine.kernels.gemm.low_rank import LOW_RANK_PARAMS, LowRank
 from engine.kernels.gemm.sm90 import HopperConfig, OutVector, launch_tiles
 
 __all__ = ["choose_w8_hopper", "launch_w8_hopper", "w8_configs", "w8_hopper_specs"]
@@ -23,6 +24,14 @@ _PARAMS = (
 _KERNELS = {
     codes: Kernel(f"gemm_{codes}_sm90", _PARAMS, struct="GemmW8Sm90Params")
     for codes in ("fp8", "int8")
+}
+_ADAPTED = {
+    codes: Kernel(
+        f"gemm_{codes}_adapted_sm90",
+        f"{_PARAMS} {LOW_RANK_PARAMS}",
+        struct="GemmW8AdaptedSm90Params",
+    )
+    for codes in _KERNELS
 }
 _SLAB_K = 128  # codes of k per 128 bytes, the widest swizzle
 _CODES = {"fp8": 1, "int8": 2}  # values of the macro CODES
@@ -49,22 +58,25 @@ def w8_configs(*, has_blocks: bool) -> tuple[HopperConfig, ...]:
     return tuple(c for c in _TILES if not has_blocks or _BLOCK % c.tile_n == 0)
 
 
-def w8_hopper_specs(codes: str, dtype: str) -> tuple[ModuleSpec, ...]:
-    """Return the modules that `launch_w8_hopper` may launch."""
+def w8_hopper_specs(codes: str, dtype: str, *, is_adapted: bool = False) -> tuple[ModuleSpec, ...]:
+    """Return the modules that `launch_w8_hopper` may launch; `is_adapted`: those with adapters."""
     if dtype not in HOPPER_DTYPES:
         return ()
     blocks = (False, True) if codes == "fp8" else (False,)
     return tuple(
-        _spec(config, codes, dtype, has_blocks=has_blocks)
+        _spec(config, codes, dtype, has_blocks=has_blocks, is_adapted=is_adapted)
         for has_blocks in blocks
         for config in w8_configs(has_blocks=has_blocks)
     )
 
 
-def _spec(config: HopperConfig, codes: str, dtype: str, *, has_blocks: bool) -> ModuleSpec:
+def _spec(
+    config: HopperConfig, codes: str, dtype: str, *, has_blocks: bool, is_adapted: bool
+) -> ModuleSpec:
     tile = config.spec(dtype).defines
     own = (("CODES", _CODES[codes]), ("BLOCKS", int(has_blocks)))
-    return ModuleSpec(f"gemm/gemm_{codes}_sm90.cu", dtype, (*tile, *own))
+    name = f"gemm_{codes}_adapted_sm90" if is_adapted else f"gemm_{codes}_sm90"
+    return ModuleSpec(f"gemm/{name}.cu", dtype, (*tile, *own))
 
 
 @cache
@@ -119,10 +131,15 @@ def launch_w8_hopper(
     has_blocks: bool,
     pdl: bool = False,
     is_split: bool = False,
+    low_rank: LowRank | None = None,
 ) -> None:
     """Launch on CuPy arrays of codes, x (M, K) and weight (N, K). See `launch_tiles`."""
-    spec = _spec(config, codes, dtype, has_blocks=has_blocks)
+    is_adapted = low_rank is not None
+    spec = _spec(config, codes, dtype, has_blocks=has_blocks, is_adapted=is_adapted)
     kernel = _KERNELS[codes]
+    if low_rank is not None:
+        kernel = _ADAPTED[codes]
+        arguments = arguments | low_rank.arguments()
     launch_tiles(
         kernel, spec, config, x, weight, out, arguments, out_vector, pdl=pdl, is_split=is_split
     )

@@ -20,6 +20,8 @@ from engine.kernels._packed import SAMPLE, check_weight
 from engine.kernels.dequantize import specs as dequantize_specs
 from engine.kernels.gemm import operands as products
 from engine.kernels.gemm import specs as gemm_specs
+from engine.kernels.gemm.launch import launch_low_rank_apart
+from engine.kernels.gemm.low_rank import LowRank, check_low_rank
 from engine.kernels.gemm.operands import (
     SWIGLU,
     Operands,
@@ -44,20 +46,26 @@ MAX_FEW_ROWS = 8  # maximum rows for which `few_rows` beats Hopper's tiles
 
 
 def specs(
-    dtype: str, *, formats: tuple[str, ...] = (), patterns: bool = False, **_: Any
+    dtype: str,
+    *,
+    formats: tuple[str, ...] = (),
+    has_adapters: bool = False,
+    patterns: bool = False,
+    **_: Any,
 ) -> tuple[ModuleSpec, ...]:
     """Return the modules that the op may launch for weights of `formats`.
 
-    `patterns` instead selects a sample of formats that covers every decoder.
+    `has_adapters`: also with `low_rank`. `patterns` instead selects a sample of formats that covers
+    every decoder.
     """
     if dtype == "float32":
         return ()
     return (
         *few_rows.specs("gemm_wna16", dtype, SAMPLE if patterns else formats),
-        *sm90.specs(dtype, SAMPLE if patterns else formats),
+        *sm90.specs(dtype, SAMPLE if patterns else formats, has_adapters=has_adapters or patterns),
         *dequantize_specs(dtype, formats=formats, patterns=patterns),
         *permute_specs(dtype),
-        *gemm_specs(dtype),
+        *gemm_specs(dtype, has_adapters=has_adapters, patterns=patterns),
         *swiglu_specs(dtype),
     )
 
@@ -72,6 +80,7 @@ def gemm_wna16(
     out_dtype: Any = None,
     deterministic: bool = False,
     pdl: bool = False,
+    low_rank: LowRank | None = None,
     out: Any = None,
 ) -> Any:
     """Multiply rows by a quantized weight matrix: activation(x Wᵀ + bias) + residual.
@@ -96,6 +105,8 @@ def gemm_wna16(
     pdl : bool
         Promise that no kernel still running on the stream writes `weight` or `bias`; this holds for
         a model's parameters. With few rows they are then read while the preceding kernel ends.
+    low_rank : LowRank, optional
+        See `gemm`.
     out : (M, N) array of `out_dtype`, optional
         Array for the result; its rows may be strided.
 
@@ -137,6 +148,7 @@ def gemm_wna16(
         call.check("out_dtype", False, f'{x.dtype} with "swiglu"', str(dtype))
     if bias is not None:
         bias = call.array("bias", bias, "N", x.dtype)
+    check_low_rank(call, low_rank, activation, dtype)
     if on_cpu:
         result = _cpu.gemm_wna16(
             x,
@@ -146,12 +158,13 @@ def gemm_wna16(
             activation=activation,
             out_dtype=dtype,
             deterministic=deterministic,
+            low_rank=low_rank,
         )
         return call.finish(out, result, layout="rows")
     out = call.output("out", out, (call["M"], columns), dtype, layout="rows")
     if weight.permutation is not None:
         x = permute_columns(x, weight.permutation)
-    launch(Operands(x, weight, out, bias, residual, activation, deterministic, pdl))
+    launch(Operands(x, weight, out, bias, residual, activation, deterministic, pdl, low_rank))
     return out
 
 
@@ -168,9 +181,14 @@ def launch(operands: Operands) -> None:
         return
     tile = sm90.choose(operands) if operands.x.shape[0] > MAX_FEW_ROWS else None
     config = few_rows.choose(operands) if tile is None else None
-    if config is not None:
+    if config is None:
+        tile = tile or sm90.choose(operands)
+    low_rank = operands.low_rank
+    if low_rank is not None and not (tile is not None and low_rank.fits_epilogue):
+        launch_low_rank_apart(launch, operands)
+    elif config is not None:
         few_rows.launch(operands, config)
-    elif (tile := tile or sm90.choose(operands)) is not None:
+    elif tile is not None:
         sm90.launch(operands, tile)
     else:
         portable.launch(operands)

@@ -14,6 +14,7 @@ from engine.kernels._launch import Kernel, ceil_div
 from engine.kernels._module import ModuleSpec
 from engine.kernels._packed import format_spec, format_specs, scale_dtype
 from engine.kernels._tensor_map import tensor_map, tensor_map_2d
+from engine.kernels.gemm.low_rank import LOW_RANK_PARAMS
 from engine.kernels.gemm.operands import SWIGLU, Operands, activation_number, row_stride
 from engine.weights import FORMATS, Format, Weight
 from engine.weights.formats import TILE_ROWS
@@ -27,15 +28,20 @@ __all__ = [
     "specs",
 ]
 
-_KERNEL = Kernel(
-    "gemm_wna16_sm90",
+_PARAMS = (
     "map_x:tmap map_tail:tmap map_data:tmap map_high:tmap map_scales:tmap map_supers:tmap bias:ptr "
     "residual:ptr residual_stride:i64 out:ptr out_stride:i64 m:i32 n:i32 slabs:i32 x_part:i32 "
-    "tail_part:i32 num_gates:i32 activation:i32 is_float:i32 is_vector:i32 is_early:i32",
-    struct="GemmWna16Sm90Params",
+    "tail_part:i32 num_gates:i32 activation:i32 is_float:i32 is_vector:i32 is_early:i32"
+)
+_KERNEL = Kernel("gemm_wna16_sm90", _PARAMS, struct="GemmWna16Sm90Params")
+_ADAPTED = Kernel(
+    "gemm_wna16_adapted_sm90",
+    f"{_PARAMS} {LOW_RANK_PARAMS}",
+    struct="GemmWna16AdaptedSm90Params",
 )
 
 _FILE = "gemm_wna16_sm90.cu"
+_ADAPTED_FILE = "gemm_wna16_adapted_sm90.cu"
 _SLAB_K = 64  # values of k per 128 bytes, the widest swizzle
 _MAX_STAGES = 16
 _PLANES = ("data", "high", "scales", "supers")
@@ -224,14 +230,20 @@ _BYTES_PER_US = 4.2e6
 HOPPER_CONFIGS: tuple[HopperConfig, ...] = tuple(_TILES)
 
 
-def specs(dtype: str, formats: tuple[str, ...] = ()) -> tuple[ModuleSpec, ...]:
-    """Return the modules that `launch` may launch for weights of `formats`."""
+def specs(
+    dtype: str, formats: tuple[str, ...] = (), *, has_adapters: bool = False
+) -> tuple[ModuleSpec, ...]:
+    """Return the modules that `launch` may launch for weights of `formats`.
+
+    `has_adapters`: also those with LoRA adapters.
+    """
     if dtype not in HOPPER_DTYPES:
         return ()
     return tuple(
         config.spec(base, FORMATS[name])
         for name in formats
-        for base in format_specs(_FILE, dtype, (name,))
+        for file in ((_FILE, _ADAPTED_FILE) if has_adapters else (_FILE,))
+        for base in format_specs(file, dtype, (name,))
         for config in HOPPER_CONFIGS
         if config.supports(FORMATS[name])
     )
@@ -317,8 +329,10 @@ def launch(operands: Operands, config: HopperConfig) -> None:
         clusters = min(clusters, config.max_clusters(sm_count()))
     x_part = min(m, config.tokens)
     tail_part = m % config.tokens or config.tokens
-    base = format_spec(_FILE, dtype, weight.format, scale_dtype(weight))
-    _KERNEL.launch(
+    low_rank = operands.low_rank
+    kernel, file = (_KERNEL, _FILE) if low_rank is None else (_ADAPTED, _ADAPTED_FILE)
+    base = format_spec(file, dtype, weight.format, scale_dtype(weight))
+    kernel.launch(
         config.spec(base, weight.format),
         (clusters * config.splits,),
         (config.threads,),
@@ -343,6 +357,7 @@ def launch(operands: Operands, config: HopperConfig) -> None:
         is_vector=_is_vector(out, residual),
         is_early=operands.pdl,
         **config.plane_maps(weight, is_gated=is_gated),
+        **({} if low_rank is None else low_rank.arguments()),
     )
 
 
