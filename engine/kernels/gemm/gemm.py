@@ -120,7 +120,7 @@ def gemm(
         call.check("out_dtype", False, f'{x.dtype} with "swiglu"', str(dtype))
     if bias is not None:
         bias = call.array("bias", bias, "N", x.dtype)
-    check_low_rank(call, low_rank, activation, dtype)
+    low_rank = check_low_rank(call, low_rank, activation, dtype)
     if call.on_cpu:
         result = _cpu.gemm(
             x,

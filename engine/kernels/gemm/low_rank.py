@@ -86,13 +86,14 @@ class LowRank:
 
 def check_low_rank(
     call: Contract, low_rank: LowRank | None, activation: str | None, dtype: np.dtype[Any]
-) -> None:
-    """Check `low_rank` against the sizes M and N and the result's dtype; `add_to` checks the rest.
+) -> LowRank | None:
+    """Check `low_rank` against the sizes M and N and the result's dtype; return it.
 
-    An activation other than "swiglu" would need sums before it, which the op does not keep.
+    Where the kernel does not add it, the product is finished before it is added: an activation
+    other than "swiglu", which is an op of its own, would come too early.
     """
     if low_rank is None:
-        return
+        return None
     allowed = (None, "swiglu")
     call.check("activation", activation in allowed, f"one of {allowed} with low_rank", activation)
     b = call.array("low_rank.b", low_rank.b, "S N r", dtype)
@@ -103,8 +104,15 @@ def check_low_rank(
     is_ascending = all(a < b for a, b in itertools.pairwise(ends)) and ends[-1] == b.shape[1]
     call.check("low_rank.bounds", is_ascending, f"ascending up to {b.shape[1]}", low_rank.bounds)
     call.check("low_rank.bounds", parts <= MAX_PARTS, f"at most {MAX_PARTS}", parts)
-    call.array("low_rank.slots", low_rank.slots, "M", INT32)
-    if low_rank.bias is not None:
-        call.array("low_rank.bias", low_rank.bias, "S N", dtype)
-    if low_rank.has_bias is not None:
-        call.array("low_rank.has_bias", low_rank.has_bias, "S", INT32)
+    bias = low_rank.bias
+    has_bias = low_rank.has_bias
+    return LowRank(
+        h,
+        b,
+        call.array("low_rank.order", low_rank.order, "M", INT32),
+        call.array("low_rank.offsets", low_rank.offsets, str(b.shape[0] + 1), INT32),
+        call.array("low_rank.slots", low_rank.slots, "M", INT32),
+        tuple(low_rank.bounds),
+        None if bias is None else call.array("low_rank.bias", bias, "S N", dtype),
+        None if has_bias is None else call.array("low_rank.has_bias", has_bias, "S", INT32),
+    )

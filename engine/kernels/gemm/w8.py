@@ -201,7 +201,9 @@ def gemm_w8(
     """
     call = Contract(f"gemm_{codes}")
     columns = _check(call, codes, x, weight, weight_scales, options)
-    check_low_rank(call, options["low_rank"], options["activation"], options["out_dtype"])
+    options["low_rank"] = check_low_rank(
+        call, options["low_rank"], options["activation"], options["out_dtype"]
+    )
     if call.on_cpu:
         return call.finish(out, _MIRRORS[codes](**options), layout="rows")
     dtype = options.pop("out_dtype")
