@@ -216,8 +216,8 @@ struct LowRank {
 #pragma unroll
         for (int r = 0; r < kCount; ++r)
           if (split + i < num_splits && own[r] < num_adapters)
-            x[i][r] = load_vec<float, 4>(from + i * stride +
-                                         static_cast<int64_t>(row[r]) * h_columns);
+            x[i][r] =
+                load_vec<float, 4>(from + i * stride + static_cast<int64_t>(row[r]) * h_columns);
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i)
 #pragma unroll
@@ -255,9 +255,8 @@ struct LowRank {
         return make_uint2(*reinterpret_cast<const unsigned short*>(bias + row), 0);
       });
     else
-      load([&](int64_t row) {
-        return *reinterpret_cast<const uint2*>(b + row * rank + k + t * 4);
-      });
+      load(
+          [&](int64_t row) { return *reinterpret_cast<const uint2*>(b + row * rank + k + t * 4); });
   }
 
   template <bool kPrefetches, int kFirst, int kSums>
@@ -277,8 +276,8 @@ struct LowRank {
       if constexpr (kPrefetches)
         if (following < num_adapters) load_b<kFirst, kCount>(groups, following, n, k, after);
       const bool low = own[0] == s, high = own[1] == s;
-      const uint32_t a[4] = {low ? values[0].x : 0, high ? values[1].x : 0,
-                             low ? values[0].y : 0, high ? values[1].y : 0};
+      const uint32_t a[4] = {low ? values[0].x : 0, high ? values[1].x : 0, low ? values[0].y : 0,
+                             high ? values[1].y : 0};
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
         if (!groups.has(kFirst + i)) continue;  // the sums of other parts stay as they are
@@ -306,11 +305,24 @@ struct LowRank {
     return make_uint2(reads ? *reinterpret_cast<const unsigned short*>(bias + at) : 0, 0);
   }
 
+  // Fragments of 16 rows of an adapter: those of this lane's two rows that `has` names.
+  struct RowFragments {
+    uint2 low, high;
+  };
+  __device__ __forceinline__ RowFragments load_rows(int2 rows, const bool (&has)[2], int adapter,
+                                                    int n, int k) const {
+    if (adapter == num_adapters) return {};
+    return {has[0] ? load_row(rows.x, adapter, n, k) : make_uint2(0, 0),
+            has[1] ? load_row(rows.y, adapter, n, k) : make_uint2(0, 0)};
+  }
+
   template <int kGroups, int kFirst>
   __device__ __forceinline__ void multiply_transposed(float* sums, int2 rows, const bool (&has)[2],
                                                       int token, int part, int k, int m,
                                                       int n) const {
-    constexpr int kAtOnce = kGroups - kFirst < 2 ? kGroups - kFirst : 2;
+    // All groups of a small tile, whose tokens may have many adapters: each is loaded once.
+    constexpr int kMost = kGroups <= 8 ? kGroups : 2, kLeft = kGroups - kFirst;
+    constexpr int kAtOnce = kLeft < kMost ? kLeft : kMost;
     const int g = lane_idx() / 4;
     int tokens[kAtOnce], own[kAtOnce];
 #pragma unroll
@@ -318,29 +330,35 @@ struct LowRank {
       tokens[i] = token + (kFirst + i) * 8 + g;
       own[i] = slot(tokens[i], m);
     }
-    uint2 values[kAtOnce];
+    const auto next = [&](int from) {
+      int first = num_adapters;
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) values[i] = one();
-    if (k < rank) load_h<1>(tokens, own, part, k, m, values);
-    int loaded = num_adapters;  // the adapter whose rows of b are in `a`
-    uint32_t a[4] = {};
+      for (int i = 0; i < kAtOnce; ++i)
+        if (own[i] >= from) first = min(first, own[i]);
+      return __reduce_min_sync(kFullMask, first);
+    };
+    int s = next(0);
+    if (s < num_adapters) {
+      uint2 values[kAtOnce];
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
+      for (int i = 0; i < kAtOnce; ++i) values[i] = one();
+      RowFragments a = load_rows(rows, has, s, n, k);
+      if (k < rank) load_h<1>(tokens, own, part, k, m, values);
 #pragma unroll 1
-      for (int s = __reduce_min_sync(kFullMask, own[i]); s < num_adapters;) {
-        if (s != loaded) {
-          const uint2 low = has[0] ? load_row(rows.x, s, n, k) : make_uint2(0, 0);
-          const uint2 high = has[1] ? load_row(rows.y, s, n, k) : make_uint2(0, 0);
-          a[0] = low.x, a[1] = high.x, a[2] = low.y, a[3] = high.y;
-          loaded = s;
+      while (s < num_adapters) {
+        const int following = next(s + 1);
+        const RowFragments after = load_rows(rows, has, following, n, k);
+        const uint32_t fragment[4] = {a.low.x, a.high.x, a.low.y, a.high.y};
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+          const bool is_own = own[i] == s;
+          const uint32_t operand[2] = {is_own ? values[i].x : 0, is_own ? values[i].y : 0};
+          float* const to = sums + (kFirst + i) * 4;
+          float d[4] = {to[0], to[1], to[2], to[3]};
+          mma_m16n8k16<scalar_t>(d, fragment, operand);
+          to[0] = d[0], to[1] = d[1], to[2] = d[2], to[3] = d[3];
         }
-        const bool is_own = own[i] == s;
-        const uint32_t operand[2] = {is_own ? values[i].x : 0, is_own ? values[i].y : 0};
-        float* const to = sums + (kFirst + i) * 4;
-        float d[4] = {to[0], to[1], to[2], to[3]};
-        mma_m16n8k16<scalar_t>(d, a, operand);
-        to[0] = d[0], to[1] = d[1], to[2] = d[2], to[3] = d[3];
-        s = __reduce_min_sync(kFullMask, own[i] > s ? own[i] : num_adapters);
+        a = after, s = following;
       }
     }
     if constexpr (kFirst + kAtOnce < kGroups)

@@ -71,8 +71,7 @@ __device__ __forceinline__ void multiply(const Pipeline& p, const TileScheduler&
 // memory anyway.
 template <typename Addend>
 __device__ __forceinline__ void prefetch_low_rank(const Addend& low_rank, const Epilogue& e,
-                                                  const TileScheduler& s, int2 tile,
-                                                  int warp_idx) {
+                                                  const TileScheduler& s, int2 tile, int warp_idx) {
   const int first = tile.x + warp_idx / 4 * kMmaTilesM * kMmaM + warp_idx % 4 * 16;
 #pragma unroll
   for (int i = 0; i < kMmaTilesM; ++i)

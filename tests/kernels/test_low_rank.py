@@ -226,7 +226,7 @@ def _hopper(cp):
 
 
 ADAPTED = [config for config in HOPPER_CONFIGS if config.adapts]
-PACKED_CONFIGS = wna16_sm90.HOPPER_CONFIGS
+PACKED_CONFIGS = [config for config in wna16_sm90.HOPPER_CONFIGS if config.adapts]
 TILE_SHAPES = (
     (9, 3, 16, (72,), 1096),
     (64, 16, 16, (512, 640, 768), 2048),

@@ -82,6 +82,11 @@ class HopperConfig:
         return 64 * self.warpgroups * self.mma_tiles
 
     @property
+    def adapts(self) -> bool:
+        """Tell whether the kernel can add LoRA adapters' products: else it lacks registers."""
+        return self.blocks == 1
+
+    @property
     def threads(self) -> int:
         """Return the threads per CTA."""
         moves_registers = self.warpgroups == 2 and self.mma_tiles * self.tokens >= 128
@@ -245,7 +250,7 @@ def specs(
         for file in ((_FILE, _ADAPTED_FILE) if has_adapters else (_FILE,))
         for base in format_specs(file, dtype, (name,))
         for config in HOPPER_CONFIGS
-        if config.supports(FORMATS[name])
+        if config.supports(FORMATS[name]) and (config.adapts or file == _FILE)
     )
 
 
@@ -259,10 +264,12 @@ def choose_hopper(
     *,
     deterministic: bool = False,
     is_gated: bool = False,
+    is_adapted: bool = False,
 ) -> HopperConfig:
     """Choose the tile with the least estimated time for x (m, k) and weight (n, k).
 
-    With `deterministic`, only tiles that sum a row in the same order are considered.
+    With `deterministic`, only tiles that sum a row in the same order are considered; with
+    `is_adapted`, only those with `adapts`.
 
     Examples
     --------
@@ -274,6 +281,8 @@ def choose_hopper(
 
     def is_possible(config: HopperConfig) -> bool:
         if config.splits > sm_count or not config.supports(form):
+            return False
+        if is_adapted and not config.adapts:
             return False
         if deterministic and (config.splits > 1 or config.scales_sums):
             return False
@@ -311,6 +320,7 @@ def choose(operands: Operands) -> HopperConfig | None:
         sm_count(),
         deterministic=operands.deterministic,
         is_gated=operands.activation == SWIGLU,
+        is_adapted=operands.low_rank is not None,
     )
 
 
