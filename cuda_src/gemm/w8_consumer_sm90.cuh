@@ -249,7 +249,7 @@ __device__ __forceinline__ void apply_scales(const W8Scales& s, const Epilogue& 
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int r = row + tile * kMmaM + lane_idx / 4 + half * 8;
-      if constexpr (!kGroups) x[tile][half] = r < m ? s.x[r] : 0.0f;
+      if (!kGroups) x[tile][half] = r < m ? s.x[r] : 0.0f;
     }
 #pragma unroll
   for (int j = 0; j < kSums / 4; ++j)
@@ -259,7 +259,7 @@ __device__ __forceinline__ void apply_scales(const W8Scales& s, const Epilogue& 
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
         float* a = acc[tile] + 4 * j + i;
-        if constexpr (!kGroups) a[0] *= x[tile][0], a[2] *= x[tile][1];
+        if (!kGroups) a[0] *= x[tile][0], a[2] *= x[tile][1];
         a[0] *= w, a[2] *= w;
       }
     }

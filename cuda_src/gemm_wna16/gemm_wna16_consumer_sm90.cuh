@@ -412,17 +412,17 @@ __device__ __forceinline__ void consume(const Consumer& c, const RowEpilogue& e,
               tile.token + first / kMmaTiles * 8, m, n);
         c.store(e, own, tile, m, cluster_rank());
       }
-      continue;
-    }
-#pragma unroll
-    for (int j = 0; j < kMmaTiles; ++j)
-      low_rank.template add_transposed<kTokens / 8>(acc[j], c.weight_rows(e, tile.block, j),
-                                                    tile.token, m, n);
-    if (kStoresHalves && e.has_halves()) {
-      if (c.is_gated) c.combine(e, acc[0], tile.block, 0);
-      c.store_halves(e, acc, tile, m);
     } else {
-      c.store(e, acc[0], tile, m, 0);
+#pragma unroll
+      for (int j = 0; j < kMmaTiles; ++j)
+        low_rank.template add_transposed<kTokens / 8>(acc[j], c.weight_rows(e, tile.block, j),
+                                                      tile.token, m, n);
+      if (kStoresHalves && e.has_halves()) {
+        if (c.is_gated) c.combine(e, acc[0], tile.block, 0);
+        c.store_halves(e, acc, tile, m);
+      } else {
+        c.store(e, acc[0], tile, m, 0);
+      }
     }
   }
 }
