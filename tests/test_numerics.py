@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -254,6 +255,25 @@ def test_vllms_log_probabilities_are_read(monkeypatch, tmp_path):
     np.savez(tmp_path / "dense.npz", token_ids=made.token_ids + 1, logprobs=logprobs)
     with pytest.raises(ValueError, match="must have the token ids of this run"):
         _measured(monkeypatch, 0.1, models=("dense",), vllm=tmp_path)
+
+
+# ---- the page
+
+
+def test_the_page_shows_the_data():
+    folder = Path(__file__).parents[1] / "docs" / "benchmarks"
+    record = json.loads((folder / "numerics_cpu.json").read_text())
+    page = (folder / "numerics.md").read_text()
+    rows = [row for row in record["rows"] if row["dtype"] == "bfloat16"]
+    kept = [(mode, "default") for mode in ("prompts", "1 request")]
+    kept.append(("1 request", numerics.EVERYTHING))
+    shown = [row for row in rows if (row["mode"], row["path"]) in kept]
+    assert {row["model"] for row in shown} == {"SmolLM2-135M", "dense 10m", "experts 10m"}
+    assert numerics.table(shown, ("rms", "kl_mean", "kl_median")) in page
+    assert numerics.conclusion(rows).splitlines()[-1] in page.replace("\n", " ")
+    version = next(row["version"] for row in rows if row["implementation"] == "transformers")
+    for said in (record["date"], record["commit"], f"transformers {version}"):
+        assert said in page
 
 
 # ---- the command

@@ -520,6 +520,28 @@ def _quantization() -> Picture:
                    shared_cases=True)  # fmt: skip
 
 
+def _numerics(stem: str) -> Picture:
+    record = _load(stem)
+    rows = [
+        row
+        for row in record["rows"]
+        if row["implementation"] == "ours" and row["mode"] == "1 request" and "ratio" in row
+    ]
+    cases = [f"{row['model']}, {row['path']}" for row in rows]
+    panels = [
+        Bars(title, "of transformers' distance, less is better", cases,
+             {"ours": [row["ratio"][metric] for row in rows]},
+             ("transformers in bfloat16", 1.0), digits=".2f")
+        for title, metric in (
+            ("logits, relative RMS error", "rms"),
+            ("KL divergence, mean", "kl_mean"),
+            ("KL divergence, median", "kl_median"),
+        )
+    ]  # fmt: skip
+    return Picture("Distance from float64, decode steps of one request", _source(record), panels, 3,
+                   1.2 + 0.2 * len(cases), shared_cases=True)  # fmt: skip
+
+
 def _whole_models() -> Picture:
     record = _load("whole_models")
 
@@ -755,6 +777,7 @@ PICTURES: dict[str, Callable[[], Picture]] = {
     "all_reduce": _all_reduce,
     "attention_roofline": _roofline,
     "quantization": _quantization,
+    "numerics": partial(_numerics, "numerics_cpu"),
     "whole_models": _whole_models,
     "hybrid_model": _hybrid_model,
     "answer_formats": _answer_formats,

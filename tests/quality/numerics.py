@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,9 @@ import numpy as np
 
 import engine
 from engine import kernels
+from engine.commands._record import check_json_file, conditions
 from engine.device import Device, resolve_device, to_numpy
+from engine.errors import ConfigError, DeviceError
 from engine.kernels._chip import is_hopper
 from engine.model import Model
 from tests.quality import float64
@@ -131,7 +135,8 @@ class _Measurement:
             return
         folder = self._made.folder
         with Transformers(folder, "bfloat16", self._device) as peer:
-            for mode, logits in self._logits(peer.prompts, peer.decoded):
+            for mode in self._modes():
+                logits = self._logits(mode, peer.prompts, peer.decoded)
                 self._peers[mode] = Distance.of(logits, self._reference)
                 yield self._row(BASELINE, "bfloat16", mode, DEFAULT, logits, self._peers[mode])
             found = self._scored(peer.prompts(self._made.token_ids, wide_logits=True))
@@ -164,14 +169,7 @@ class _Measurement:
         return engine.load(self._made.folder, device=self._device, progress=False, **given)
 
     def _path(self, model: Model, name: str) -> Iterator[dict[str, Any]]:
-        """Yield a row for each mode in which the path runs other ops than the default one."""
-
-        def prompts(ids: Array) -> Array:
-            return _prompts(model, ids)
-
-        def decoded(ids: Array, first: int) -> Array:
-            return _decoded(model, ids, first)
-
+        """Yield a row for each mode; if `name` takes ops apart, only where there are some."""
         for mode, ids in self._modes().items():
             first = None if mode == PROMPTS else self._plan.first
             with _apart(name):
@@ -179,7 +177,7 @@ class _Measurement:
             if name in (*PARTS, EVERYTHING) and ops == _ops(model, ids, first):
                 continue
             with _apart(name):
-                _, logits = next(iter(self._logits(prompts, decoded, (mode,))))
+                logits = self._logits(mode, partial(_prompts, model), partial(_decoded, model))
             yield self._row("ours", "bfloat16", mode, name, logits) | {"ops": sorted(ops)}
 
     def _modes(self) -> dict[str, Array]:
@@ -188,20 +186,15 @@ class _Measurement:
         return {PROMPTS: ids, ONE: ids[:1], self._plan.many: ids}
 
     def _logits(
-        self,
-        prompts: Callable[[Array], Array],
-        decoded: Callable[[Array, int], Array],
-        modes: Sequence[str] = (),
-    ) -> Iterator[tuple[str, Array]]:
-        """Yield the logits (N, V) of the compared tokens, for each mode."""
+        self, mode: str, prompts: Callable[[Array], Array], decoded: Callable[[Array, int], Array]
+    ) -> Array:
+        """Return the logits (N, V) of the compared tokens, computed as `mode` says."""
         ids, first = self._made.token_ids, self._plan.first
-        for mode in modes or self._modes():
-            if mode == PROMPTS:
-                yield mode, self._scored(prompts(ids))
-                continue
-            groups = ids[:, None] if mode == ONE else ids[None]
-            found = np.concatenate([decoded(group, first) for group in groups])
-            yield mode, found.reshape(-1, found.shape[-1])
+        if mode == PROMPTS:
+            return self._scored(prompts(ids))
+        groups = ids[:, None] if mode == ONE else ids[None]
+        found = np.concatenate([decoded(group, first) for group in groups])
+        return found.reshape(-1, found.shape[-1])
 
     def _row(
         self,
@@ -307,24 +300,24 @@ def _portable_tier() -> Iterator[None]:
 
 # ---- results
 
-_HEAD = ("RMS", "max", "KL mean", "KL median", "KL 99 %", "other top 1")
+_HEADS = dict(
+    zip(METRICS, ("RMS", "max", "KL mean", "KL median", "KL 99 %", "other top 1"), strict=True)
+)
 
 
-def table(rows: Sequence[Mapping[str, Any]]) -> str:
+def table(rows: Sequence[Mapping[str, Any]], metrics: Sequence[str] = tuple(METRICS)) -> str:
     """Return the rows as a table in Markdown: distances, and in brackets ours over transformers'.
 
     A ratio that is larger by more than chance is bold.
     """
-    lines = [
-        f"| model | mode | implementation | {' | '.join(_HEAD)} |",
-        "|---|---|---|" + "---|" * len(_HEAD),
-    ]
-    return "\n".join([*lines, *(_line(row) for row in rows)])
+    heads = " | ".join(_HEADS[name] for name in metrics)
+    lines = [f"| model | mode | implementation | {heads} |", "|---" * (3 + len(metrics)) + "|"]
+    return "\n".join([*lines, *(_line(row, metrics) for row in rows)])
 
 
-def _line(row: Mapping[str, Any]) -> str:
+def _line(row: Mapping[str, Any], metrics: Sequence[str] = tuple(METRICS)) -> str:
     cells = [row["model"], row["mode"], _named(row)]
-    for name in METRICS:
+    for name in metrics:
         text = f"{100 * row[name]:.2f} %" if name == "top1_other" else f"{row[name]:.2e}"
         if "ratio" in row and row["dtype"] == "bfloat16":
             ratio = f"{row['ratio'][name]:.2f}"
@@ -361,7 +354,7 @@ def conclusion(rows: Sequence[Mapping[str, Any]]) -> str:
     lines = []
     for model in dict.fromkeys(row["model"] for row in judged):
         of_model = [row for row in judged if row["model"] == model]
-        for name, head in zip(METRICS, _HEAD, strict=True):
+        for name, head in _HEADS.items():
             ratios = [row["ratio"][name] for row in of_model]
             worst = of_model[int(np.argmax(ratios))]
             lines.append(
@@ -395,11 +388,6 @@ def report(plan: Plan, device: Device) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Measure, write the file, and print the table and the conclusion."""
-    import json
-
-    from engine.commands._record import check_json_file, conditions
-    from engine.errors import ConfigError, DeviceError
-
     parser = argparse.ArgumentParser(prog="python -m tests.quality.numerics", description=__doc__)
     parser.add_argument("models", nargs="*", metavar="MODEL", help=f"of {', '.join(MODELS)}")
     parser.add_argument("--size", choices=SIZES, default=Plan.size, help="of the random models")
