@@ -27,8 +27,6 @@ from engine.layers.batch import ForwardBatch
 from engine.layers.lora import NO_ADAPTER
 from engine.loading.lora import LoraAdapter
 from engine.parallel.adapters import HeldAdapters, SharedAdapters
-from engine.parallel.stage import run_stage
-from engine.parallel.stage_group import StageGroup
 from engine.weights import Stage
 from tests.distributed.golden import write_checkpoint
 from tests.lora_files import (
@@ -54,22 +52,6 @@ FAMILIES = (
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
     return Served(tmp_path_factory.mktemp("served"))
-
-
-@pytest.fixture
-def in_threads(monkeypatch):
-    """Let stages be threads of this process; the sockets are the same."""
-
-    def run(*arguments):
-        with contextlib.suppress(Exception):  # the engine is told
-            run_stage(*arguments)
-
-    def start(group, num_threads):
-        for stage in range(group.num_stages - 1):
-            arguments = (group.address, stage, group._secret)
-            threading.Thread(target=run, args=arguments, daemon=True).start()
-
-    monkeypatch.setattr(StageGroup, "start_processes", start)
 
 
 def until(is_true):
