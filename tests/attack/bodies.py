@@ -135,6 +135,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     },
     **dict.fromkeys(("/score", "/v1/score"), _SCORE),
     **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), _RERANK),
+    "/classify": {"input": ["a"], "model": "m", "user": "u"},
     "/inference/v1/generate": {
         "token_ids": [1, 2], "sampling_params": {
             **{name: value for name, value in _SAMPLING.items() if name not in _BESIDE},
