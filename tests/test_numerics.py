@@ -232,7 +232,7 @@ def test_an_inexact_kernel_is_found(monkeypatch):
     with kernels.override(swiglu=_wrong(1.1)):
         rows = _measured(monkeypatch, 0.1, models=("dense",))
     found = {row["path"] for row, name in numerics.farther(rows) if name == "rms"}
-    assert "default" in found and "activations apart" not in found  # which restores the op
+    assert "default" in found and "activations apart" not in found  # apart, the op is right
 
 
 def test_float32_must_be_near_float64(monkeypatch):

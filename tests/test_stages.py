@@ -86,7 +86,7 @@ def test_the_time_of_a_stage():
     row = stages.row_of("a model", counts, timed, 2.5)
     assert row["ops a token"] == 4 and row["stages a token"] == 5
     assert row["ms of reading"] == pytest.approx(0.8)  # 2 GB at 2.5 TB/s
-    assert row["us a stage"] == pytest.approx(40.0)  # of 0.2 ms
+    assert row["us a stage"] == pytest.approx(40.0)  # 0.2 ms a token
     assert "us a stage" not in stages.row_of("a model", counts, timed)  # unknown card
     assert "ms a token" not in stages.row_of("a model", counts)
     assert "us a stage 40  gemm_kernel() 5" in stages._line(row)

@@ -167,12 +167,12 @@ struct LowRank {
     return make_uint2(lane_idx() % 4 == 0 ? pack2<scalar_t>(1.0f, 0.0f) : 0, 0);
   }
 
-  // Asks a cache for the rows of b of `width` columns: L2, or L1, where the warps of a tile share
+  // Asks a cache for the rows of b of kWidth columns: L2, or L1, where the warps of a tile share
   // them.
   template <int kWidth, bool kL2>
   __device__ __forceinline__ void ask_for(const Epilogue& e, int adapter, int col, int n) const {
     const int64_t size = static_cast<int64_t>(n) * rank;
-    const int lines = rank / 8;  // of 128 bytes, per 8 rows
+    const int lines = rank / 8;  // cache lines of 128 bytes per 8 rows
 #pragma unroll 1
     for (int i = lane_idx(); i < kWidth / 8 * lines; i += kWarpSize) {
       const int column = col + i / lines * 8;

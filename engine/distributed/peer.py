@@ -71,7 +71,7 @@ class Peer:
         except queue.Empty:
             return None
         if message is None:
-            messages.put(None)  # for the next call
+            messages.put(None)  # the next call finds the end, too
             raise RankError(self.words or f"the connection to {self.name} was lost: {self.lost}")
         return message
 

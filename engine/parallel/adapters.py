@@ -93,7 +93,7 @@ class HeldAdapters:
     def __init__(self, model: Model, answer: Callable[[int, str], None]) -> None:
         self._model = model
         self._answer = answer
-        self._held: dict[int, LoraAdapter] = {}  # by the driver's serial
+        self._held: dict[int, LoraAdapter] = {}  # the driver's serial -> adapter
         self._tasks: queue.SimpleQueue[tuple[list[int], list[str]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 

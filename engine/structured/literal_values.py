@@ -38,8 +38,7 @@ def literal_values(
 ) -> Form:
     """Return the format of an object as a literal: bare keys, and strings between markers.
 
-    Properties come in the order in which Jinja's ``dictsort`` writes them, as the chat templates of
-    this format do.
+    Properties come in the order in which Jinja's ``dictsort`` writes them.
 
     Parameters
     ----------

@@ -3,7 +3,7 @@
 #include "common/types.cuh"
 
 constexpr int kFeatures = 48;
-constexpr int kTokens = 128;           // of a block, a thread each
+constexpr int kTokens = 128;           // tokens per block, a thread each
 constexpr int kPitch = kFeatures + 1;  // threads that write one feature touch all banks
 
 extern "C" __global__ void __launch_bounds__(kTokens)

@@ -41,7 +41,7 @@ the published checkpoint."""
 PROMPT_LEN, OUTPUT_LEN, REPEATS = 128, 512, 3
 _COUNTED = (8, 24)  # output lengths whose difference is counted
 _CALL = "()"  # after the entry point of a kernel in the counts
-_VOCABULARY = 512  # of a small copy
+_VOCABULARY = 512  # the small copy's ids
 
 
 @dataclass(frozen=True)

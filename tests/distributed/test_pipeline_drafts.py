@@ -90,7 +90,7 @@ def test_a_draft_model(in_threads, tmp_path):
 def test_trees(in_threads, monkeypatch):
     """Keys of accepted branches move in all stages."""
     found = {}
-    moves = {6: set(), 4: set()}  # by the arrays of a stage of three layers, and of two
+    moves = {6: set(), 4: set()}  # number of arrays of a stage (three layers, two) -> its moves
     inner = KVCache.move_slots
 
     def counted(cache, sources, targets):

@@ -166,7 +166,7 @@ def test_a_fused_op_is_listed_with_its_parts(op):
         known |= {"gemm"}  # a product of another format is another op
     keywords = inspect.signature(OPS[op]).parameters
     unused = {"rmsnorm"} if op == "moe_gemm" else set()  # of a helper that it shares
-    unused |= set() if "low_rank" in keywords else {"lora_expand"}  # of `gemm`
+    unused |= set() if "low_rank" in keywords else {"lora_expand"}  # in `gemm`
     assert contained(op) - unused <= known, "list the part in STEPS, WHOLES or KEPT of fused.py"
     is_own = op in ("causal_conv", "gated_delta", "gated_norm")  # their gates and norms are no op
     for keyword, part in (("activation", "swiglu"), ("residual", "residual_add")):

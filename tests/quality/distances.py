@@ -17,7 +17,7 @@ __all__ = ["METRICS", "Comparison", "Distance", "compare"]
 Array = np.ndarray[Any, np.dtype[np.float64]]
 
 BLOCK = 8  # consecutive tokens resampled together, since they share keys and values
-_MIN_BLOCKS = 4  # for a standard error
+_MIN_BLOCKS = 4  # fewest blocks that give a standard error
 _RESAMPLES = 1000
 _ROWS_AT_ONCE = 64  # limits the float64 copies of logits
 _SIGNIFICANT = 3.0  # standard errors: 1 of 740 comparisons of equals falls outside by chance

@@ -85,7 +85,7 @@ SIZES: dict[str, dict[str, dict[str, Any]]] = {
 """Size of the random models -> model -> its config.json."""
 MODELS = ("smollm2", "dense", "experts")
 
-_SCORE_SCALE = 1.5  # of the QK-norms: scores have a standard deviation of about its square
+_SCORE_SCALE = 1.5  # QK-norm weights: scores have a standard deviation of about its square
 _LOGIT_SCALE = 3.0  # standard deviation of the logits
 _NORM_SPREAD = 0.3  # standard deviation of the logarithm of a norm's weights
 _BF16 = np.dtype(ml_dtypes.bfloat16)

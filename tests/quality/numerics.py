@@ -53,7 +53,7 @@ WIDE_LOGITS = "float32 logits"  # transformers rounds its logits to bfloat16, ou
 
 PROMPTS, ONE = "prompts", "1 request"
 BASELINE = "transformers"
-_SANE = 0.1  # of the distance in bfloat16: the most that float32 may be away
+_SANE = 0.1  # largest distance of float32, as a share of that of bfloat16
 _TIER = "ENGINE_KERNEL_TIER"
 
 

@@ -50,7 +50,7 @@ def tokens_of(name, are_special):
 
 def read(name, text, functions=FUNCTIONS, *, wrap=lambda parser: parser, size=None):
     """Return the content and the calls of an answer, read in pieces of `size` characters."""
-    if name == "harmony":  # as `HarmonyReasoning` passes it on
+    if name == "harmony":  # `HarmonyReasoning` passes it on so
         text = f"<|start|>assistant{text}"
     names = {function.name: function.parameters for function in functions}
     parser = wrap(get(name, names))

@@ -60,7 +60,7 @@ def of_json(name, calls):
     if name in with_json.OBJECTS:  # a section for each call
         return "\n".join(with_json.render(name, [one]) for one in written)
     text = with_json.render(name, written)
-    return text.replace(">\n[", ">[").replace("]\n<", "]<")  # of cohere
+    return text.replace(">\n[", ">[").replace("]\n<", "]<")  # Cohere's line breaks
 
 
 def of_tags(name, calls):
@@ -142,7 +142,7 @@ def test_rendered_calls(name):
         ids = list(text.encode())
         taken = matcher.try_consume_tokens(ids)
         assert taken == len(ids) and matcher.is_accepting(), ids and text.encode()[:taken]
-        if name == "harmony":  # as `HarmonyReasoning` passes it on
+        if name == "harmony":  # `HarmonyReasoning` passes it on so
             text = f"<|start|>assistant{text}"
         for size in (1, 2, 5, 1000):
             parser = get(name, names)
