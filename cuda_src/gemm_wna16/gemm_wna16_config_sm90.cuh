@@ -20,6 +20,15 @@ constexpr int kBlocks = BLOCKS;  // CTAs per multiprocessor
 // True: codes are multiplied unscaled, and each group's sums by its scale, which takes fewer
 // instructions for few tokens. False: weights are rounded to scalar_t before the product.
 constexpr bool kScalesSums = SCALES_SUMS;
+// Parts of k that a CTA sums one after another, each from zero, adding the sums in this order. A
+// cluster of as many CTAs (SPLITS) adds the same numbers in the same order: the bits are equal.
+#ifdef PARTS
+constexpr int kParts = PARTS;
+#else
+constexpr int kParts = 1;
+#endif
+constexpr int kPartSlabs = 2;  // a part is a multiple of these slabs
+static_assert(kParts == 1 || (kSplits == 1 && !kScalesSums), "one CTA sums all of k");
 constexpr int kMmaM = 64;
 constexpr int kRows = kWarpgroups * kMmaTiles * kMmaM, kRowTiles = kRows / kTileRows;
 constexpr int kStageK = kDepth * kSlabK;

@@ -152,20 +152,35 @@ struct Consumer {
     }
   }
 
+  // Returns the first slab of part `index` of k.
+  __device__ __forceinline__ int part_begin(int index) const {
+    return (slabs + kPartSlabs - 1) / kPartSlabs * index / kParts * kPartSlabs;
+  }
+  __device__ __forceinline__ void add_part(Sums& part, Sums& acc) const {
+#pragma unroll
+    for (int j = 0; j < kMmaTiles; ++j) {
+      wgmma_pin(part[j]);
+#pragma unroll
+      for (int i = 0; i < kTokens / 2; ++i) acc[j][i] += part[j][i];
+    }
+  }
+
   // Sums this CTA's share of k, which is not empty. The next slab is decoded while wgmma multiplies
   // the current one.
   __device__ __forceinline__ void multiply(PipelineState<kStages>& state, Sums& acc) const {
     constexpr int kGroupSlabs = kGroup > kSlabK ? kGroup / kSlabK : 1;
     state.stage = __shfl_sync(~0u, state.stage, 0);  // tells ptxas that it is warp-uniform
     const int first = first_k * kDepth, last = min(last_k * kDepth, slabs);
-    Sums part;  // sums of a group
-    if constexpr (kScalesSums) {
+    Sums part;  // sums of a group, or of a part of k
+    if constexpr (kScalesSums || kParts > 1) {
 #pragma unroll
       for (int j = 0; j < kMmaTiles; ++j)
 #pragma unroll
         for (int i = 0; i < kTokens / 2; ++i) acc[j][i] = 0.0f;
     }
-    Sums& sums = kScalesSums ? part : acc;
+    Sums& sums = kScalesSums || kParts > 1 ? part : acc;
+    int part_idx = 0, begin = first;  // of the current part, if k has several
+    int end = kParts > 1 ? part_begin(1) : last;
     Fragments even, odd;
     int slab = first;
     mbarrier_wait(smem_address(&smem.full[state.stage]), state.phase);
@@ -175,7 +190,7 @@ struct Consumer {
     const auto advance = [&](const Fragments& now, Fragments& next) {
       const int stage = state.stage;
       const bool ends_stage = kDepth == 1 || (slab + 1) % kDepth == 0 || slab + 1 == last;
-      const bool begins = slab == first || (kScalesSums && slab % kGroupSlabs == 0);
+      const bool begins = slab == begin || (kScalesSums && slab % kGroupSlabs == 0);
       const bool ends_group = kScalesSums && ((slab + 1) % kGroupSlabs == 0 || slab + 1 == last);
       float scales[kMmaTiles][2];
       if (ends_group) load_scales(stage, slab, scales);
@@ -191,6 +206,13 @@ struct Consumer {
       if (ends_group) {
         wgmma_wait<0>();
         add_group(scales, part, acc);
+      }
+      if constexpr (kParts > 1) {
+        if (slab == end || slab == last) {
+          wgmma_wait<0>();
+          add_part(part, acc);
+          begin = slab, end = part_begin(++part_idx + 1);
+        }
       }
       return slab < last;
     };

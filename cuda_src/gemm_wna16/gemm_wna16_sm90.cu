@@ -8,8 +8,8 @@
 // Numerics: weights are rounded to scalar_t as in `dequantize` or nearly so
 // (common/weight_fragments_sm90.cuh); with SCALES_SUMS codes are multiplied instead, and each
 // group's sums scaled. Products on tensor cores (wgmma); sums, bias, activation and residual in
-// float, one rounding at the end. Without SPLITS and SCALES_SUMS, k is summed in ascending steps of
-// 16, for every M.
+// float, one rounding at the end. Without SCALES_SUMS, k is summed in ascending steps of 16, for
+// every M: from zero in each of the SPLITS or PARTS, whose sums are then added in ascending order.
 // Parallelisation: a persistent CTA computes work tiles of kRows weight rows by kTokens rows of x.
 // A producer thread fills a ring of stages by TMA. Consumer warpgroups decode codes to fragments in
 // registers while wgmma multiplies those of the preceding step. The CTAs of a cluster split one

@@ -15,13 +15,21 @@ __all__ = ["gemm_int8", "specs"]
 
 
 def specs(
-    dtype: str, *, has_adapters: bool = False, patterns: bool = False, **_: Any
+    dtype: str,
+    *,
+    has_adapters: bool = False,
+    deterministic: bool = False,
+    patterns: bool = False,
+    **_: Any,
 ) -> tuple[ModuleSpec, ...]:
     """Return the modules that the op may launch for `dtype`.
 
-    `has_adapters`: also with `low_rank`; `patterns`: all.
+    `has_adapters`, `deterministic`: also with `low_rank`, and with `deterministic`; `patterns`:
+    all.
     """
-    return w8_specs("gemm_int8", dtype, has_adapters=has_adapters or patterns)
+    return w8_specs(
+        "gemm_int8", dtype, has_adapters=has_adapters or patterns, deterministic=deterministic
+    )
 
 
 def gemm_int8(

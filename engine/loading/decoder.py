@@ -135,6 +135,7 @@ def load_decoder(
             is_shared=collectives is not None,
             has_patterns=bool(decoder.patterns),
             has_adapters=adapters is not None,
+            deterministic=options.deterministic,
             progress=progress,
         )
     if options.load_format != "dummy" and source is not None:

@@ -71,12 +71,13 @@ def kernel_specs(
     is_shared: bool = False,
     has_patterns: bool = False,
     has_adapters: bool = False,
+    deterministic: bool = False,
 ) -> list[ModuleSpec]:
     """Return every kernel module that the model in `dtype` may launch.
 
     `formats`: formats of its weights; dense ones may be omitted. `is_shared`: the model is one
     rank's shard. `has_patterns`: some layers have an attention pattern. `has_adapters`: there is
-    room for LoRA adapters.
+    room for LoRA adapters. `deterministic`: its products are launched with `deterministic=True`.
 
     Examples
     --------
@@ -119,6 +120,7 @@ def kernel_specs(
                 q_factors=has_q_factors(config),
                 formats=tuple(form.name for form in formats),
                 has_adapters=has_adapters,
+                deterministic=deterministic,
                 **({"patterns": True} if has_patterns and op == "attention_prefill" else {}),
                 **(_delta_heads(config) if op == "gated_delta" else {}),
                 **(_mamba_states(config) if op == "mamba2" else {}),
@@ -207,6 +209,7 @@ def prepare_kernels(
     is_shared: bool = False,
     has_patterns: bool = False,
     has_adapters: bool = False,
+    deterministic: bool = False,
     progress: bool = False,
 ) -> None:
     """Load all kernels of a model; compile those not cached. Later compilations are counted.
@@ -216,8 +219,15 @@ def prepare_kernels(
     CompileError
         If NVRTC fails to compile one.
     """
-    parts = {"is_shared": is_shared, "has_patterns": has_patterns, "has_adapters": has_adapters}
-    specs = kernel_specs(config, dtype, formats, **parts)
+    specs = kernel_specs(
+        config,
+        dtype,
+        formats,
+        is_shared=is_shared,
+        has_patterns=has_patterns,
+        has_adapters=has_adapters,
+        deterministic=deterministic,
+    )
     _prepare(specs, device, progress=progress)
 
 

@@ -11,7 +11,7 @@ from engine.dtypes import np_dtype
 from engine.errors import ContractError, DTypeError, ShapeError
 from engine.kernels._chip import Limits
 from engine.kernels.gemm import w8
-from engine.kernels.gemm.w8_sm90 import w8_configs
+from engine.kernels.gemm.w8_sm90 import choose_w8_hopper, w8_configs, w8_hopper_specs
 from engine.testing import cases
 from engine.testing.cases_w8 import PRODUCTS_8BIT, dequantized, quantized_weight
 from engine.testing.tolerances import assert_close
@@ -118,7 +118,13 @@ def test_rows_that_lie_apart(xp, m):
         assert bool(xp.isnan(out[:, 64:]).all())
 
 
-TILES = [(config, b) for b in BLOCKS for config in w8_configs(has_blocks=b)]
+TILES = [
+    (config, b)
+    for b in BLOCKS
+    for config in dict.fromkeys(
+        (*w8_configs(has_blocks=b), *w8_configs(has_blocks=b, deterministic=True))
+    )
+]
 
 
 @pytest.mark.gpu
@@ -155,6 +161,39 @@ def test_deterministic_rows_do_not_depend_on_m(cp, has_blocks):
     for m in (1, 8, 33, 130):
         part = kernels.gemm_fp8(gx[:m], gw, gs, deterministic=True)
         np.testing.assert_array_equal(to_numpy(part), to_numpy(whole[:m]))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("has_blocks", BLOCKS)
+def test_rows_are_summed_alike_by_every_tile(cp, monkeypatch, has_blocks):
+    """The basis of `deterministic`."""
+    x, weight, scales, _, _ = inputs(200, 640, 2064, "bfloat16", has_blocks)
+    arrays = cases.to_module(cp, x, weight, scales)
+    configs, results = w8_configs(has_blocks=has_blocks, deterministic=True), []
+    assert len(configs) > 4
+    for config in configs:
+        monkeypatch.setattr(w8, "choose_w8_hopper", lambda *_, config=config, **__: config)
+        result = kernels.gemm_fp8(*arrays, deterministic=True, out_dtype=np.float32)
+        results.append(to_numpy(result))
+        np.testing.assert_array_equal(results[-1], results[0])
+
+
+@pytest.mark.parametrize("has_blocks", BLOCKS)
+def test_deterministic_choice(has_blocks):
+    """No candidate splits k or has several groups of codes a stage; the modules are prepared."""
+    for n, k in ((1024, 3072), (4096, 4096), (28672, 4096), (4096, 14336), (100, 64)):
+        for m in (1, 16, 64, 256, 4096):
+            chosen = choose_w8_hopper(m, n, k, 132, has_blocks=has_blocks, deterministic=True)
+            assert chosen.cluster_k == chosen.depth == 1
+            assert chosen.tile_m == 64 or m > 64
+            default = choose_w8_hopper(m, n, k, 132, has_blocks=has_blocks)
+            assert default in w8_configs(has_blocks=has_blocks)
+            assert chosen in w8_configs(has_blocks=has_blocks, deterministic=True)
+    few = choose_w8_hopper(1, 1024, 3072, 132, has_blocks=has_blocks, deterministic=True)
+    assert few.tile_n == 16
+    prepared = w8_hopper_specs("fp8", "bfloat16")
+    more = w8_hopper_specs("fp8", "bfloat16", deterministic=True)
+    assert set(prepared) < set(more) and len(more) == len(prepared) + 4
 
 
 @pytest.mark.parametrize("has_blocks", BLOCKS)

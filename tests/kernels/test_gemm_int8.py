@@ -15,6 +15,9 @@ from engine.testing import cases
 from engine.testing.cases_w8 import PRODUCTS_8BIT, dequantized, quantized_weight
 from engine.testing.tolerances import assert_close
 
+TILES = dict.fromkeys(
+    (*w8_configs(has_blocks=False), *w8_configs(has_blocks=False, deterministic=True))
+)
 ACTIVATIONS = (None, "relu", "gelu_tanh", "swiglu", "silu_and_mul")
 
 
@@ -80,7 +83,7 @@ def test_a_norm_before_it(xp, m):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("config", w8_configs(has_blocks=False), ids=str)
+@pytest.mark.parametrize("config", TILES, ids=str)
 def test_every_tile_matches_mirror(cp, monkeypatch, config):
     """Tile choice on Hopper; other GPUs always use the same tile."""
     monkeypatch.setattr(w8, "MAX_SKINNY_ROWS", 0)

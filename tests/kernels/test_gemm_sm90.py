@@ -11,15 +11,22 @@ from engine.kernels import _module
 from engine.kernels._chip import Limits
 from engine.kernels.gemm import launch as gemm_launch
 from engine.kernels.gemm.config import choose_config
-from engine.kernels.gemm.sm90 import HOPPER_CONFIGS, HopperConfig, choose_hopper, hopper_specs
+from engine.kernels.gemm.sm90 import (
+    HOPPER_CONFIGS,
+    NARROW_CONFIGS,
+    HopperConfig,
+    choose_hopper,
+    hopper_specs,
+)
 from engine.testing import cases
 from engine.testing.cases_gemm import MODEL_LAYERS
 from engine.testing.tolerances import assert_close
 
 HALVES = ("float16", "bfloat16")
+EVERY_CONFIG = (*HOPPER_CONFIGS, *NARROW_CONFIGS)
 CONFIGS = [
     pytest.param(c, id=f"{c.tile_m}x{c.tile_n}-{c.cluster_m}x{c.cluster_n}x{c.cluster_k}-{c.depth}")
-    for c in HOPPER_CONFIGS
+    for c in EVERY_CONFIG
 ]
 GATED = [p for p in CONFIGS if p.values[0].gates]
 
@@ -182,7 +189,7 @@ def test_gate_and_up_have_the_same_bits_in_every_tile(hopper, monkeypatch, dtype
     gx, gw, gb = cases.to_module(hopper, x, weight, bias)
     options = {"bias": gb, "activation": "swiglu", "deterministic": True}
     results = []
-    for config in HOPPER_CONFIGS:
+    for config in EVERY_CONFIG:
         if config.gates and config.cluster_k == 1:
             _force(monkeypatch, config)
             results.append(to_numpy(kernels.gemm(gx, gw, **options).view(np.int16)))
@@ -256,7 +263,7 @@ def test_rows_are_summed_alike_by_every_tile(hopper, monkeypatch):
     x, weight, _, _ = _inputs(300, 520, 2056, "bfloat16")
     gx, gw = cases.to_module(hopper, x, weight)
     results = []
-    for config in HOPPER_CONFIGS:
+    for config in EVERY_CONFIG:
         if config.cluster_k == 1:
             _force(monkeypatch, config)
             results.append(to_numpy(kernels.gemm(gx, gw, out_dtype=np.float32)))
@@ -269,7 +276,7 @@ def test_rows_are_summed_alike_by_every_tile(hopper, monkeypatch):
 @pytest.mark.gpu
 def test_a_chain_in_which_each_reads_what_the_last_wrote(hopper, monkeypatch):
     """With pdl, a kernel must still wait for its operands and for readers of its output."""
-    configs = list(HOPPER_CONFIGS)
+    configs = list(EVERY_CONFIG)
     weights = [cases.normal((512, 512), "float16", seed=i, scale=512**-0.5) for i in range(20)]
     start = cases.normal((200, 512), "float16", seed=99)
     on_device = cases.to_module(hopper, *weights)
@@ -313,6 +320,26 @@ def test_choice_covers_the_problem(sm_count):
             assert invariant.cluster_k == 1
             gated = choose_hopper(m, n, k, sm_count, is_gated=True)
             assert gated.tile_n // gated.cluster_k % 16 == 0
+
+
+def test_deterministic_choice_depends_on_m_only_in_the_tile():
+    """Every candidate sums all of k in one CTA; narrow tiles fill the chip with few columns."""
+    for n, k in [*MODEL_LAYERS.values(), (1, 8), (100, 4096)]:
+        for m in (1, 16, 64, 65, 256, 1000, 4096):
+            default = choose_hopper(m, n, k, 132)
+            chosen = choose_hopper(m, n, k, 132, deterministic=True)
+            assert chosen.cluster_k == 1 and default not in NARROW_CONFIGS
+            assert chosen.spec("bfloat16") in hopper_specs("bfloat16", deterministic=True)
+            assert default.spec("bfloat16") in hopper_specs("bfloat16")
+            gated = choose_hopper(m, n, k, 132, deterministic=True, is_gated=True)
+            assert gated.gates and gated.cluster_k == 1
+    for m in (1, 16, 64):
+        assert choose_hopper(m, 1024, 3072, 132, deterministic=True).tile_n == 16
+        assert choose_hopper(m, 4096, 12288, 132, deterministic=True).tile_n == 32
+        assert choose_hopper(m, 24576, 4096, 132, deterministic=True).tile_n == 64
+    chosen = choose_hopper(256, 1024, 3072, 132, deterministic=True)
+    assert chosen == HopperConfig(64, 32, cluster_m=2, depth=2)
+    assert choose_hopper(4096, 4096, 4096, 132, deterministic=True) not in NARROW_CONFIGS
 
 
 def test_choice_at_known_problems():
@@ -365,7 +392,7 @@ def test_bands():
 
 
 def test_configs_fit_the_chip():
-    for config in HOPPER_CONFIGS:
+    for config in EVERY_CONFIG:
         for m in (1, 9, 64, 4096):
             stages = config.stages(m)
             assert 3 <= stages <= 16
@@ -385,6 +412,7 @@ def test_configs_fit_the_chip():
         HopperConfig(128, 64, 2),
         HopperConfig(64, 64, cluster_k=4, depth=2),
         HopperConfig(64, 128, 4),
+        HopperConfig(64, 16, depth=2),
     ],
 )
 def test_ptxas_neither_spills_nor_serialises(config):

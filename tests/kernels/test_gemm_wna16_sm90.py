@@ -11,7 +11,13 @@ from engine.dtypes import dtype_name
 from engine.kernels import _module
 from engine.kernels._chip import sm_count
 from engine.kernels.gemm_wna16 import few_rows, sm90
-from engine.kernels.gemm_wna16.sm90 import HOPPER_CONFIGS, choose_hopper
+from engine.kernels.gemm_wna16.sm90 import (
+    HOPPER_CONFIGS,
+    INVARIANT_CONFIGS,
+    HopperConfig,
+    choose_hopper,
+    num_parts,
+)
 from engine.testing import cases
 from engine.testing.cases_gemm import MODEL_LAYERS
 from engine.testing.cases_quantized import PACKED_FORMATS, random_weight, weight_to
@@ -19,12 +25,14 @@ from engine.testing.tolerances import assert_close
 from engine.weights import FORMATS
 
 HALVES = ("float16", "bfloat16")
+EVERY_CONFIG = tuple(dict.fromkeys((*HOPPER_CONFIGS, *INVARIANT_CONFIGS)))
 CONFIGS = [
     pytest.param(
         c,
-        id=f"{c.tokens}x{c.rows}-{c.mma_tiles}-{c.splits}{'-sums' if c.scales_sums else ''}",
+        id=f"{c.tokens}x{c.rows}-{c.mma_tiles}-{c.splits}"
+        + f"{'-sums' if c.scales_sums else ''}{f'-{c.parts}' if c.parts > 1 else ''}",
     )
-    for c in HOPPER_CONFIGS
+    for c in EVERY_CONFIG
 ]
 
 
@@ -84,7 +92,7 @@ def test_scales_in_bfloat16(hopper, name, dtype):
 @pytest.mark.grid("config", CONFIGS)
 def test_every_tile_matches_mirror(hopper, monkeypatch, config, name):
     """Odd sizes, fewer rows than a tile, no out-of-bounds writes."""
-    if not config.supports(FORMATS[name]):
+    if config not in INVARIANT_CONFIGS and not config.supports(FORMATS[name]):
         pytest.skip("no such module")
     _force(monkeypatch, config)
     rng = np.random.default_rng(config.tokens + config.rows)
@@ -95,7 +103,8 @@ def test_every_tile_matches_mirror(hopper, monkeypatch, config, name):
         (*rng.integers(1, 700, 2), 8 * int(rng.integers(1, 160))),
     ]
     for i, (m, n, k) in enumerate(sizes):
-        k = max(k, 64 * config.depth * config.splits)  # enough k for every CTA
+        # Enough k for every CTA and part.
+        k = max(k, 64 * config.depth * config.splits, 128 * config.parts)
         weight, x = random_weight(name, n, k), cases.normal((m, k), "bfloat16", seed=i)
         out, buffer = cases.guarded(hopper, (m, n), x.dtype)
         kernels.gemm_wna16(hopper.asarray(x), weight_to(hopper, weight), out=out, pdl=i % 2 == 0)
@@ -168,17 +177,23 @@ def test_a_row_has_the_same_bits_in_any_company(hopper, dtype):
 
 
 @pytest.mark.gpu
-def test_rows_are_summed_alike_by_every_tile(hopper, monkeypatch):
-    """The basis of `deterministic`: CTAs that sum all of k produce the same bits."""
-    weight, x = random_weight("int4_g128", 520, 2056), cases.normal((300, 2056), "bfloat16", seed=1)
+@pytest.mark.parametrize("name", ["int4_g128", "q4_k", "mxfp4"])
+@pytest.mark.parametrize("parts", [1, 2, 4])
+def test_rows_are_summed_alike_by_every_tile(hopper, monkeypatch, parts, name):
+    """The basis of `deterministic`: CTAs that sum the same parts of k produce the same bits.
+
+    Slabs of k are odd in number, and not a multiple of the parts.
+    """
+    n, k = 520, 4232
+    weight, x = random_weight(name, n, k), cases.normal((300, k), "bfloat16", seed=1)
     gx, gw = hopper.asarray(x), weight_to(hopper, weight)
+    configs = [c for c in INVARIANT_CONFIGS if c.parts * c.splits == parts]
     results = []
-    for config in HOPPER_CONFIGS:
-        if config.splits == 1 and not config.scales_sums:
-            _force(monkeypatch, config)
-            results.append(to_numpy(kernels.gemm_wna16(gx, gw, out_dtype=np.float32)))
-    for result in results:
-        np.testing.assert_array_equal(result, results[0])
+    assert len(configs) >= 5
+    for config in configs:
+        _force(monkeypatch, config)
+        results.append(to_numpy(kernels.gemm_wna16(gx, gw, out_dtype=np.float32)))
+        np.testing.assert_array_equal(results[-1], results[0])
 
 
 @pytest.mark.gpu
@@ -217,7 +232,35 @@ def test_choice_covers_the_problem(sm_count):
                 form = FORMATS[name]
                 config = choose_hopper(m, n, k, form, sm_count)
                 assert config.splits <= sm_count
-                assert choose_hopper(m, n, k, form, sm_count, deterministic=True).splits == 1
+                chosen = choose_hopper(m, n, k, form, sm_count, deterministic=True)
+                assert chosen.splits <= sm_count and not chosen.scales_sums
+
+
+def test_deterministic_order_depends_on_k_alone():
+    """The parts of k begin at the same slabs for all rows, columns, formats and chips."""
+    for k in (64, 1000, 1024, 2048, 3072, 4096, 4232, 14336):
+        slabs, orders = -(-k // 64), set()
+        for name in ("int4_g128", "q4_k", "mxfp4", "int8_g64"):
+            modules = sm90.specs("bfloat16", (name,), deterministic=True)
+            base = sm90.format_specs("gemm_wna16_sm90.cu", "bfloat16", (name,))[0]
+            for n in (512, 4096, 28672):
+                for m in (1, 16, 32, 64, 256, 4096):
+                    for sms in (8, 78, 132):
+                        config = choose_hopper(m, n, k, FORMATS[name], sms, deterministic=True)
+                        assert config.spec(base, FORMATS[name]) in modules
+                        orders.add(config.bounds(slabs))
+        (order,) = orders
+        assert len(order) == num_parts(k) and len(set(order)) == len(order)
+
+
+def test_bounds_are_those_of_the_kernel():
+    """Clusters divide stages, one CTA divides units of two slabs; the former by their depth."""
+    assert HopperConfig(32, splits=4, depth=2).bounds(67) == (0, 16, 34, 50)
+    assert HopperConfig(128, parts=4).bounds(67) == (0, 16, 34, 50)
+    assert HopperConfig(128, splits=4).bounds(67) == (0, 16, 33, 50)
+    assert HopperConfig(256).bounds(67) == (0,)
+    assert set(HOPPER_CONFIGS).isdisjoint(c for c in INVARIANT_CONFIGS if c.parts > 1)
+    assert choose_hopper(1, 4096, 4096, FORMATS["int4_g128"], 132, deterministic=True).splits == 4
 
 
 @pytest.mark.parametrize("name", PACKED_FORMATS)
@@ -232,4 +275,5 @@ def test_every_format_has_a_tile_for_any_number_of_rows(name):
     for m in (1, 40, 100, 5000):
         for deterministic in (False, True):
             config = choose_hopper(m, 4096, 64, FORMATS[name], 1, deterministic=deterministic)
-            assert config.supports(FORMATS[name]) and config.splits == 1
+            has_module = deterministic or config.supports(FORMATS[name])
+            assert has_module and config.stages(FORMATS[name]) >= 2 and config.splits == 1

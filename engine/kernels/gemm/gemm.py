@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -30,16 +31,22 @@ __all__ = ["Config", "LowRank", "choose_config", "gemm", "interleave_gate_up", "
 
 
 def specs(
-    dtype: str, *, has_adapters: bool = False, patterns: bool = False, **_: Any
+    dtype: str,
+    *,
+    has_adapters: bool = False,
+    deterministic: bool = False,
+    patterns: bool = False,
+    **_: Any,
 ) -> tuple[ModuleSpec, ...]:
     """Return the modules that the op may launch for `dtype`.
 
-    `has_adapters`: also with `low_rank`; `patterns`: all.
+    `has_adapters`, `deterministic`: also with `low_rank`, and with `deterministic`; `patterns`:
+    all.
     """
-    own = (ModuleSpec("gemm/gemm.cu", dtype), *hopper_specs(dtype), *swiglu_specs(dtype))
-    if not has_adapters and not patterns:
-        return own
-    return (*own, *hopper_specs(dtype, is_adapted=True))
+    adapted = (False, True) if has_adapters or patterns else (False,)
+    tiles = [hopper_specs(dtype, is_adapted=a, deterministic=deterministic) for a in adapted]
+    own = ModuleSpec("gemm/gemm.cu", dtype)
+    return (own, *itertools.chain.from_iterable(tiles), *swiglu_specs(dtype))
 
 
 def gemm(

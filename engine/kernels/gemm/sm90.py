@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
@@ -18,6 +19,7 @@ from engine.kernels.gemm.low_rank import LOW_RANK_PARAMS, LowRank
 __all__ = [
     "HOPPER_CONFIGS",
     "MAX_FEW_ROWS",
+    "NARROW_CONFIGS",
     "HopperConfig",
     "OutVector",
     "choose_hopper",
@@ -289,16 +291,35 @@ _FEW_ROWS: dict[HopperConfig, float] = {
     HopperConfig(64, 64, cluster_k=4, depth=2): -0.15,
 }
 
+# Further tiles for `deterministic`, which rules out split-k: narrow ones keep more multiprocessors
+# busy. Extrapolated from the constants above, not fitted.
+_NARROW_TILES: dict[HopperConfig, _Cost] = {
+    HopperConfig(64, 32, cluster_m=2, depth=2): _Cost(1.63, 0.54, 0.13),
+    HopperConfig(64, 32, cluster_m=4, depth=2): _Cost(1.7, 0.6, 0.13),
+}
+_NARROW_FEW_ROWS: dict[HopperConfig, float] = {
+    HopperConfig(64, 16, depth=2): 0.0,
+    HopperConfig(64, 32, depth=2): 0.0,
+}
+_SM_BYTES_PER_US = 3.3e4  # rate at which one multiprocessor reads the weight
+
 HOPPER_CONFIGS: tuple[HopperConfig, ...] = (*_TILES, *_FEW_ROWS)
+NARROW_CONFIGS: tuple[HopperConfig, ...] = (*_NARROW_TILES, *_NARROW_FEW_ROWS)
 
 
-def hopper_specs(dtype: str, *, is_adapted: bool = False) -> tuple[ModuleSpec, ...]:
-    """Return the modules that `launch_hopper` may launch for `dtype`; see `HopperConfig.spec`."""
+def hopper_specs(
+    dtype: str, *, is_adapted: bool = False, deterministic: bool = False
+) -> tuple[ModuleSpec, ...]:
+    """Return the modules that `launch_hopper` may launch for `dtype`; see `HopperConfig.spec`.
+
+    `deterministic`: also those of that mode alone.
+    """
     if dtype not in HOPPER_DTYPES:
         return ()
+    configs = (*HOPPER_CONFIGS, *NARROW_CONFIGS) if deterministic else HOPPER_CONFIGS
     return tuple(
         config.spec(dtype, is_adapted=is_adapted)
-        for config in HOPPER_CONFIGS
+        for config in configs
         if config.adapts or not is_adapted
     )
 
@@ -317,8 +338,9 @@ def choose_hopper(
     """Choose the tile with the least estimated time for x (m, k) and weight (n, k), both aligned.
 
     CTAs share a sum over k only if all tiles are resident at once, and never with `deterministic`:
-    all other configurations sum a row in the same order. `is_gated` and `is_adapted` restrict the
-    choice to tiles with `gates` and `adapts`.
+    all other configurations sum a row in the same order, k in ascending steps of 16. In return it
+    may choose `NARROW_CONFIGS`. `is_gated` and `is_adapted` restrict the choice to tiles with
+    `gates` and `adapts`.
 
     Examples
     --------
@@ -337,25 +359,33 @@ def choose_hopper(
             and config.waves(m, n, sm_count) == 1
         )
 
+    few_rows = _FEW_ROWS | _NARROW_FEW_ROWS if deterministic else _FEW_ROWS
+    tiles = _TILES | _NARROW_TILES if deterministic else _TILES
+
     def estimate(config: HopperConfig) -> float:
         if m <= MAX_FEW_ROWS:
-            return _few_rows_us(config, m, n, k, sm_count) + _FEW_ROWS[config]
-        cost = _TILES[config]
+            sm_rate = _SM_BYTES_PER_US if deterministic else math.inf
+            return _few_rows_us(config, m, n, k, sm_count, sm_rate) + few_rows[config]
+        cost = tiles[config]
         waves = config.waves(m, n, sm_count)
         return cost.launch_us + waves * (cost.tile_us + cost.stage_us * config.tile_steps(k))
 
-    configs: Iterable[HopperConfig] = _FEW_ROWS if m <= MAX_FEW_ROWS else _TILES
+    configs: Iterable[HopperConfig] = few_rows if m <= MAX_FEW_ROWS else tiles
     return min(filter(is_possible, configs), key=estimate)
 
 
-def _few_rows_us(config: HopperConfig, m: int, n: int, k: int, sm_count: int) -> float:
+def _few_rows_us(
+    config: HopperConfig, m: int, n: int, k: int, sm_count: int, sm_rate: float
+) -> float:
     """Return the estimated time of a skinny GEMM launched with pdl.
 
-    Reading the weight overlaps with the stages of the busiest multiprocessor.
+    Reading the weight overlaps with the stages of the busiest multiprocessor, which reads at most
+    `sm_rate` bytes/us. (The fit behind the default choice has no such limit.)
     """
     cost = _FEW_ROWS_COST
-    stages = config.waves(m, n, sm_count) * ceil_div(k, _SLAB_K * config.cluster_k)
-    memory = 2 * n * k / cost.bytes_per_us
+    waves = config.waves(m, n, sm_count)
+    stages = waves * ceil_div(k, _SLAB_K * config.cluster_k)
+    memory = max(2 * n * k / cost.bytes_per_us, 2 * waves * config.tile_n * k / sm_rate)
     columns = config.tile_n + cost.row_columns * m
     work = stages * (cost.stage_us + cost.column_us * columns)
     both: float = (memory**4 + work**4) ** 0.25  # slightly more than the larger one

@@ -60,11 +60,18 @@ _MAX_QUANTIZED_K = 16384  # maximum row length that the skinny kernels quantize
 _STATIC_BYTES = 2048  # static shared memory and the driver's reserve, in bytes
 
 
-def w8_specs(op: str, dtype: str, *, has_adapters: bool) -> tuple[ModuleSpec, ...]:
-    """Return the modules that `op` may launch for `dtype`; `has_adapters`: also with `low_rank`."""
+def w8_specs(
+    op: str, dtype: str, *, has_adapters: bool = False, deterministic: bool = False
+) -> tuple[ModuleSpec, ...]:
+    """Return the modules that `op` may launch for `dtype`.
+
+    `has_adapters`, `deterministic`: also with `low_rank`, and with `deterministic`.
+    """
     own = [ModuleSpec(f"gemm/{op}.cu", dtype)]
     for is_adapted in (False, True) if has_adapters else (False,):
-        own += w8_hopper_specs(op.removeprefix("gemm_"), dtype, is_adapted=is_adapted)
+        own += w8_hopper_specs(
+            op.removeprefix("gemm_"), dtype, is_adapted=is_adapted, deterministic=deterministic
+        )
     others = (*rows_specs(dtype), *norm_specs(dtype), *swiglu_specs(dtype))
     return tuple(dict.fromkeys((*own, *others)))
 

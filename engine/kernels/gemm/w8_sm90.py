@@ -53,21 +53,46 @@ _TILES: dict[HopperConfig, tuple[float, float, float]] = {
 }
 
 
-def w8_configs(*, has_blocks: bool) -> tuple[HopperConfig, ...]:
-    """Return the candidate tiles; with block scales, those that do not straddle two blocks."""
-    return tuple(c for c in _TILES if not has_blocks or _BLOCK % c.tile_n == 0)
+# Further tiles for `deterministic`, which rules out split-k: narrow ones keep more multiprocessors
+# busy. Extrapolated from the constants above, not fitted.
+_NARROW_TILES: dict[HopperConfig, tuple[float, float, float]] = {
+    HopperConfig(64, 32): (1.58, 1.2, 0.13),
+    HopperConfig(64, 16): (1.58, 1.2, 0.1),
+}
 
 
-def w8_hopper_specs(codes: str, dtype: str, *, is_adapted: bool = False) -> tuple[ModuleSpec, ...]:
-    """Return the modules that `launch_w8_hopper` may launch; `is_adapted`: those with adapters."""
+def w8_configs(*, has_blocks: bool, deterministic: bool = False) -> tuple[HopperConfig, ...]:
+    """Return the candidate tiles; with block scales, those that do not straddle two blocks.
+
+    With `deterministic`, all sum a row in the same order: the products of a stage (128 codes) on
+    tensor cores, then the stages in ascending order in float32.
+    """
+    configs = [*_TILES, *_NARROW_TILES] if deterministic else [*_TILES]
+    return tuple(
+        c
+        for c in configs
+        if (not has_blocks or _BLOCK % c.tile_n == 0) and not (deterministic and c.cluster_k > 1)
+    )
+
+
+def w8_hopper_specs(
+    codes: str, dtype: str, *, is_adapted: bool = False, deterministic: bool = False
+) -> tuple[ModuleSpec, ...]:
+    """Return the modules that `launch_w8_hopper` may launch; `is_adapted`: those with adapters.
+
+    `deterministic`: also those of that mode alone.
+    """
     if dtype not in HOPPER_DTYPES:
         return ()
     blocks = (False, True) if codes == "fp8" else (False,)
-    return tuple(
+    modes = (False, True) if deterministic else (False,)
+    found = [
         _spec(config, codes, dtype, has_blocks=has_blocks, is_adapted=is_adapted)
         for has_blocks in blocks
-        for config in w8_configs(has_blocks=has_blocks)
-    )
+        for mode in modes
+        for config in w8_configs(has_blocks=has_blocks, deterministic=mode)
+    ]
+    return tuple(dict.fromkeys(found))
 
 
 def _spec(
@@ -105,17 +130,16 @@ def choose_w8_hopper(
         if m <= 64 < config.tile_m:  # memory-bound, which the estimate ignores
             return False
         return config.cluster_k == 1 or (
-            not deterministic
-            and k >= 2 * config.cluster_k * config.depth * _SLAB_K
-            and config.waves(m, n, sm_count) == 1
+            k >= 2 * config.cluster_k * config.depth * _SLAB_K and config.waves(m, n, sm_count) == 1
         )
 
     def estimate(config: HopperConfig) -> float:
-        launch_us, tile_us, stage_us = _TILES[config]
+        launch_us, tile_us, stage_us = (_TILES | _NARROW_TILES)[config]
         waves = config.waves(m, n, sm_count)
         return launch_us + waves * (tile_us + stage_us * config.tile_steps(pairs))
 
-    return min(filter(is_possible, w8_configs(has_blocks=has_blocks)), key=estimate)
+    configs = w8_configs(has_blocks=has_blocks, deterministic=deterministic)
+    return min(filter(is_possible, configs), key=estimate)
 
 
 def launch_w8_hopper(

@@ -50,22 +50,30 @@ def specs(
     *,
     formats: tuple[str, ...] = (),
     has_adapters: bool = False,
+    deterministic: bool = False,
     patterns: bool = False,
     **_: Any,
 ) -> tuple[ModuleSpec, ...]:
     """Return the modules that the op may launch for weights of `formats`.
 
-    `has_adapters`: also with `low_rank`. `patterns` instead selects a sample of formats that covers
-    every decoder.
+    `has_adapters`, `deterministic`: also with `low_rank`, and with `deterministic`. `patterns`
+    instead selects a sample of formats that covers every decoder.
     """
     if dtype == "float32":
         return ()
     return (
         *few_rows.specs("gemm_wna16", dtype, SAMPLE if patterns else formats),
-        *sm90.specs(dtype, SAMPLE if patterns else formats, has_adapters=has_adapters or patterns),
+        *sm90.specs(
+            dtype,
+            SAMPLE if patterns else formats,
+            has_adapters=has_adapters or patterns,
+            deterministic=deterministic,
+        ),
         *dequantize_specs(dtype, formats=formats, patterns=patterns),
         *permute_specs(dtype),
-        *gemm_specs(dtype, has_adapters=has_adapters, patterns=patterns),
+        *gemm_specs(
+            dtype, has_adapters=has_adapters, deterministic=deterministic, patterns=patterns
+        ),
         *swiglu_specs(dtype),
     )
 

@@ -21,10 +21,12 @@ from engine.weights.formats import TILE_ROWS
 
 __all__ = [
     "HOPPER_CONFIGS",
+    "INVARIANT_CONFIGS",
     "HopperConfig",
     "choose",
     "choose_hopper",
     "launch",
+    "num_parts",
     "specs",
 ]
 
@@ -44,6 +46,7 @@ _FILE = "gemm_wna16_sm90.cu"
 _ADAPTED_FILE = "gemm_wna16_adapted_sm90.cu"
 _SLAB_K = 64  # values of k per 128 bytes, the widest swizzle
 _MAX_STAGES = 16
+_PART_SLABS = 2  # kPartSlabs in CUDA
 _PLANES = ("data", "high", "scales", "supers")
 _DATA_BOX = 256  # bytes per row of map_data: the maximum extent of a TMA box
 
@@ -66,6 +69,8 @@ class HopperConfig:
         CTAs per multiprocessor.
     scales_sums : bool
         Multiply integer codes and scale the sum of each group, instead of scaling the weights.
+    parts : int
+        Parts of k that a CTA sums from zero and then adds, without `splits`.
     """
 
     tokens: int
@@ -75,6 +80,7 @@ class HopperConfig:
     depth: int = 1
     blocks: int = 1
     scales_sums: bool = False
+    parts: int = 1
 
     @property
     def rows(self) -> int:
@@ -159,6 +165,11 @@ class HopperConfig:
         sums = rows * tokens * 4 * (self.splits - 1)
         return staging + max(sums, 16) + 128 + 1024
 
+    def bounds(self, slabs: int) -> tuple[int, ...]:
+        """Return the slabs at which the sums of k's parts begin; they define the bits of a sum."""
+        units, size = (self.parts, _PART_SLABS) if self.splits == 1 else (self.splits, self.depth)
+        return tuple(ceil_div(slabs, size) * i // units * size for i in range(units))
+
     def supports(self, form: Format) -> bool:
         """Tell whether there is a module of this tile for weights of a format.
 
@@ -184,6 +195,8 @@ class HopperConfig:
             "THREADS": self.threads,
             "SHARED_BYTES": self.shared_bytes(form),
         }
+        if self.parts > 1:
+            macros["PARTS"] = self.parts
         return ModuleSpec(base.file, base.dtype, (*base.defines, *macros.items()))
 
     def clusters(self, m: int, columns: int, *, is_gated: bool) -> int:
@@ -232,26 +245,69 @@ _TILES: dict[HopperConfig, _Cost] = {
 }
 _BYTES_PER_US = 4.2e6
 
+# Tiles for `deterministic`, by the number of parts of k: a sum's order is one of a weight's row
+# length (`num_parts`), whatever the rows of x. Few rows split the parts over CTAs; more rows add
+# them in one CTA, which holds two sets of sums and therefore at most 128 tokens. Constants of tiles
+# that are not in `_TILES` are those of the most similar tile there, not fitted.
+_INVARIANT: dict[int, dict[HopperConfig, _Cost]] = {
+    1: {
+        HopperConfig(32, 2, 1, depth=2, blocks=2): _Cost(2.75, 1.97, 0.46),
+        HopperConfig(64, 2, 2, depth=2): _Cost(1.2, 3.55, 0.518),
+        HopperConfig(96, 2, 2): _Cost(1.2, 3.55, 0.6),
+        HopperConfig(128, 2, 2): _Cost(1.2, 3.55, 0.69),
+        HopperConfig(128): _Cost(1.2, 3.0, 0.386),
+        HopperConfig(256): _Cost(1.2, 6.03, 0.556),
+    }
+} | {
+    parts: {
+        HopperConfig(32, 2, 1, splits=parts, depth=2, blocks=2): _Cost(1.51, 2.5, 0.46),
+        HopperConfig(32, 2, 1, depth=2, blocks=2, parts=parts): _Cost(2.75, 1.97, 0.46),
+        HopperConfig(64, 2, 1, splits=parts, depth=2): _Cost(1.2, 3.41, 0.3),
+        HopperConfig(64, 2, 1, depth=2, parts=parts): _Cost(1.2, 3.41, 0.31),
+        HopperConfig(128, parts=parts): _Cost(1.2, 3.0, 0.4),
+    }
+    for parts in (2, 4)
+}
+_MIN_PART_K = 1024  # minimum values of k per part
+
 HOPPER_CONFIGS: tuple[HopperConfig, ...] = tuple(_TILES)
+INVARIANT_CONFIGS: tuple[HopperConfig, ...] = tuple(c for t in _INVARIANT.values() for c in t)
+
+
+def num_parts(k: int) -> int:
+    """Return the parts of a sum over `k` values with `deterministic`.
+
+    It depends on nothing else: shards of a weight have fewer rows, and must produce the same bits.
+
+    Examples
+    --------
+    >>> num_parts(1024), num_parts(3072), num_parts(14336)
+    (1, 2, 4)
+    """
+    return max(parts for parts in _INVARIANT if parts == 1 or k >= parts * _MIN_PART_K)
 
 
 def specs(
-    dtype: str, formats: tuple[str, ...] = (), *, has_adapters: bool = False
+    dtype: str,
+    formats: tuple[str, ...] = (),
+    *,
+    has_adapters: bool = False,
+    deterministic: bool = False,
 ) -> tuple[ModuleSpec, ...]:
     """Return the modules that `launch` may launch for weights of `formats`.
 
-    `has_adapters`: also those with LoRA adapters.
+    `has_adapters`: also those with LoRA adapters; `deterministic`: also those of that mode alone.
     """
     if dtype not in HOPPER_DTYPES:
         return ()
-    return tuple(
-        config.spec(base, FORMATS[name])
-        for name in formats
-        for file in ((_FILE, _ADAPTED_FILE) if has_adapters else (_FILE,))
-        for base in format_specs(file, dtype, (name,))
-        for config in HOPPER_CONFIGS
-        if config.supports(FORMATS[name]) and (config.adapts or file == _FILE)
-    )
+    found = []
+    for form in (FORMATS[name] for name in formats):
+        configs = [config for config in HOPPER_CONFIGS if config.supports(form)]
+        configs += [c for c in INVARIANT_CONFIGS if deterministic and c.stages(form) >= 2]
+        for file in (_FILE, _ADAPTED_FILE) if has_adapters else (_FILE,):
+            for base in format_specs(file, dtype, (form.name,)):
+                found += [c.spec(base, form) for c in configs if c.adapts or file == _FILE]
+    return tuple(dict.fromkeys(found))
 
 
 @cache
@@ -268,8 +324,8 @@ def choose_hopper(
 ) -> HopperConfig:
     """Choose the tile with the least estimated time for x (m, k) and weight (n, k).
 
-    With `deterministic`, only tiles that sum a row in the same order are considered; with
-    `is_adapted`, only those with `adapts`.
+    With `deterministic`, only tiles that sum a row in the same order are considered, which depends
+    on `k` alone; with `is_adapted`, only those with `adapts`.
 
     Examples
     --------
@@ -278,18 +334,17 @@ def choose_hopper(
     """
     slabs = ceil_div(k, _SLAB_K)
     columns = n // 2 if is_gated else n
+    tiles = _INVARIANT[num_parts(k)] if deterministic else _TILES
 
     def is_possible(config: HopperConfig) -> bool:
-        if config.splits > sm_count or not config.supports(form):
-            return False
         if is_adapted and not config.adapts:
             return False
-        if deterministic and (config.splits > 1 or config.scales_sums):
-            return False
-        return ceil_div(slabs, config.depth) >= config.splits
+        has_module = config.stages(form) >= 2 if deterministic else config.supports(form)
+        is_small = config.splits <= min(sm_count, ceil_div(slabs, config.depth))
+        return has_module and is_small
 
     def estimate(config: HopperConfig) -> float:
-        cost = _TILES[config]
+        cost = tiles[config]
         clusters = config.clusters(m, columns, is_gated=is_gated)
         waves = ceil_div(clusters, config.max_clusters(sm_count))
         work = waves * (cost.tile_us + ceil_div(slabs, config.splits) * cost.slab_us)
@@ -297,7 +352,7 @@ def choose_hopper(
         both: float = (memory**4 + work**4) ** 0.25  # slightly more than the larger one
         return cost.launch_us + both
 
-    return min(filter(is_possible, _TILES), key=estimate)
+    return min(filter(is_possible, tiles), key=estimate)
 
 
 def choose(operands: Operands) -> HopperConfig | None:
