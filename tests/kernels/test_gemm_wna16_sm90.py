@@ -266,7 +266,7 @@ def test_bounds_are_those_of_the_kernel():
 @pytest.mark.parametrize("name", PACKED_FORMATS)
 def test_stages_fit(name):
     form = FORMATS[name]
-    for config in HOPPER_CONFIGS:
+    for config in EVERY_CONFIG:
         assert config.blocks * (config.shared_bytes(form) + 1024) <= 228 * 1024
 
 

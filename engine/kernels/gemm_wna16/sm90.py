@@ -251,7 +251,7 @@ _BYTES_PER_US = 4.2e6
 # that are not in `_TILES` are those of the most similar tile there, not fitted.
 _INVARIANT: dict[int, dict[HopperConfig, _Cost]] = {
     1: {
-        HopperConfig(32, 2, 1, depth=2, blocks=2): _Cost(2.75, 1.97, 0.46),
+        HopperConfig(32, 1, 2, depth=2, blocks=2): _Cost(2.75, 1.97, 0.41),
         HopperConfig(64, 2, 2, depth=2): _Cost(1.2, 3.55, 0.518),
         HopperConfig(96, 2, 2): _Cost(1.2, 3.55, 0.6),
         HopperConfig(128, 2, 2): _Cost(1.2, 3.55, 0.69),
@@ -260,7 +260,8 @@ _INVARIANT: dict[int, dict[HopperConfig, _Cost]] = {
     }
 } | {
     parts: {
-        HopperConfig(32, 2, 1, splits=parts, depth=2, blocks=2): _Cost(1.51, 2.5, 0.46),
+        # Two parts and two CTAs per multiprocessor would spill registers with q6_k.
+        HopperConfig(32, 2, 1, splits=parts, depth=2, blocks=parts // 2): _Cost(1.51, 2.5, 0.46),
         HopperConfig(32, 2, 1, depth=2, blocks=2, parts=parts): _Cost(2.75, 1.97, 0.46),
         HopperConfig(64, 2, 1, splits=parts, depth=2): _Cost(1.2, 3.41, 0.3),
         HopperConfig(64, 2, 1, depth=2, parts=parts): _Cost(1.2, 3.41, 0.31),
