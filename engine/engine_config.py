@@ -257,10 +257,10 @@ class EngineConfig:
                 f"pipeline_parallel_size={size}: heads read the embedding and layers of other "
                 f"stages; got {drafting.method!r}"
             )
-        if self.cuda_graphs:
+        if self.cuda_graphs and self.tensor_parallel_size > 1:
             raise ConfigError(
-                f"cuda_graphs must be False or left out with pipeline_parallel_size={size}; "
-                "got True"
+                f"cuda_graphs must be False or left out with pipeline_parallel_size={size} and "
+                f"tensor_parallel_size={self.tensor_parallel_size}; got True"
             )
         try:
             if where is not None:

@@ -328,8 +328,8 @@ def _or_default(
 
 def _has_graphs(config: EngineConfig, model: ServedModel, reasons: dict[str, str]) -> bool:
     device = model.device
-    if config.cuda_graphs is None and config.pipeline_parallel_size > 1:
-        reasons["cuda_graphs"] = "False: there are several pipeline stages"
+    if config.cuda_graphs is None and model.num_stages > 1 and model.num_ranks > 1:
+        reasons["cuda_graphs"] = "False: there are several pipeline stages of several ranks"
         return False
     # TODO(37): tests/distributed/test_cuda.py fails with both on two GPUs, for a reason not known.
     if device.is_cuda and model.num_ranks > 1 and model.kernels.overrides:

@@ -55,6 +55,11 @@ class Peer:
         self._apart = {kind: queue.SimpleQueue() for kind in apart}
         threading.Thread(target=self._listen, daemon=True).start()
 
+    @property
+    def has_message(self) -> bool:
+        """Whether `next` would return a message, or raise, at once."""
+        return not self._messages.empty()
+
     def next(self, timeout: float, kind: int | None = None) -> Message | None:
         """Return the next message; None if none arrives within `timeout` seconds.
 

@@ -44,9 +44,20 @@ from engine.models.trace import Trace
 from engine.parallel.activations import from_wire
 from engine.parallel.adapters import SharedAdapters
 from engine.parallel.rank import batch_to_message, fingerprint, num_threads, pages_message
-from engine.parallel.stage import ADAPTERS, EXPERTS, PLAN, PREPARE, SHARE, STEP
+from engine.parallel.stage import (
+    ADAPTERS,
+    CAPTURE,
+    EXPERTS,
+    GRAPH,
+    PLAN,
+    PREPARE,
+    SHARE,
+    STEP,
+)
 from engine.parallel.stage_group import StageGroup
 from engine.parallel.tensor import load_ranks, plain_options
+from engine.runner.cuda_graph import DecodeGraphs
+from engine.runner.stage_graphs import StagedStep
 from engine.weights import Stage
 
 __all__ = ["PipelinedModel", "load_stages"]
@@ -96,6 +107,15 @@ class PipelinedModel(Model):
         """
         self._announce(moves_to_arrays(moves), batch)
 
+    def announce_graph(self, moves: Any, staged: StagedStep) -> None:
+        """Announce a step that all stages compute with graphs. See `announce`."""
+        key = staged.key
+        numbers = [key.size, key.max_context_len, key.query_len, int(key.is_tree)]
+        step = self._next_step(staged.num_tokens)
+        what = f"step {step} ({staged.num_tokens} tokens, as a graph)"
+        arrays = [*self._all_moves(moves_to_arrays(moves)), staged.data]
+        self.group.send(what, GRAPH, [step, staged.num_tokens, *numbers], arrays)
+
     def announce_slot_moves(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Announce moves of single tokens' pages, with the next step. See `KVCache.move_slots`.
 
@@ -120,6 +140,27 @@ class PipelinedModel(Model):
         """Return the logits of rows of the last `hidden_states`."""
         with self.together():
             return self.own.logits(hidden)
+
+    @property
+    def has_activations(self) -> bool:
+        """Whether the previous stage has sent the activations of another step."""
+        return self.group.has_activations
+
+    def entering(self, num_tokens: int) -> tuple[Any, Any]:
+        """Return the previous stage's (delta, residual) of the oldest announced step.
+
+        Raises
+        ------
+        RankError
+            If that step does not have `num_tokens` tokens, or a stage has failed.
+        """
+        step, count = self._announced[0]
+        if count != num_tokens:
+            raise RankError(f"step {step} has {count} tokens; got {num_tokens}")
+        sent = self.group.activations(step)
+        self._announced.popleft()
+        self.device.activate()
+        return from_wire(self.device, self.dtype, sent)
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
@@ -175,6 +216,23 @@ class PipelinedModel(Model):
         self.own.share_pages(kv_cache, swap)
         kv_cache.workers = _StageWorkers(self, kv_cache.workers)
         self._pages = kv_cache
+
+    @property
+    def local_model(self) -> Model:
+        """The layers of this stage; their steps are not announced."""
+        return self.own.local_model
+
+    def share_graphs(self, graphs: DecodeGraphs, max_model_len: int, max_draft_tokens: int) -> None:
+        """Let the other stages capture graphs for the same steps."""
+        assert self._pages is not None
+        size = self._pages.geometry.block_size
+        numbers = [*graphs.table_shape, size, max_model_len, 1, 1 + max_draft_tokens]
+        self.group.send("capturing graphs", CAPTURE, numbers)
+
+    @property
+    def captured_adapter_kinds(self) -> tuple[str, ...]:
+        """(): steps with adapters are computed kernel by kernel."""
+        return ()
 
     # ---- adapters
 
@@ -248,12 +306,8 @@ class PipelinedModel(Model):
     # ---- helpers
 
     def _announce(self, moves: Sequence[Any], batch: ForwardBatch | None) -> None:
-        self._adapters.free_dropped()
-        self._num_steps += 1
-        step = self._num_steps
-        slot_moves = np.concatenate(self._slot_moves, axis=1) if self._slot_moves else None
-        self._slot_moves = []
-        moves = [slot_moves, *moves]
+        step = self._next_step(0 if batch is None else batch.num_tokens)
+        moves = self._all_moves(moves)
         if batch is None:
             self.group.send(f"step {step}", STEP, [step, 0], moves)
             return
@@ -261,7 +315,20 @@ class PipelinedModel(Model):
         arrays = [*moves, to_numpy(batch.token_ids), *arrays]
         what = f"step {step} ({batch.num_tokens} tokens)"
         self.group.send(what, STEP, [step, 1, *numbers], arrays)
-        self._announced.append((step, batch.num_tokens))
+
+    def _next_step(self, num_tokens: int) -> int:
+        """Return the number of the next step; 0 tokens: there is nothing to compute."""
+        self._adapters.free_dropped()
+        self._num_steps += 1
+        if num_tokens:
+            self._announced.append((self._num_steps, num_tokens))
+        return self._num_steps
+
+    def _all_moves(self, block_moves: Sequence[Any]) -> list[Any]:
+        """Return the moves of single tokens since the last step, and those of blocks."""
+        slot_moves = np.concatenate(self._slot_moves, axis=1) if self._slot_moves else None
+        self._slot_moves = []
+        return [slot_moves, *block_moves]
 
     def _check_pages(self, kv_pages: Pages) -> None:
         pages = self._pages
@@ -275,13 +342,7 @@ class PipelinedModel(Model):
         """Return the batch with the activations of the previous stage."""
         if not self._announced:  # a measurement: no step with this batch was announced
             self._announce(_NO_MOVES, batch)
-        step, num_tokens = self._announced[0]
-        if num_tokens != batch.num_tokens:
-            raise RankError(f"step {step} has {num_tokens} tokens; got {batch.num_tokens}")
-        sent = self.group.activations(step)
-        self._announced.popleft()
-        self.device.activate()
-        return replace(batch, entering=from_wire(self.device, self.dtype, sent))
+        return replace(batch, entering=self.entering(batch.num_tokens))
 
     def _close_own(self) -> None:
         """End the ranks of this stage."""

@@ -42,6 +42,9 @@ from engine.parallel.activations import ACTIVATIONS, ActivationSender, from_wire
 from engine.parallel.adapters import HeldAdapters
 from engine.parallel.rank import batch_from_message, fingerprint, shared_pages
 from engine.parallel.tensor import load_ranks
+from engine.runner.graph_keys import GraphKey
+from engine.runner.stage_graphs import StageGraphs, stage_graphs
+from engine.runner.transfer import HostToDeviceCopy
 from engine.text import child_process
 from engine.weights import Stage
 
@@ -51,8 +54,8 @@ __all__ = ["StageWorker", "run_child", "run_stage"]
 HELLO, LINK = range(3, 5)  # a stage's first message to the engine, and to the next stage
 READY, ANSWER = range(5, 7)  # from a stage to the engine
 # From the engine to the stages.
-WELCOME, PLAN, PREPARE, SHARE, STEP, EXPERTS, ADAPTERS = range(7, 14)
-ADAPTER_READ = 14  # from a stage to the engine, at any time
+WELCOME, PLAN, PREPARE, SHARE, STEP, EXPERTS, ADAPTERS, CAPTURE, GRAPH = range(7, 16)
+ADAPTER_READ = 16  # from a stage to the engine, at any time
 
 _RETRY_SECONDS = 0.2  # pause between connection attempts
 _WAIT_SECONDS = 0.5  # wait for a message before checking the other processes
@@ -147,6 +150,7 @@ class StageWorker:
         self._adapters: HeldAdapters | None = None
         self._pages: KVCache | None = None
         self._swap: SwapSpace | None = None
+        self._graphs: StageGraphs | None = None
         self._listener = Listener(connection.own_host, 0, secret, self._accept) if stage else None
         port = self._listener.port if self._listener else 0
         hello = {"port": port, "version": __version__, "pid": os.getpid()}
@@ -159,6 +163,8 @@ class StageWorker:
             STEP: self._step,
             EXPERTS: self._experts,
             ADAPTERS: self._follow_adapters,
+            CAPTURE: self._capture,
+            GRAPH: self._graph,
         }
 
     def run(self) -> None:
@@ -259,21 +265,52 @@ class StageWorker:
         assert self._pages is not None and self._sender is not None
         step, has_batch, *others = numbers
         self._doing = f"step {step}"
-        slot_moves, *arrays = arrays
-        if slot_moves is not None:
-            self._pages.move_slots(*slot_moves.tolist())
-        move_blocks(self._pages, self._swap, moves_from_arrays(arrays[:NUM_MOVE_ARRAYS]))
+        arrays = self._move(arrays)
         if not has_batch:
             return
-        token_ids, *rest = arrays[NUM_MOVE_ARRAYS:]
+        token_ids, *rest = arrays
         host = batch_from_message(token_ids, others, rest)
         self._doing = f"step {step} ({host.num_tokens} tokens)"
         model = self._the_model()
         model.device.activate()
-        batch = replace(host.to(model.device), on_host=host)
+        # Through pinned memory: a copy from any other would wait for the previous step.
+        named = {name: array for name, array in vars(host).items() if isinstance(array, np.ndarray)}
+        batch = replace(host, on_host=host, **HostToDeviceCopy(model.device, named).arrays)
         if self._stage:
             batch = replace(batch, entering=self._receive(step))
         self._sender.send(step, *model.run_stage(batch, self._pages.layers))
+
+    def _move(self, arrays: list[Any]) -> list[Any]:
+        """Execute the moves at the head of a step's arrays; return the rest."""
+        assert self._pages is not None
+        slot_moves, *arrays = arrays
+        if slot_moves is not None:
+            self._pages.move_slots(*slot_moves.tolist())
+        move_blocks(self._pages, self._swap, moves_from_arrays(arrays[:NUM_MOVE_ARRAYS]))
+        return arrays[NUM_MOVE_ARRAYS:]
+
+    def _capture(self, numbers: list[int], arrays: list[Any]) -> None:
+        assert self._pages is not None
+        self._doing = "capturing graphs"
+        model = self._the_model()
+        model.device.activate()
+        with model.kernels.loading(), model.kernels.active():
+            has_states = self._pages.num_slots > 0
+            self._graphs = stage_graphs(model, self._pages.layers, numbers, has_states=has_states)
+            self._graphs.capture()
+
+    def _graph(self, numbers: list[int], arrays: list[Any]) -> None:
+        if self._graphs is None or self._sender is None:
+            raise RankError(f"stage {self._stage} was told of a graph before it had any")
+        step, num_tokens, size, max_context_len, query_len, is_tree = numbers
+        self._doing = f"step {step} ({num_tokens} tokens, as a graph)"
+        model = self._the_model()
+        model.device.activate()
+        [data] = self._move(arrays)
+        key = GraphKey(size, max_context_len, query_len, bool(is_tree))
+        entering = self._receive(step) if self._stage else None
+        with model.kernels.active():
+            self._sender.send(step, *self._graphs.follow(key, data, entering, num_tokens))
 
     def _receive(self, step: int) -> tuple[Any, Any]:
         """Return the activations of a step from the previous stage, on the device."""

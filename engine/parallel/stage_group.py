@@ -226,6 +226,11 @@ class StageGroup:
         stages = range(self.num_stages - 1)
         return [self._answer(stage, ANSWER, what, math.inf) for stage in stages]
 
+    @property
+    def has_activations(self) -> bool:
+        """Whether `activations` would return or raise at once."""
+        return self._link is not None and self._link.has_message
+
     def activations(self, step: int) -> list[Any]:
         """Return a step's activations from the stage before the last one.
 

@@ -63,8 +63,8 @@ class _Graph:
     Parameters
     ----------
     graph : cupy.cuda.Graph
-    result : array or None
-        Logits (T, V) that the step writes, if it ends with them.
+    result : array, tuple or None
+        Logits (T, V) that the step writes, if it ends with them; a pipeline stage's activations.
     runs : dict of str to int
         Number of runs of each kernel in the step.
     """
@@ -336,7 +336,7 @@ class DecodeGraphs:
         self.compute(key)
         self._add_later(self._graphs, key, partial(self.compute, key))
 
-    def compute(self, key: GraphKey) -> None:
+    def compute(self, key: GraphKey) -> Any:
         """Launch a step's kernels one by one; graphs are captured from these launches."""
         arrays = self._inputs.arrays
         num_tokens = key.num_tokens
@@ -374,17 +374,24 @@ class DecodeGraphs:
                 batch.block_tables,
             ),
         )
+        return self._run(batch)
+
+    def _run(self, batch: ForwardBatch) -> Any:
         return self._model.forward(batch, self._pages)
 
     def _replay_forward(self, key: GraphKey) -> Any:
         """Compute the logits (T, V) for the static inputs, padding included."""
-        graph = self._forwards.get((current_overrides(), key))
+        return self._replayed(self._forwards, key)
+
+    def _replayed(self, graphs: dict[tuple[Overrides, GraphKey], _Graph], key: GraphKey) -> Any:
+        """Return the result of a step without sampling, from the static inputs."""
+        graph = graphs.get((current_overrides(), key))
         if graph is not None:
             graph.launch()
             return graph.result
-        logits = self._forward(key)
-        self._add_later(self._forwards, key, partial(self._forward, key))
-        return logits
+        result = self._forward(key)
+        self._add_later(graphs, key, partial(self._forward, key))
+        return result
 
     def _batch(self, key: GraphKey) -> ForwardBatch:
         arrays = self._inputs.arrays
@@ -477,14 +484,18 @@ class DecodeGraphs:
                 *(overrides, error),
             )
             return False
-        logits = None if result is None else self._unowned(result)
-        graphs[overrides, key] = _Graph(graph, logits, runs)
+        graphs[overrides, key] = _Graph(graph, self._unowned(result), runs)
         return True
 
     def _unowned(self, logits: Any) -> Any:
+        """Return the result of a captured step, an array or several, without its memory."""
         # SAFETY: the logits' memory returns to the graphs' pool, so another graph may overwrite it.
         # They are read before that, on the same stream. A separate buffer per graph would take
         # gigabytes.
+        if logits is None:
+            return None
+        if isinstance(logits, tuple):
+            return tuple(map(self._unowned, logits))
         memory = self._model.device.xp.cuda.UnownedMemory(
             logits.data.ptr, logits.nbytes, self._pool, logits.data.device_id
         )

@@ -26,6 +26,8 @@ class GraphKey:
         Whether a sequence's drafts may form a tree instead of a chain.
     adapters : tuple of str
         Kinds of the weights that LoRA adapters of the batch may change, sorted; () without any.
+    has_delta : bool
+        Whether the previous pipeline stage sends a delta besides the residual stream.
     """
 
     size: int
@@ -33,6 +35,7 @@ class GraphKey:
     query_len: int = 1
     is_tree: bool = False
     adapters: tuple[str, ...] = ()
+    has_delta: bool = False
 
     @property
     def num_tokens(self) -> int:

@@ -36,7 +36,7 @@ from engine.runner.sampling import SamplingTable
 from engine.runner.transfer import DeviceToHostCopy, HostToDeviceCopy
 from engine.scheduler.output import ScheduledSequence, ScheduleOutput
 
-__all__ = ["LaunchedStep", "ModelRunner", "RunnableModel", "StepResult"]
+__all__ = ["LaunchedStep", "ModelRunner", "RunnableModel", "StepResult", "note_replayed"]
 
 BatchT = TypeVar("BatchT", ForwardBatch, SamplingBatch)
 
@@ -139,6 +139,8 @@ class ModelRunner:
     adapters : AdapterPlaces
     """
 
+    _graphs_type: type[DecodeGraphs] = DecodeGraphs
+
     def __init__(
         self,
         model: RunnableModel,
@@ -180,7 +182,7 @@ class ModelRunner:
         self, max_model_len: int, max_draft_tokens: int = 0, *, progress: bool = False
     ) -> None:
         """Capture CUDA graphs for decodes without drafts and with `max_draft_tokens` each."""
-        self.graphs = DecodeGraphs(
+        self.graphs = self._graphs_type(
             self.model.local_model,
             self._pages,
             self._table,
@@ -260,13 +262,7 @@ class ModelRunner:
         tokens = self.graphs.launch(output, rows, starts) if self.graphs is not None else None
         if tokens is not None:
             self.features.report_graph(output)
-            first_logits_rows = None
-            if output.query_len > 1:
-                first_logits_rows = [
-                    (index + 1) * output.query_len - s.num_logits
-                    for index, s in enumerate(output.sequences)
-                ]
-            return LaunchedStep(output, output.sequences, first_logits_rows, tokens=tokens)
+            return note_replayed(LaunchedStep(output), tokens)
         inputs = build_inputs(output, rows, starts, self._table, self._block_size)
         return self._compute(LaunchedStep(output), inputs)
 
@@ -531,6 +527,19 @@ class ModelRunner:
         blocks = self._table.block_tables[row, positions // self._block_size].astype(np.int64)
         slots = blocks * self._block_size + positions % self._block_size
         return [(source, target) for source, target in slots.tolist()]
+
+
+def note_replayed(step: LaunchedStep, tokens: DeviceToHostCopy) -> LaunchedStep:
+    """Add the results of a graph to a step."""
+    output = step.output
+    step.sampled = output.sequences
+    step.tokens = tokens
+    if output.query_len > 1:
+        step.first_logits_rows = [
+            (index + 1) * output.query_len - s.num_logits
+            for index, s in enumerate(output.sequences)
+        ]
+    return step
 
 
 def _sampling_arrays(inputs: StepInputs, sampling: SamplingBatch) -> dict[str, IntArray]:

@@ -2,7 +2,9 @@
 
 `launch` announces a step to the other stages. This stage computes its layers and samples when the
 step is read, or when one of its requests must release its row. This keeps several steps in flight,
-for different requests; every stage computes them in launch order.
+for different requests; every stage computes them in launch order. On CUDA, `read` launches one
+more step before it waits, if the step's activations have arrived: the device computes it while the
+host commits and schedules.
 """
 
 from __future__ import annotations
@@ -10,28 +12,41 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from engine.cache.swap import move_blocks
 from engine.errors import RankError
 from engine.layers.sampler import SamplingBatch
 from engine.request import Request
 from engine.runner.batch import StepInputs, build_inputs
-from engine.runner.model_runner import LaunchedStep, ModelRunner
+from engine.runner.model_runner import LaunchedStep, ModelRunner, note_replayed
 from engine.runner.result import StepResult
+from engine.runner.stage_graphs import StagedStep, StageGraphs
 from engine.scheduler.output import ScheduleOutput
 
 __all__ = ["PipelinedRunner", "make_runner"]
 
 
+class _Announced(NamedTuple):
+    """A step that this stage has not computed yet."""
+
+    step: LaunchedStep
+    inputs: StepInputs | None  # None: nothing to compute, or all of it is staged
+    staged: StagedStep | None  # None: no graph computes it
+
+
 class PipelinedRunner(ModelRunner):
     """A `ModelRunner` for a `PipelinedModel`, with the same parameters."""
+
+    _graphs_type = StageGraphs
 
     def __init__(self, model: Any, *args: Any, **options: Any) -> None:
         super().__init__(model, *args, **options)
         self._stages = model
         # Steps announced but not yet computed by this stage; oldest first.
-        self._announced: deque[tuple[LaunchedStep, StepInputs | None]] = deque()
+        self._announced: deque[_Announced] = deque()
+        # Without a device of its own, a step launched early would delay the one to be read.
+        self._looks_ahead = model.device.is_cuda
 
     def launch(self, output: ScheduleOutput) -> LaunchedStep:
         """Announce `output` to the other stages; see `ModelRunner.launch`."""
@@ -39,19 +54,27 @@ class PipelinedRunner(ModelRunner):
         if self._is_debug:
             self._check_copies(output)
         step = LaunchedStep(output)
-        inputs = None
+        inputs = staged = None
         if output.sequences:
             rows, starts = self._rows_and_starts(output)
             if self._is_debug:
                 self._check_tables(output, rows, starts)
-            inputs = build_inputs(output, rows, starts, self._table, self._block_size)
-        self._stages.announce(output, None if inputs is None else inputs.batch)
-        self._announced.append((step, inputs))
+            if isinstance(self.graphs, StageGraphs) and not self._sampling.num_prompt_scored:
+                staged = self.graphs.stage(output, rows, starts)
+            if staged is None or not staged.is_plain:
+                inputs = build_inputs(output, rows, starts, self._table, self._block_size)
+        if staged is not None:
+            self._stages.announce_graph(output, staged)
+        else:
+            self._stages.announce(output, None if inputs is None else inputs.batch)
+        self._announced.append(_Announced(step, inputs, staged))
         return step
 
     def read(self, step: LaunchedStep, timeout: float | None = None) -> StepResult:
         """Compute this stage for all steps up to `step`; see `ModelRunner.read`."""
-        while any(other is step for other, _ in self._announced):
+        while any(other.step is step for other in self._announced):
+            self._compute_oldest()
+        if self._looks_ahead and self._announced and self._stages.has_activations:
             self._compute_oldest()
         return super().read(step, timeout)
 
@@ -68,17 +91,24 @@ class PipelinedRunner(ModelRunner):
         ids = {id(request) for request in requests if request.row >= 0}
         return not any(
             id(sequence.request) in ids
-            for step, _ in self._announced
-            for sequence in step.output.sequences
+            for other in self._announced
+            for sequence in other.step.output.sequences
         )
 
     def _compute_oldest(self) -> None:
-        step, inputs = self._announced[0]
+        step, inputs, staged = self._announced[0]
         self.model.device.activate()
         with self._stages.together():
             move_blocks(self.kv_cache, self._swap, step.output)
+            if staged is not None:
+                assert isinstance(self.graphs, StageGraphs)
+                entering = self._stages.entering(staged.num_tokens)
+                tokens = self.graphs.launch_staged(staged, entering)
+                if tokens is not None:
+                    note_replayed(step, tokens)
             if inputs is not None:
                 self._compute(step, inputs)
+                self.sample(step)  # the host knows all earlier ids; the next step may be a graph
         self._announced.popleft()
 
     def _sample(

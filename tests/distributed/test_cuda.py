@@ -65,6 +65,30 @@ def _tokens(size, **options):
         return found
 
 
+@pytest.fixture
+def shared_gpus(monkeypatch):
+    """Let processes share GPUs where there are too few; each stage starts at another one."""
+    count = device.cupy().cuda.runtime.getDeviceCount()
+
+    def stages(config, place):
+        size = config.pipeline_parallel_size
+        num_ranks = config.tensor_parallel_size
+        others = [
+            [(stage + 1) * num_ranks + rank for rank in range(num_ranks)]
+            for stage in range(size - 1)
+        ]
+        wanted = [*others, list(range(num_ranks))]
+        if count >= size * num_ranks:
+            return wanted
+        return [[(stage + gpu) % count for gpu in gpus] for stage, gpus in enumerate(wanted)]
+
+    def ranks(place, given, size, gpus):
+        return [f"cuda:{gpu % count}" for gpu in gpus or range(size)]
+
+    monkeypatch.setattr(pipeline, "_gpus", stages)
+    monkeypatch.setattr(tensor, "_devices", ranks)
+
+
 @pytest.mark.parametrize("cuda_graphs", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_deterministic_tokens_are_those_of_one_gpu(dtype, cuda_graphs):
@@ -110,37 +134,57 @@ def test_bits_do_not_depend_on_how_steps_are_launched():
     assert _tokens(2, dtype="float32", cuda_graphs=True, async_scheduling=False) == first
 
 
+@pytest.mark.parametrize("cuda_graphs", [False, True])
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_tokens_of_two_pipeline_stages_are_those_of_one_gpu(dtype, is_async):
+def test_tokens_of_two_pipeline_stages_are_those_of_one_gpu(dtype, is_async, cuda_graphs):
     """Each on a GPU; activations go through the host."""
-    options = {"dtype": dtype, "deterministic": True, "cuda_graphs": False}
+    options = {"dtype": dtype, "deterministic": True, "cuda_graphs": cuda_graphs}
     found = _tokens(1, pipeline_parallel_size=2, async_scheduling=is_async, **options)
     assert found == _tokens(1, **options)
 
 
-@pytest.fixture
-def shared_gpus(monkeypatch):
-    """Let processes share GPUs where there are too few; each stage starts at another one."""
-    count = device.cupy().cuda.runtime.getDeviceCount()
+@pytest.mark.parametrize("config", [CONFIG, MOE], ids=["dense", "experts"])
+@pytest.mark.parametrize("stages", [2, 4])
+def test_graphs_of_stages_without_batch_invariance(config, stages, shared_gpus):
+    """Fused layers for one request; what is captured at load is what steps replay."""
+    options = {"config": config, "dtype": "float32"}
+    with _engine(1, pipeline_parallel_size=stages, **options) as engine:
+        before = set(engine.runner.graphs._graphs)
+        params = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
+        for index in range(5):
+            engine.add_request(f"r{index}", [7 * index + i for i in range(5 + index)], params)
+        first = {}
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                first[output.request_id] = output.outputs[0].token_ids
+        assert set(engine.runner.graphs._graphs) == before
+        engine.add_request("alone", [1, 2, 3], params)
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                first[output.request_id] = output.outputs[0].token_ids
+        assert set(engine.runner.graphs._graphs) == before
+    with _engine(1, **options) as engine:
+        for index in range(5):
+            engine.add_request(f"r{index}", [7 * index + i for i in range(5 + index)], params)
+        engine.add_request("alone", [1, 2, 3], params)
+        wanted = {}
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                wanted[output.request_id] = output.outputs[0].token_ids
+    assert first == wanted
 
-    def stages(config, place):
-        size = config.pipeline_parallel_size
-        num_ranks = config.tensor_parallel_size
-        others = [
-            [(stage + 1) * num_ranks + rank for rank in range(num_ranks)]
-            for stage in range(size - 1)
-        ]
-        wanted = [*others, list(range(num_ranks))]
-        if count >= size * num_ranks:
-            return wanted
-        return [[(stage + gpu) % count for gpu in gpus] for stage, gpus in enumerate(wanted)]
 
-    def ranks(place, given, size, gpus):
-        return [f"cuda:{gpu % count}" for gpu in gpus or range(size)]
-
-    monkeypatch.setattr(pipeline, "_gpus", stages)
-    monkeypatch.setattr(tensor, "_devices", ranks)
+@pytest.mark.parametrize("cuda_graphs", [False, True])
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_drafts_with_stages(method, deterministic, cuda_graphs):
+    """Chains, and without batch invariance trees, whose keys move in both stages."""
+    options = {"dtype": "float32", "deterministic": deterministic, "cuda_graphs": cuda_graphs}
+    drafting = {"method": method, "num_speculative_tokens": 3, "prompt_lookup_min": 1}
+    drafting["adaptive"] = False
+    found = _tokens(1, pipeline_parallel_size=2, speculative_config=drafting, **options)
+    assert found == _tokens(1, **options)
 
 
 @pytest.mark.parametrize("options", [{}, {"config": MOE, "enable_expert_parallel": True}])

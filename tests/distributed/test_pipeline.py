@@ -569,7 +569,10 @@ def test_the_command_of_a_stage(monkeypatch, capsys):
             {"pipeline_parallel_size": 2, "speculative_config": {"method": "mtp"}},
             "speculative_config.method must be one without a draft head .* got 'mtp'",
         ),
-        ({"pipeline_parallel_size": 2, "cuda_graphs": True}, "cuda_graphs must be False or left"),
+        (
+            {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "cuda_graphs": True},
+            "cuda_graphs must be False or left out with pipeline_parallel_size=2 and tensor_para",
+        ),
         ({"pipeline_address": "a:1"}, "pipeline_address must be left out with one stage"),
         (
             {"pipeline_parallel_size": 2, "pipeline_address": "nowhere"},

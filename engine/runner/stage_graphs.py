@@ -1,0 +1,240 @@
+"""Decode graphs of a pipeline stage: they begin with the previous stage's activations.
+
+The engine stages a step on the host when it announces it, and sends the bytes to all stages. Each
+of them, the last one included, copies them to its own static inputs when it executes the step. The
+activations of the previous stage have fixed addresses too. The last stage's graphs end as those of
+a single process; the others' end with the activations for the next stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from engine.device import CPU
+from engine.dtypes import np_dtype
+from engine.layers.batch import ForwardBatch
+from engine.runner.batch import StepInputs
+from engine.runner.cuda_graph import DecodeGraphs, GraphKey
+from engine.runner.graph_inputs import GraphInputs
+from engine.runner.request_rows import IntArray, RequestRows
+from engine.runner.sampling import SamplingTable
+from engine.runner.state_arrays import state_arrays
+from engine.runner.static_inputs import StagingBuffer
+from engine.runner.transfer import DeviceToHostCopy
+from engine.scheduler.output import ScheduleOutput
+
+__all__ = ["StageGraphs", "StagedStep", "stage_graphs"]
+
+Entering = tuple[Any, Any]
+"""(delta, residual) of `ForwardBatch.entering`."""
+
+
+class StagedStep(NamedTuple):
+    """A decode step for which graphs were captured, as host data for every stage.
+
+    Attributes
+    ----------
+    key : GraphKey
+    data : (n,) uint8
+        Used bytes of the staging buffer.
+    num_tokens : int
+        Without padding.
+    is_plain : bool
+        Whether the last stage's graph samples, too.
+    """
+
+    key: GraphKey
+    data: Any
+    num_tokens: int
+    is_plain: bool
+
+
+class StageGraphs(DecodeGraphs):
+    """Decode graphs of the layers of one stage. See `DecodeGraphs` for the parameters."""
+
+    def __init__(
+        self,
+        model: Any,
+        kv_pages: Sequence[tuple[Any, ...]],
+        table: RequestRows,
+        sampling: SamplingTable,
+        **options: Any,
+    ) -> None:
+        super().__init__(model, kv_pages, table, sampling, **options)
+        self._stage = model.decoder.stage
+        self._loaded: GraphKey | None = None  # non-plain step in the static inputs
+        max_size = self._sizes[-1]
+        max_query_len = max(options["query_lens"])
+        # Steps are staged long before this stage sends them, so not in buffers for copies.
+        self._staging = GraphInputs(CPU, table, sampling, max_size, max_query_len)
+        self._entering: Entering = (None, None)
+        if self._stage.is_first:
+            return
+        shape = max_size * max_query_len, model.config.hidden_size
+        delta, residual = (model.device.xp.zeros(shape, np_dtype(model.dtype)) for _ in range(2))
+        self._entering = delta, residual
+        # A guess, for the capture at load: another stage decides whether it sends a delta.
+        self._by_size = {
+            size: [self._guessed(key) for key in keys] for size, keys in self._by_size.items()
+        }
+        self._keys = [self._guessed(key) for key in self._keys]
+
+    # ---- in the engine's process
+
+    def stage(self, output: ScheduleOutput, rows: IntArray, starts: IntArray) -> StagedStep | None:
+        """Stage `output` on the host, if graphs support it; nothing is launched.
+
+        `rows`, `starts` (B,): row and first query position of each sequence.
+        """
+        sequences = output.sequences
+        query_len = output.query_len
+        is_supported = output.num_decodes == len(sequences) and all(
+            [s.is_sampled for s in sequences]
+        )
+        if not is_supported or query_len not in self._cu_seqlens:
+            return None
+        stops = starts + query_len
+        key = self._key_of(stops, query_len)
+        self._table.update_tables(sequences, rows, stops, rewritten=bool(output.copies))
+        states = state_arrays(output, rows, self._table)
+        staging = self._staging
+        tokens = staging.tokens(output, rows, starts)
+        key = replace(key, is_tree=tokens.tree_mask is not None)
+        columns = staging.columns(rows, query_len)
+        if columns is not None:
+            buffer = staging.fill(columns, key.size, tokens, stops, states)
+        else:
+            buffer = staging.fill_all(rows, key.size, query_len, tokens, stops, states)
+        num_new_blocks = staging.fill_blocks(buffer, rows, key.size)
+        data = staging.static.used(buffer, num_new_blocks).copy()
+        return StagedStep(key, data, len(rows) * query_len, columns is not None)
+
+    def launch_staged(self, staged: StagedStep, entering: Entering) -> DeviceToHostCopy | None:
+        """Compute a step in the last stage.
+
+        Returns
+        -------
+        DeviceToHostCopy or None
+            See `DecodeGraphs.launch`. None: the step is not plain; `logits` computes it.
+        """
+        key, buffer = self._load(staged.key, staged.data, entering, staged.num_tokens)
+        if not staged.is_plain:
+            self._inputs.release(buffer)
+            self._loaded = key
+            return None
+        self.replay(key)
+        return self._inputs.read(buffer, staged.num_tokens, key.num_tokens)
+
+    def logits(self, inputs: StepInputs) -> Any:
+        """Compute the logits (T, V) of the step just loaded; None if there is none."""
+        key, self._loaded = self._loaded, None
+        return None if key is None else self._replay_forward(key)[: inputs.batch.num_tokens]
+
+    # ---- in the other stages
+
+    def follow(
+        self, key: GraphKey, data: Any, entering: Entering | None, num_tokens: int
+    ) -> Entering:
+        """Compute a step in a stage that is not the last one.
+
+        Parameters
+        ----------
+        key : GraphKey
+        data : (n,) uint8
+            `StagedStep.data`.
+        entering : (array or None, array), optional
+            Activations (num_tokens, N) of the previous stage; None in the first stage.
+        num_tokens : int
+
+        Returns
+        -------
+        (delta, residual)
+            See `Decoder.run_stage`. On CUDA, the next replay overwrites them.
+        """
+        key, buffer = self._load(key, data, entering, num_tokens)
+        delta, residual = self._replay_forward(key)
+        self._inputs.release(buffer)
+        leaving = (None if delta is None else delta[:num_tokens]), residual[:num_tokens]
+        if self._model.device.is_cuda:
+            return leaving
+        # They may be the static arrays, which the next step overwrites while these are sent.
+        return tuple(None if one is None else one.copy() for one in leaving)  # type: ignore[return-value]
+
+    # ---- in all stages
+
+    def compute(self, key: GraphKey) -> Any:
+        """Launch a step's kernels one by one; they end with activations, or sample."""
+        return super().compute(key) if self._stage.is_last else self._forward(key)
+
+    def _replay_forward(self, key: GraphKey) -> Any:
+        # Stages that do not sample have one kind of graph: `capture` has captured it.
+        graphs = self._forwards if self._stage.is_last else self._graphs
+        return self._replayed(graphs, key)
+
+    def _run(self, batch: ForwardBatch) -> Any:
+        run = self._model.forward if self._stage.is_last else self._model.run_stage
+        return run(batch, self._pages)
+
+    def _batch(self, key: GraphKey) -> ForwardBatch:
+        batch = super()._batch(key)
+        delta, residual = self._entering
+        if residual is None:
+            return batch
+        count = key.num_tokens
+        entering = delta[:count] if key.has_delta else None, residual[:count]
+        return replace(batch, entering=entering)
+
+    def _load(
+        self, key: GraphKey, data: Any, entering: Entering | None, num_tokens: int
+    ) -> tuple[GraphKey, StagingBuffer]:
+        """Copy a staged step and its activations to the static inputs; return its key here."""
+        buffer = self._inputs.load(data)
+        if entering is None:
+            return replace(key, has_delta=False), buffer
+        for array, given in zip(self._entering, entering, strict=True):
+            if given is not None:
+                array[:num_tokens] = given
+                # Layers write to these arrays: what they leave for padding would grow step by step.
+                padding = array[num_tokens : key.num_tokens]
+                padding.view(f"u{padding.itemsize}").fill(0)  # any device can fill integers
+        return replace(key, has_delta=entering[0] is not None), buffer
+
+    def _guessed(self, key: GraphKey) -> GraphKey:
+        is_fused = getattr(self._model.decoder.layers[0], "is_fused", lambda num_tokens: False)
+        return replace(key, has_delta=not is_fused(key.num_tokens))
+
+
+def stage_graphs(
+    model: Any,
+    kv_pages: Sequence[tuple[Any, ...]],
+    numbers: Sequence[int],
+    *,
+    has_states: bool,
+) -> StageGraphs:
+    """Return the graphs of a stage that is not the last one, not captured yet.
+
+    Parameters
+    ----------
+    model : Model
+    kv_pages : sequence of tuple of array
+        `KVCache.layers`.
+    numbers : sequence of int
+        Request rows, blocks per row, block size and longest sequence of the engine, and the
+        lengths to capture.
+    has_states : bool
+        Whether any stage has recurrent layers.
+    """
+    num_rows, max_blocks, block_size, max_model_len, *query_lens = numbers
+    table = RequestRows(num_rows, max_blocks, block_size, model.device, has_states=has_states)
+    sampling = SamplingTable(1, model.config.vocab_size, (), model.device)
+    return StageGraphs(
+        model,
+        kv_pages,
+        table,
+        sampling,
+        block_size=block_size,
+        max_model_len=max_model_len,
+        query_lens=sorted(set(query_lens)),
+    )
