@@ -95,6 +95,8 @@ class StageGraphs(DecodeGraphs):
         )
         if not is_supported or query_len not in self._cu_seqlens:
             return None
+        if self._table.adapters_of(rows) is not None:
+            return None
         stops = starts + query_len
         key = self._key_of(stops, query_len)
         self._table.update_tables(sequences, rows, stops, rewritten=bool(output.copies))
@@ -156,11 +158,12 @@ class StageGraphs(DecodeGraphs):
         key, buffer = self._load(key, data, entering, num_tokens)
         delta, residual = self._replay_forward(key)
         self._inputs.release(buffer)
-        leaving = (None if delta is None else delta[:num_tokens]), residual[:num_tokens]
+        residual = residual[:num_tokens]
+        delta = None if delta is None else delta[:num_tokens]
         if self._model.device.is_cuda:
-            return leaving
+            return delta, residual
         # They may be the static arrays, which the next step overwrites while these are sent.
-        return tuple(None if one is None else one.copy() for one in leaving)  # type: ignore[return-value]
+        return None if delta is None else delta.copy(), residual.copy()
 
     # ---- in all stages
 
@@ -227,7 +230,14 @@ def stage_graphs(
         Whether any stage has recurrent layers.
     """
     num_rows, max_blocks, block_size, max_model_len, *query_lens = numbers
-    table = RequestRows(num_rows, max_blocks, block_size, model.device, has_states=has_states)
+    table = RequestRows(
+        num_rows,
+        max_blocks,
+        block_size,
+        model.device,
+        has_states=has_states,
+        has_adapters=model.num_adapter_slots > 0,
+    )
     sampling = SamplingTable(1, model.config.vocab_size, (), model.device)
     return StageGraphs(
         model,
