@@ -55,9 +55,24 @@ def test_tokens_of_the_merged_models(served, way):
         )
 
 
+def test_stages_with_graphs(served):
+    """Steps without adapters are laid out for graphs, those with adapters are not."""
+    with served.llm(pipeline_parallel_size=2) as llm:
+        runner = llm.llm_engine.runner
+        runner.capture_graphs(llm.llm_engine.config.scheduler.max_model_len)
+        stage = runner.graphs.stage
+        staged = []
+        runner.graphs.stage = lambda *given: staged.append(stage(*given)) or staged[-1]
+        served.check(llm, served.which)
+        served.check(llm, [-1] * len(served.which))
+    kinds = {one is None for one in staged}
+    assert kinds == {True, False}
+
+
 GPU_WAYS = {
     **{way: WAYS[way] for way in ("default", "preemption", "chunks", "drafts", "deterministic")},
     "kernel by kernel": {"cuda_graphs": False},
+    "two stages": {"pipeline_parallel_size": 2},
     "four slots": {"max_loras": 4},
 }
 
