@@ -112,7 +112,8 @@ struct LowRank {
 #pragma unroll 1
     for (int part = 0; part < h_columns / rank; ++part) {
       const int end = end_of(part);
-      const Groups groups(e, col, begin, min(end, n), kSums / 8);
+      constexpr int kPairs = (kSums + 4) / 8;  // the last may lack its second group
+      const Groups groups(e, col, begin, min(end, n), kPairs);
       begin = end;
       if (groups.is_empty()) continue;
 #pragma unroll 1

@@ -402,6 +402,11 @@ class Decoder:
             self.extend_ropes(batch.max_context_len)
         if not self.stage.is_first:
             assert batch.entering is not None
+            if self.adapters is not None and batch.adapter_slots is not None:
+                # SAFETY: no embedding waits here for the sort of the tokens by adapter, whose
+                # result kernels read before they wait (`AdapterSlots`); those after a copy start
+                # once all before it have ended.
+                batch.adapter_slots.copy()
             return *self.parts.entering(*batch.entering), kv_pages
         x = self.embedded(batch.token_ids)
         caches = self._with_inputs(kv_pages, batch, x)

@@ -15,7 +15,12 @@ from engine.errors import ContractError, DTypeError, ShapeError
 from engine.kernels import LowRank, _module
 from engine.kernels.gemm import launch as gemm_launch
 from engine.kernels.gemm import w8
-from engine.kernels.gemm.sm90 import HOPPER_CONFIGS, choose_hopper, hopper_specs
+from engine.kernels.gemm.sm90 import (
+    HOPPER_CONFIGS,
+    NARROW_CONFIGS,
+    choose_hopper,
+    hopper_specs,
+)
 from engine.kernels.gemm.w8_sm90 import w8_configs
 from engine.kernels.gemm_wna16 import sm90 as wna16_sm90
 from engine.testing import cases
@@ -225,8 +230,15 @@ def _hopper(cp):
         pytest.skip("not a Hopper GPU")
 
 
-ADAPTED = [config for config in HOPPER_CONFIGS if config.adapts]
-PACKED_CONFIGS = [config for config in wna16_sm90.HOPPER_CONFIGS if config.adapts]
+ADAPTED = [config for config in (*HOPPER_CONFIGS, *NARROW_CONFIGS) if config.adapts]
+CODE_CONFIGS = dict.fromkeys(
+    c for mode in (False, True) for c in w8_configs(has_blocks=False, deterministic=mode)
+)
+PACKED_CONFIGS = dict.fromkeys(
+    config
+    for config in (*wna16_sm90.HOPPER_CONFIGS, *wna16_sm90.INVARIANT_CONFIGS)
+    if config.adapts
+)
 TILE_SHAPES = (
     (9, 3, 16, (72,), 1096),
     (64, 16, 16, (512, 640, 768), 2048),
@@ -252,10 +264,10 @@ def test_every_tile_matches_mirrors(cp, monkeypatch, config, dtype):
 @pytest.mark.gpu
 @pytest.mark.grid("blocks", [False, True])
 @pytest.mark.grid("op", ["fp8", "int8"])
-@pytest.mark.grid("config", w8_configs(has_blocks=False), ids=str)
+@pytest.mark.grid("config", CODE_CONFIGS, ids=str)
 def test_every_tile_of_8_bits_matches_mirrors(cp, monkeypatch, config, op, blocks):
     _hopper(cp)
-    if blocks and (op == "int8" or config not in w8_configs(has_blocks=True)):
+    if blocks and (op == "int8" or 128 % config.tile_n):
         pytest.skip("no such kernel")
     monkeypatch.setattr(w8, "MAX_SKINNY_ROWS", 0)
     monkeypatch.setattr(w8, "choose_w8_hopper", lambda *_, **__: config)
@@ -271,7 +283,7 @@ def test_every_tile_of_8_bits_matches_mirrors(cp, monkeypatch, config, op, block
 @pytest.mark.grid("config", PACKED_CONFIGS, ids=str)
 def test_every_tile_of_packed_weights_matches_mirrors(cp, monkeypatch, config, name):
     _hopper(cp)
-    if not config.supports(FORMATS[name]):
+    if config not in wna16_sm90.INVARIANT_CONFIGS and not config.supports(FORMATS[name]):
         pytest.skip("no such kernel")
     monkeypatch.setattr(wna16_sm90, "choose_hopper", lambda *_, **__: config)
     for shape in ((40, 16, 16, (256, 384), 1024), (300, 3, 32, (80,), 1536)):
@@ -279,6 +291,29 @@ def test_every_tile_of_packed_weights_matches_mirrors(cp, monkeypatch, config, n
         _compare(cp, name, shape, "bfloat16", bias=True, has_bias=True, residual=True)
     for bounds in ((160, 320), (320,)):
         _compare(cp, name, (70, 5, 16, bounds, 1024), "bfloat16", activation="swiglu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("parts", [1, 2, 4])
+@pytest.mark.parametrize("name", ["int4_g128", "q6_k"])
+def test_packed_tiles_with_the_same_parts_of_k_add_alike(cp, monkeypatch, name, parts):
+    """Slabs of k are odd in number; rows without an adapter have the bits of a plain product."""
+    _hopper(cp)
+    shape = (140, 4, 16, (96, 304), 4232)
+    low_rank = _low_rank(shape, "bfloat16", bias=True)
+    arguments = _arguments(name, shape, "bfloat16")
+    x, weight = cp.asarray(arguments[0]), weight_to(cp, arguments[1])
+    configs = [c for c in wna16_sm90.INVARIANT_CONFIGS if c.parts * c.splits == parts and c.adapts]
+    assert len(configs) >= 2
+    others = low_rank.slots >= 4
+    assert others.any()
+    results = []
+    for config in configs:
+        monkeypatch.setattr(wna16_sm90, "choose_hopper", lambda *_, c=config, **__: c)
+        results.append(to_numpy(_run(cp, name, arguments, low_rank)))
+        plain = to_numpy(kernels.gemm_wna16(x, weight))
+        assert np.array_equal(results[-1], results[0])
+        assert np.array_equal(results[-1][others], plain[others])
 
 
 def test_a_tile_with_adapters_has_registers_for_them():

@@ -90,7 +90,7 @@ class HopperConfig:
     @property
     def adapts(self) -> bool:
         """Tell whether the kernel can add LoRA adapters' products: else it lacks registers."""
-        return self.blocks == 1
+        return self.blocks == 1 and (self.parts == 1 or self.tokens == 128)
 
     @property
     def threads(self) -> int:
