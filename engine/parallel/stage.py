@@ -298,6 +298,7 @@ class StageWorker:
             has_states = self._pages.num_slots > 0
             self._graphs = stage_graphs(model, self._pages.layers, numbers, has_states=has_states)
             self._graphs.capture()
+        self._connection.send(ANSWER)
 
     def _graph(self, numbers: list[int], arrays: list[Any]) -> None:
         if self._graphs is None or self._sender is None:

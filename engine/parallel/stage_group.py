@@ -223,6 +223,10 @@ class StageGroup:
             If a stage has failed; all have then ended.
         """
         self.send(what, kind, numbers, arrays)
+        return self.answers(what)
+
+    def answers(self, what: str) -> list[Message]:
+        """Wait for each stage's answer to the message `what`, the last one sent. See `ask`."""
         stages = range(self.num_stages - 1)
         return [self._answer(stage, ANSWER, what, math.inf) for stage in stages]
 

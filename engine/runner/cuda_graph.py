@@ -42,7 +42,7 @@ from engine.runner.graph_keys import GraphKey, batch_sizes, context_buckets
 from engine.runner.request_rows import RequestRows
 from engine.runner.sampling import SamplingTable
 from engine.runner.state_arrays import state_arrays
-from engine.runner.static_inputs import StagingBuffer
+from engine.runner.static_inputs import NUM_BUFFERS, StagingBuffer
 from engine.runner.transfer import DeviceToHostCopy
 from engine.scheduler.output import ScheduleOutput
 
@@ -111,6 +111,8 @@ class DecodeGraphs:
         Called before each launch with the graph's key and the used bytes of the staging buffer.
     """
 
+    _num_buffers = NUM_BUFFERS
+
     def __init__(
         self,
         model: Any,
@@ -136,7 +138,8 @@ class DecodeGraphs:
         max_size = self._sizes[-1]
         max_tokens = max_size * max(query_lens)
         self.features = new_features(max_tokens)
-        self._filling = GraphInputs(model.device, table, sampling, max_size, max(query_lens))
+        sizes = max_size, max(query_lens), self._num_buffers
+        self._filling = GraphInputs(model.device, table, sampling, *sizes)
         self._inputs = self._filling.static
         self._tables = xp.zeros((num_rows, width), np.int32)  # block tables of all request rows
         self._token_ids = xp.zeros(max_tokens, np.int32)

@@ -19,7 +19,7 @@ from engine.drafts import DeferredDrafts
 from engine.runner.batch import tree_mask
 from engine.runner.request_rows import RequestRows
 from engine.runner.sampling import SamplingTable
-from engine.runner.static_inputs import StagingBuffer, StaticInputs
+from engine.runner.static_inputs import NUM_BUFFERS, StagingBuffer, StaticInputs
 from engine.scheduler.output import ScheduledSequence, ScheduleOutput
 
 __all__ = ["Columns", "GraphInputs", "Tokens"]
@@ -71,6 +71,8 @@ class GraphInputs:
     sampling : SamplingTable
     max_size, max_query_len : int
         Maximum number of sequences, and of query tokens per sequence.
+    num_buffers : int
+        See `StaticInputs`.
 
     Attributes
     ----------
@@ -84,6 +86,7 @@ class GraphInputs:
         sampling: SamplingTable,
         max_size: int,
         max_query_len: int,
+        num_buffers: int = NUM_BUFFERS,
     ) -> None:
         self._table = table
         self._sampling = sampling
@@ -95,6 +98,7 @@ class GraphInputs:
             max_blocks,
             has_states=table.state_slots is not None,
             has_adapters=table.adapter_slots is not None,
+            num_buffers=num_buffers,
         )
         self._offsets = np.arange(max_query_len, dtype=np.int32)
         self._columns: Columns | None = None

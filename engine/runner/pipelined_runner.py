@@ -48,6 +48,13 @@ class PipelinedRunner(ModelRunner):
         # Without a device of its own, a step launched early would delay the one to be read.
         self._looks_ahead = model.device.is_cuda
 
+    def capture_graphs(
+        self, max_model_len: int, max_draft_tokens: int = 0, *, progress: bool = False
+    ) -> None:
+        """Capture graphs in all stages at once; see `ModelRunner.capture_graphs`."""
+        super().capture_graphs(max_model_len, max_draft_tokens, progress=progress)
+        self._stages.wait_for_graphs()
+
     def launch(self, output: ScheduleOutput) -> LaunchedStep:
         """Announce `output` to the other stages; see `ModelRunner.launch`."""
         self.model.device.activate()
@@ -98,7 +105,8 @@ class PipelinedRunner(ModelRunner):
     def _compute_oldest(self) -> None:
         step, inputs, staged = self._announced[0]
         self.model.device.activate()
-        with self._stages.together():
+        # `release` is also called outside a step.
+        with self._stages.together(), self._stages.kernels.active():
             move_blocks(self.kv_cache, self._swap, step.output)
             if staged is not None:
                 assert isinstance(self.graphs, StageGraphs)

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from engine.device import CPU
 from engine.dtypes import np_dtype
 from engine.layers.batch import ForwardBatch
@@ -21,7 +23,7 @@ from engine.runner.graph_inputs import GraphInputs
 from engine.runner.request_rows import IntArray, RequestRows
 from engine.runner.sampling import SamplingTable
 from engine.runner.state_arrays import state_arrays
-from engine.runner.static_inputs import StagingBuffer
+from engine.runner.static_inputs import NUM_BUFFERS, StagingBuffer
 from engine.runner.transfer import DeviceToHostCopy
 from engine.scheduler.output import ScheduleOutput
 
@@ -62,6 +64,8 @@ class StageGraphs(DecodeGraphs):
         sampling: SamplingTable,
         **options: Any,
     ) -> None:
+        # The last stage may compute all steps in flight, one more than stages, before any is read.
+        self._num_buffers = max(NUM_BUFFERS, model.num_stages + 2)
         super().__init__(model, kv_pages, table, sampling, **options)
         self._stage = model.decoder.stage
         self._loaded: GraphKey | None = None  # non-plain step in the static inputs
@@ -103,6 +107,10 @@ class StageGraphs(DecodeGraphs):
         states = state_arrays(output, rows, self._table)
         staging = self._staging
         tokens = staging.tokens(output, rows, starts)
+        if tokens.drafts is not None:  # a draft model's, on this device only: read and send them
+            ids = np.array(tokens.token_ids, np.int32).reshape(-1, query_len)
+            ids[:, 1:] = [s.drafts.token_ids for s in sequences if s.drafts is not None]
+            tokens = tokens._replace(token_ids=ids.ravel(), drafts=None)
         key = replace(key, is_tree=tokens.tree_mask is not None)
         columns = staging.columns(rows, query_len)
         if columns is not None:
@@ -177,6 +185,11 @@ class StageGraphs(DecodeGraphs):
         return self._replayed(graphs, key)
 
     def _run(self, batch: ForwardBatch) -> Any:
+        if not self._stage.is_first:
+            # SAFETY: no embedding waits here for `decode_inputs`, whose tables attention may read
+            # before it waits (`Attention._decode`); kernels after a copy start once all before it
+            # have ended.
+            batch.context_lens.copy()
         run = self._model.forward if self._stage.is_last else self._model.run_stage
         return run(batch, self._pages)
 
@@ -198,7 +211,8 @@ class StageGraphs(DecodeGraphs):
             return replace(key, has_delta=False), buffer
         for array, given in zip(self._entering, entering, strict=True):
             if given is not None:
-                array[:num_tokens] = given
+                # Flat: of one row, CuPy would compile a kernel instead of copying memory.
+                array[:num_tokens].reshape(-1)[:] = given.reshape(-1)
                 # Layers write to these arrays: what they leave for padding would grow step by step.
                 padding = array[num_tokens : key.num_tokens]
                 padding.view(f"u{padding.itemsize}").fill(0)  # any device can fill integers

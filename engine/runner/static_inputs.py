@@ -17,12 +17,12 @@ from engine.device import Device
 from engine.layers.lora import NO_ADAPTER
 from engine.runner.transfer import DeviceToHostCopy
 
-__all__ = ["StagingBuffer", "StaticInputs"]
+__all__ = ["NUM_BUFFERS", "StagingBuffer", "StaticInputs"]
 
 IntArray = np.ndarray[Any, np.dtype[Any]]
 
 _ALIGNMENT = 16  # bytes; alignment of every field
-_NUM_BUFFERS = 4  # staging buffers; more than the number of steps in flight
+NUM_BUFFERS = 4  # staging buffers; more than the number of steps in flight in one process
 
 # Name -> dtype and padding value. The block ids ("new_blocks") follow these fields.
 _TOKEN_FIELDS: dict[str, tuple[str, float]] = {
@@ -128,6 +128,8 @@ class StaticInputs:
         Whether the model has recurrent layers.
     has_adapters : bool
         Whether the model has slots for LoRA adapters.
+    num_buffers : int
+        Number of staging buffers; more than the number of steps whose results are not read yet.
 
     Attributes
     ----------
@@ -155,6 +157,7 @@ class StaticInputs:
         *,
         has_states: bool = False,
         has_adapters: bool = False,
+        num_buffers: int = NUM_BUFFERS,
     ) -> None:
         self._device = device
         self._stream: Any = device.xp.cuda.get_current_stream if device.is_cuda else None
@@ -171,7 +174,7 @@ class StaticInputs:
         self._memory = xp.zeros(num_bytes, np.uint8)
         self.arrays = self._views(self._memory)
         self.results = xp.zeros(2 * max_tokens, np.int32)
-        count = _NUM_BUFFERS if device.is_cuda else 1
+        count = num_buffers if device.is_cuda else 1
         self._buffers = [self._staging_buffer(num_bytes) for _ in range(count)]
         self._next = 0
         first = self.next_buffer()

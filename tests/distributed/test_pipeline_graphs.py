@@ -136,6 +136,25 @@ def test_drafts(in_threads, counts, kind):
     assert stats.num_accepted_tokens > 20 and counts[0] > 10
 
 
+def test_drafts_of_a_model_with_graphs(in_threads, counts, tmp_path):
+    """Its drafts are on the last stage's device only; the host reads them for the other stages."""
+    folder = str(write_checkpoint("llama", tmp_path))
+    drafting = {"model": folder, "num_speculative_tokens": 3, "adaptive": False}
+    found = {}
+    for stages in (1, 2):
+        options = {"speculative_config": drafting} if stages > 1 else {}
+        options |= {"model": folder, "dtype": "float32"}
+        with _engine(stages, num_drafts=3, **options) as engine:
+            if stages > 1:
+                engine.speculation._proposer._proposer.capture_graphs()
+                engine.speculation._controller._lens = [1, 4]
+            _add(engine)
+            found[stages] = run(engine)
+            stats = engine.stats().speculation
+    assert found[2] == found[1]
+    assert stats.num_accepted_tokens > 20 and counts[0] > 10
+
+
 def test_fused_layers_send_no_delta(in_threads, counts, monkeypatch):
     """One request: its layers add their output to the residual stream."""
     found = {}
