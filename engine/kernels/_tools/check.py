@@ -34,6 +34,7 @@ from engine.kernels._user.problem import CHIPS, Chip
 __all__ = ["check"]
 
 _MAX_CRASHES = 3  # calls that may crash before the others are given up
+_QUICK = ("one", "odd", "uneven", "asked")  # kinds of cases
 _HUGE_SECONDS = 600.0
 _HUGE_HINT = (
     "smaller shapes are right: an index of 32 bits overflows at 2**31 elements; "
@@ -89,7 +90,7 @@ def check(
     huge : bool
         Check a shape of more than 2**31 elements, too: takes gigabytes, and minutes.
     quick : bool
-        A few shapes only.
+        A few shapes only: one element, less than a warp a row, and several warps a row.
     timeout : float
         Seconds after which a call that has not ended is reported as one that never does.
     max_seconds : float
@@ -135,7 +136,7 @@ def check(
     report = CheckReport(op.name, op.signature.text)
     cases = list(all_cases(op, sizes=sizes, dtype=dtype, special=chosen))
     if quick:
-        cases = [case for case in cases if case.kind in ("one", "odd", "asked")] or cases[:3]
+        cases = [case for case in cases if case.kind in _QUICK] or cases[:3]
     if not cases:
         report.findings.append(_no_sizes(op))
     elif sanitizer:

@@ -302,7 +302,7 @@ def specs(
     if dtype not in HOPPER_DTYPES:
         return ()
     found = []
-    for form in (FORMATS[name] for name in formats):
+    for form in (FORMATS[name] for name in formats if FORMATS[name].is_packed):
         configs = [config for config in HOPPER_CONFIGS if config.supports(form)]
         configs += [c for c in INVARIANT_CONFIGS if deterministic and c.stages(form) >= 2]
         for file in (_FILE, _ADAPTED_FILE) if has_adapters else (_FILE,):
