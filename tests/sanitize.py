@@ -58,7 +58,7 @@ class _FewCases:
             wanted = item.get_closest_marker("gpu")
             if wanted and not any(word in item.nodeid for word in _TOO_LARGE):
                 tier = item.callspec.params.get("tier") if hasattr(item, "callspec") else None
-                groups[item.nodeid.split("[")[0], tier].append(item)
+                groups[item.nodeid.split("[")[0], str(tier)].append(item)
         self.functions = list(dict.fromkeys(function for function, _ in groups))
         kept = []
         for group in groups.values():
