@@ -5,7 +5,7 @@
 //
 // Arguments: GemmAdaptedSm90Params, below.
 //
-// Numerics: see gemm_sm90.cu and common/low_rank.cuh.
+// Numerics: see gemm_sm90.cu and gemm/low_rank.cuh.
 // Parallelisation: see gemm_sm90.cu. Each consumer warp multiplies its 16 rows by the columns of b
 // that belong to its columns of out, adapter by adapter, with mma.sync on its sums in registers.
 // Mirror: engine/reference/gemm.py, after engine/reference/lora_expand.py

@@ -4,7 +4,7 @@
 #include "common/wgmma.cuh"
 #include "gemm/gemm_cluster_sum_sm90.cuh"
 #include "gemm/gemm_epilogue_sm90.cuh"
-#include "common/low_rank.cuh"
+#include "gemm/low_rank.cuh"
 
 using Sums = float[kMmaTilesM][kWarpgroupCols / 2];
 
@@ -67,17 +67,6 @@ __device__ __forceinline__ void multiply(const Pipeline& p, const TileScheduler&
   for (int j = 0; j < kMmaTilesM; ++j) wgmma_pin(acc[j]);
 }
 
-// Asks for the rows of B that a warp will need for a tile of few rows, whose consumers wait for
-// memory anyway.
-template <typename Addend>
-__device__ __forceinline__ void prefetch_low_rank(const Addend& low_rank, const Epilogue& e,
-                                                  const TileScheduler& s, int2 tile, int warp_idx) {
-  const int first = tile.x + warp_idx / 4 * kMmaTilesM * kMmaM + warp_idx % 4 * 16;
-#pragma unroll
-  for (int i = 0; i < kMmaTilesM; ++i)
-    low_rank.template prefetch<kSlice>(e, first + i * kMmaM, tile.y + s.rank_k * kSlice, s.m, s.n);
-}
-
 // The consumers' loop. With `warms_up` it first computes a tile below the last row, storing
 // nothing, while the preceding kernel still runs (with kClusterK > 1 it only multiplies): the
 // instructions are cached by the time x arrives. `low_rank` (LowRank or NoLowRank) is added to the
@@ -101,8 +90,6 @@ __device__ __forceinline__ void consume(const Pipeline& p, const TileScheduler& 
 #pragma unroll 1
   for (int index = warms_up ? kWarmup : next(kWarmup); index < s.count(); index = next(index)) {
     Sums acc;
-    if (kTileM == 64 && index != kWarmup)
-      prefetch_low_rank(low_rank, e, s, s.tile(index), warp_idx);
     multiply(p, s, warpgroup, index == kWarmup, state, acc);
     const int2 tile = index == kWarmup ? make_int2(s.m, 0) : s.tile(index);
     if constexpr (kClusterK > 1) {

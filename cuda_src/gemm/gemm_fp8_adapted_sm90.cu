@@ -4,7 +4,7 @@
 //
 // Arguments: GemmW8AdaptedSm90Params in gemm/w8_adapted_sm90.cuh.
 //
-// Numerics: see gemm_fp8_sm90.cu and common/low_rank.cuh.
+// Numerics: see gemm_fp8_sm90.cu and gemm/low_rank.cuh.
 // Parallelisation: see gemm_adapted_sm90.cu.
 // Mirror: engine/reference/gemm_fp8.py, after engine/reference/lora_expand.py
 #include "gemm/w8_adapted_sm90.cuh"

@@ -288,7 +288,6 @@ __device__ __forceinline__ void consume_codes(const Pipeline& p, const TileSched
     Sums acc;
     const int2 tile = index == kWarmup ? make_int2(s.m, 0) : s.tile(index);
     const int row = tile.x + warpgroup * kMmaTilesM * kMmaM + warp_idx % 4 * 16;
-    if constexpr (kTileM == 64) prefetch_low_rank(low_rank, e, s, tile, warp_idx);
     multiply_codes(p, s, warpgroup, index == kWarmup, state, scales, e, row, tile.y, acc);
     if constexpr (kClusterK > 1) {
       float own[1][kSliceSums];

@@ -5,7 +5,6 @@
 #pragma once
 
 #include "common/pipeline_state.cuh"
-#include "common/low_rank.cuh"
 #include "gemm_wna16/gemm_wna16_epilogue_sm90.cuh"
 #include "common/weight_fragments_sm90.cuh"
 #include "common/wgmma_weights.cuh"
@@ -29,22 +28,6 @@ struct Consumer {
   }
   __device__ __forceinline__ int paired_tile() const { return warpgroup * 4 + warp_idx % 4; }
   __device__ __forceinline__ bool mixes_tiles() const { return !kPairsTiles && is_gated; }
-
-  // Rows of the weight that this lane's sums of m-tile `mma` belong to: rows g and g + 8.
-  __device__ __forceinline__ int2 weight_rows(const RowEpilogue& e, int block, int mma) const {
-    const int g = lane_idx / 4;
-    if (!is_gated) {
-      const int row = block * kRows + row_tile(mma) * kTileRows + g;
-      return {row, row + 8};
-    }
-    const int first = block * (kRows / 2) + g;
-    if (!kPairsTiles) {
-      const int row = first + row_tile(mma) * 8;
-      return {row, e.num_gates + row};
-    }
-    const int row = first + paired_tile() * kTileRows + (mma == 0 ? 0 : e.num_gates);
-    return {row, row + 8};
-  }
 
   // SAFETY: every lane releases a stage, because it has read the weights by ordinary loads; one
   // arrival per warp would suffice, but compute-sanitizer then reports races.
@@ -411,11 +394,8 @@ struct Consumer {
   }
 };
 
-// `low_rank` (LowRank or NoLowRank) is added to the sums before the epilogue.
-template <typename Addend>
 __device__ __forceinline__ void consume(const Consumer& c, const RowEpilogue& e,
-                                        const TileScheduler& s, int m, int n,
-                                        const Addend& low_rank) {
+                                        const TileScheduler& s, int m) {
   pdl_wait();  // the preceding kernel may read our outputs and write our inputs
   PipelineState<kStages> state(0);
 #pragma unroll 1
@@ -425,26 +405,12 @@ __device__ __forceinline__ void consume(const Consumer& c, const RowEpilogue& e,
     c.multiply(state, acc);
     if constexpr (kSplits > 1) {
       float own[kSliceSums];
-      if (c.exchange(acc, own)) {
-        const int first = cluster_rank() * kSliceVecs;
-#pragma unroll
-        for (int j = 0; j < kSliceMmaTiles; ++j)
-          low_rank.template add_transposed<kSliceTokens / 8>(
-              own + j * kSliceTokens / 2, c.weight_rows(e, tile.block, first % kMmaTiles + j),
-              tile.token + first / kMmaTiles * 8, m, n);
-        c.store(e, own, tile, m, cluster_rank());
-      }
+      if (c.exchange(acc, own)) c.store(e, own, tile, m, cluster_rank());
+    } else if (kStoresHalves && e.has_halves()) {
+      if (c.is_gated) c.combine(e, acc[0], tile.block, 0);
+      c.store_halves(e, acc, tile, m);
     } else {
-#pragma unroll
-      for (int j = 0; j < kMmaTiles; ++j)
-        low_rank.template add_transposed<kTokens / 8>(acc[j], c.weight_rows(e, tile.block, j),
-                                                      tile.token, m, n);
-      if (kStoresHalves && e.has_halves()) {
-        if (c.is_gated) c.combine(e, acc[0], tile.block, 0);
-        c.store_halves(e, acc, tile, m);
-      } else {
-        c.store(e, acc[0], tile, m, 0);
-      }
+      c.store(e, acc[0], tile, m, 0);
     }
   }
 }

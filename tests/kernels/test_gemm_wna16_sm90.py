@@ -279,12 +279,10 @@ def test_every_format_has_a_tile_for_any_number_of_rows(name):
             assert has_module and config.stages(FORMATS[name]) >= 2 and config.splits == 1
 
 
-@pytest.mark.parametrize("has_adapters", [False, True])
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("name", FORMATS)
-def test_modules_are_those_of_packed_formats(name, deterministic, has_adapters):
+def test_modules_are_those_of_packed_formats(name, deterministic):
     """A model passes the formats of all its weights, also of those that are not packed."""
-    options = {"deterministic": deterministic, "has_adapters": has_adapters}
-    specs = sm90.specs("bfloat16", (name,), **options)
+    specs = sm90.specs("bfloat16", (name,), deterministic=deterministic)
     assert bool(specs) == FORMATS[name].is_packed
     assert any("PARTS" in dict(spec.defines) for spec in specs) == (bool(specs) and deterministic)

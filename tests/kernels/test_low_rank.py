@@ -14,15 +14,11 @@ from engine.dtypes import np_dtype
 from engine.errors import ContractError, DTypeError, ShapeError
 from engine.kernels import LowRank, _module
 from engine.kernels.gemm import launch as gemm_launch
+from engine.kernels.gemm import low_rank as low_rank_module
 from engine.kernels.gemm import w8
-from engine.kernels.gemm.sm90 import (
-    HOPPER_CONFIGS,
-    NARROW_CONFIGS,
-    choose_hopper,
-    hopper_specs,
-)
+from engine.kernels.gemm.low_rank import MIN_ROWS
+from engine.kernels.gemm.sm90 import ADAPTED_CONFIGS, choose_hopper, hopper_specs
 from engine.kernels.gemm.w8_sm90 import w8_configs
-from engine.kernels.gemm_wna16 import sm90 as wna16_sm90
 from engine.testing import cases
 from engine.testing.cases_lora import adapters_of, sorted_by_adapter
 from engine.testing.cases_quantized import random_weight, weight_to
@@ -42,6 +38,7 @@ SHAPES = (
     (300, 4, 16, (96, 304), 320),
     (33, 3, 8, (64, 128), 128),
     (33, 3, 16, (60, 128), 128),
+    (600, 5, 32, (64, 192), 128),
 )
 PACKED_SHAPES = (
     (2, 4, 16, (256, 512), 512),
@@ -167,7 +164,7 @@ def test_8_bits_match_mirrors(xp, shape, blocks, op):
     _compare(xp, op, shape, "bfloat16", blocks=blocks, bias=True, residual=True)
 
 
-@pytest.mark.parametrize("rows", [3, 64, 130, 300])
+@pytest.mark.parametrize("rows", [3, 64, 130, 300, 600])
 @pytest.mark.parametrize("bounds", [(384,), (192, 384)], ids=str)
 @pytest.mark.parametrize("op", ["gemm", "fp8", "int8"])
 def test_swiglu(xp, op, bounds, rows):
@@ -230,15 +227,12 @@ def _hopper(cp):
         pytest.skip("not a Hopper GPU")
 
 
-ADAPTED = [config for config in (*HOPPER_CONFIGS, *NARROW_CONFIGS) if config.adapts]
-CODE_CONFIGS = dict.fromkeys(
-    c for mode in (False, True) for c in w8_configs(has_blocks=False, deterministic=mode)
-)
-PACKED_CONFIGS = dict.fromkeys(
-    config
-    for config in (*wna16_sm90.HOPPER_CONFIGS, *wna16_sm90.INVARIANT_CONFIGS)
-    if config.adapts
-)
+@pytest.fixture
+def epilogue(monkeypatch):
+    """The epilogue adds adapters to any number of rows."""
+    monkeypatch.setattr(low_rank_module, "MIN_ROWS", 1)
+
+
 TILE_SHAPES = (
     (9, 3, 16, (72,), 1096),
     (64, 16, 16, (512, 640, 768), 2048),
@@ -250,8 +244,8 @@ TILE_SHAPES = (
 
 @pytest.mark.gpu
 @pytest.mark.grid("dtype", ["float16", "bfloat16"])
-@pytest.mark.grid("config", ADAPTED, ids=str)
-def test_every_tile_matches_mirrors(cp, monkeypatch, config, dtype):
+@pytest.mark.grid("config", ADAPTED_CONFIGS, ids=str)
+def test_every_tile_matches_mirrors(cp, epilogue, monkeypatch, config, dtype):
     _hopper(cp)
     monkeypatch.setattr(gemm_launch, "choose_config", lambda *_, **__: config)
     for shape in TILE_SHAPES:
@@ -264,8 +258,8 @@ def test_every_tile_matches_mirrors(cp, monkeypatch, config, dtype):
 @pytest.mark.gpu
 @pytest.mark.grid("blocks", [False, True])
 @pytest.mark.grid("op", ["fp8", "int8"])
-@pytest.mark.grid("config", CODE_CONFIGS, ids=str)
-def test_every_tile_of_8_bits_matches_mirrors(cp, monkeypatch, config, op, blocks):
+@pytest.mark.grid("config", w8_configs(has_blocks=False), ids=str)
+def test_every_tile_of_8_bits_matches_mirrors(cp, epilogue, monkeypatch, config, op, blocks):
     _hopper(cp)
     if blocks and (op == "int8" or 128 % config.tile_n):
         pytest.skip("no such kernel")
@@ -278,49 +272,11 @@ def test_every_tile_of_8_bits_matches_mirrors(cp, monkeypatch, config, op, block
         _compare(cp, op, (70, 5, 16, (128, 256), 528), "bfloat16", activation="swiglu")
 
 
-@pytest.mark.gpu
-@pytest.mark.grid("name", ["int4_g128", "q4_k"])
-@pytest.mark.grid("config", PACKED_CONFIGS, ids=str)
-def test_every_tile_of_packed_weights_matches_mirrors(cp, monkeypatch, config, name):
-    _hopper(cp)
-    if config not in wna16_sm90.INVARIANT_CONFIGS and not config.supports(FORMATS[name]):
-        pytest.skip("no such kernel")
-    monkeypatch.setattr(wna16_sm90, "choose_hopper", lambda *_, **__: config)
-    for shape in ((40, 16, 16, (256, 384), 1024), (300, 3, 32, (80,), 1536)):
-        _compare(cp, name, shape, "bfloat16")
-        _compare(cp, name, shape, "bfloat16", bias=True, has_bias=True, residual=True)
-    for bounds in ((160, 320), (320,)):
-        _compare(cp, name, (70, 5, 16, bounds, 1024), "bfloat16", activation="swiglu")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("parts", [1, 2, 4])
-@pytest.mark.parametrize("name", ["int4_g128", "q6_k"])
-def test_packed_tiles_with_the_same_parts_of_k_add_alike(cp, monkeypatch, name, parts):
-    """Slabs of k are odd in number; rows without an adapter have the bits of a plain product."""
-    _hopper(cp)
-    shape = (140, 4, 16, (96, 304), 4232)
-    low_rank = _low_rank(shape, "bfloat16", bias=True)
-    arguments = _arguments(name, shape, "bfloat16")
-    x, weight = cp.asarray(arguments[0]), weight_to(cp, arguments[1])
-    configs = [c for c in wna16_sm90.INVARIANT_CONFIGS if c.parts * c.splits == parts and c.adapts]
-    assert len(configs) >= 2
-    others = low_rank.slots >= 4
-    assert others.any()
-    results = []
-    for config in configs:
-        monkeypatch.setattr(wna16_sm90, "choose_hopper", lambda *_, c=config, **__: c)
-        results.append(to_numpy(_run(cp, name, arguments, low_rank)))
-        plain = to_numpy(kernels.gemm_wna16(x, weight))
-        assert np.array_equal(results[-1], results[0])
-        assert np.array_equal(results[-1][others], plain[others])
-
-
 def test_a_tile_with_adapters_has_registers_for_them():
     """The choice leaves out tiles whose modules would spill; the others are compiled."""
     files = {spec.file for spec in hopper_specs("bfloat16", is_adapted=True)}
     assert files == {"gemm/gemm_adapted_sm90.cu"}
-    for m in (9, 64, 200, 1024, 8192):
+    for m in (MIN_ROWS, 1024, 8192):
         for n, k in ((6144, 4096), (28672, 4096), (4096, 14336)):
             assert choose_hopper(m, n, k, 132, is_adapted=True).adapts
 

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import numpy as np
@@ -43,10 +42,10 @@ def specs(
     `has_adapters`, `deterministic`: also with `low_rank`, and with `deterministic`; `patterns`:
     all.
     """
-    adapted = (False, True) if has_adapters or patterns else (False,)
-    tiles = [hopper_specs(dtype, is_adapted=a, deterministic=deterministic) for a in adapted]
-    own = ModuleSpec("gemm/gemm.cu", dtype)
-    return (own, *itertools.chain.from_iterable(tiles), *swiglu_specs(dtype))
+    tiles = hopper_specs(dtype, deterministic=deterministic)
+    if has_adapters or patterns:
+        tiles += hopper_specs(dtype, is_adapted=True)
+    return (ModuleSpec("gemm/gemm.cu", dtype), *tiles, *swiglu_specs(dtype))
 
 
 def gemm(

@@ -87,7 +87,8 @@ def launch(op: str, operands: Operands, norm: Norm | None = None) -> None:
         limits=limits(),
     )
     if operands.low_rank is not None and not (
-        isinstance(config, HopperConfig) and operands.low_rank.fits_epilogue
+        isinstance(config, HopperConfig)
+        and operands.low_rank.fits_epilogue(deterministic=operands.deterministic)
     ):
         launch_low_rank_apart(lambda plain: launch(op, plain, norm), operands)
         return

@@ -12,12 +12,13 @@ import numpy as np
 from engine.kernels._contract import INT32, Contract
 from engine.kernels.lora_expand import MAX_PARTS, lora_expand
 
-__all__ = ["LOW_RANK_PARAMS", "LowRank", "check_low_rank"]
+__all__ = ["LOW_RANK_PARAMS", "MIN_ROWS", "LowRank", "check_low_rank"]
 
 LOW_RANK_PARAMS = (
     "h:ptr b:ptr adapter_bias:ptr has_bias:ptr slots:ptr num_splits:i32 num_adapters:i32 rank:i32 "
     "h_columns:i32 " + " ".join(f"bound{part}:i32" for part in range(MAX_PARTS))
 )
+MIN_ROWS = 512  # minimum rows of x for which the epilogue beats `lora_expand`
 _STEP = 16  # values of rank per step of the tensor cores
 _GROUP = 8  # columns of an accumulator, which must belong to one part
 
@@ -52,9 +53,14 @@ class LowRank:
     bias: Any = None
     has_bias: Any = None
 
-    @property
-    def fits_epilogue(self) -> bool:
-        """Tell whether Hopper's GEMMs can add the product to sums in registers."""
+    def fits_epilogue(self, *, deterministic: bool) -> bool:
+        """Tell whether Hopper's 16-bit and 8-bit GEMMs add the product to sums in registers.
+
+        Rows of few adapters must be many: a warp reads the matrices of its rows' adapters one after
+        the other. With `deterministic`, the number of rows may not decide.
+        """
+        if deterministic or self.h.shape[1] < MIN_ROWS:
+            return False
         if self.b.dtype.itemsize != 2 or self.b.shape[2] % _STEP:
             return False
         if any(end % _GROUP for end in self.bounds[:-1]):

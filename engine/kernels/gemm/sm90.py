@@ -305,23 +305,23 @@ _SM_BYTES_PER_US = 3.3e4  # rate at which one multiprocessor reads the weight
 
 HOPPER_CONFIGS: tuple[HopperConfig, ...] = (*_TILES, *_FEW_ROWS)
 NARROW_CONFIGS: tuple[HopperConfig, ...] = (*_NARROW_TILES, *_NARROW_FEW_ROWS)
+# With LoRA adapters: products of few rows do not add them (`LowRank.fits_epilogue`).
+ADAPTED_CONFIGS: tuple[HopperConfig, ...] = tuple(config for config in _TILES if config.adapts)
 
 
 def hopper_specs(
     dtype: str, *, is_adapted: bool = False, deterministic: bool = False
 ) -> tuple[ModuleSpec, ...]:
-    """Return the modules that `launch_hopper` may launch for `dtype`; see `HopperConfig.spec`.
+    """Return the modules that `launch_hopper` may launch for `dtype`.
 
-    `deterministic`: also those of that mode alone.
+    `is_adapted`: those with LoRA adapters instead; `deterministic`: also those of that mode alone.
     """
     if dtype not in HOPPER_DTYPES:
         return ()
+    if is_adapted:
+        return tuple(config.spec(dtype, is_adapted=True) for config in ADAPTED_CONFIGS)
     configs = (*HOPPER_CONFIGS, *NARROW_CONFIGS) if deterministic else HOPPER_CONFIGS
-    return tuple(
-        config.spec(dtype, is_adapted=is_adapted)
-        for config in configs
-        if config.adapts or not is_adapted
-    )
+    return tuple(config.spec(dtype) for config in configs)
 
 
 @cache

@@ -67,13 +67,12 @@ def w8_specs(
 
     `has_adapters`, `deterministic`: also with `low_rank`, and with `deterministic`.
     """
-    own = [ModuleSpec(f"gemm/{op}.cu", dtype)]
-    for is_adapted in (False, True) if has_adapters else (False,):
-        own += w8_hopper_specs(
-            op.removeprefix("gemm_"), dtype, is_adapted=is_adapted, deterministic=deterministic
-        )
+    codes = op.removeprefix("gemm_")
+    tiles = w8_hopper_specs(codes, dtype, deterministic=deterministic)
+    if has_adapters:
+        tiles += w8_hopper_specs(codes, dtype, is_adapted=True)
     others = (*rows_specs(dtype), *norm_specs(dtype), *swiglu_specs(dtype))
-    return tuple(dict.fromkeys((*own, *others)))
+    return tuple(dict.fromkeys((ModuleSpec(f"gemm/{op}.cu", dtype), *tiles, *others)))
 
 
 @dataclass(frozen=True)
@@ -307,7 +306,9 @@ def _launch(o: W8Operands) -> None:
             return
     o = _quantized(o)
     is_hopper = _is_hopper(o)
-    if o.low_rank is not None and not (is_hopper and o.low_rank.fits_epilogue):
+    if o.low_rank is not None and not (
+        is_hopper and o.low_rank.fits_epilogue(deterministic=o.deterministic)
+    ):
         launch_low_rank_apart(_launch, o)
     elif is_hopper:
         _launch_hopper(o)

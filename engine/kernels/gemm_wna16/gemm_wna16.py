@@ -49,31 +49,23 @@ def specs(
     dtype: str,
     *,
     formats: tuple[str, ...] = (),
-    has_adapters: bool = False,
     deterministic: bool = False,
     patterns: bool = False,
     **_: Any,
 ) -> tuple[ModuleSpec, ...]:
     """Return the modules that the op may launch for weights of `formats`.
 
-    `has_adapters`, `deterministic`: also with `low_rank`, and with `deterministic`. `patterns`
-    instead selects a sample of formats that covers every decoder.
+    `deterministic`: also with `deterministic`. `patterns` instead selects a sample of formats that
+    covers every decoder.
     """
     if dtype == "float32":
         return ()
     return (
         *few_rows.specs("gemm_wna16", dtype, SAMPLE if patterns else formats),
-        *sm90.specs(
-            dtype,
-            SAMPLE if patterns else formats,
-            has_adapters=has_adapters or patterns,
-            deterministic=deterministic,
-        ),
+        *sm90.specs(dtype, SAMPLE if patterns else formats, deterministic=deterministic),
         *dequantize_specs(dtype, formats=formats, patterns=patterns),
         *permute_specs(dtype),
-        *gemm_specs(
-            dtype, has_adapters=has_adapters, deterministic=deterministic, patterns=patterns
-        ),
+        *gemm_specs(dtype, deterministic=deterministic),
         *swiglu_specs(dtype),
     )
 
@@ -187,16 +179,14 @@ def launch(operands: Operands) -> None:
         launch(replace(operands, activation=None, out=packed))
         swiglu(packed, out=operands.out)
         return
+    if operands.low_rank is not None:
+        launch_low_rank_apart(launch, operands)
+        return
     tile = sm90.choose(operands) if operands.x.shape[0] > MAX_FEW_ROWS else None
     config = few_rows.choose(operands) if tile is None else None
-    if config is None:
-        tile = tile or sm90.choose(operands)
-    low_rank = operands.low_rank
-    if low_rank is not None and not (tile is not None and low_rank.fits_epilogue):
-        launch_low_rank_apart(launch, operands)
-    elif config is not None:
+    if config is not None:
         few_rows.launch(operands, config)
-    elif tile is not None:
+    elif (tile := tile or sm90.choose(operands)) is not None:
         sm90.launch(operands, tile)
     else:
         portable.launch(operands)

@@ -14,7 +14,6 @@ from engine.kernels._launch import Kernel, ceil_div
 from engine.kernels._module import ModuleSpec
 from engine.kernels._packed import format_spec, format_specs, scale_dtype
 from engine.kernels._tensor_map import tensor_map, tensor_map_2d
-from engine.kernels.gemm.low_rank import LOW_RANK_PARAMS
 from engine.kernels.gemm.operands import SWIGLU, Operands, activation_number, row_stride
 from engine.weights import FORMATS, Format, Weight
 from engine.weights.formats import TILE_ROWS
@@ -30,20 +29,15 @@ __all__ = [
     "specs",
 ]
 
-_PARAMS = (
+_KERNEL = Kernel(
+    "gemm_wna16_sm90",
     "map_x:tmap map_tail:tmap map_data:tmap map_high:tmap map_scales:tmap map_supers:tmap bias:ptr "
     "residual:ptr residual_stride:i64 out:ptr out_stride:i64 m:i32 n:i32 slabs:i32 x_part:i32 "
-    "tail_part:i32 num_gates:i32 activation:i32 is_float:i32 is_vector:i32 is_early:i32"
-)
-_KERNEL = Kernel("gemm_wna16_sm90", _PARAMS, struct="GemmWna16Sm90Params")
-_ADAPTED = Kernel(
-    "gemm_wna16_adapted_sm90",
-    f"{_PARAMS} {LOW_RANK_PARAMS}",
-    struct="GemmWna16AdaptedSm90Params",
+    "tail_part:i32 num_gates:i32 activation:i32 is_float:i32 is_vector:i32 is_early:i32",
+    struct="GemmWna16Sm90Params",
 )
 
 _FILE = "gemm_wna16_sm90.cu"
-_ADAPTED_FILE = "gemm_wna16_adapted_sm90.cu"
 _SLAB_K = 64  # values of k per 128 bytes, the widest swizzle
 _MAX_STAGES = 16
 _PART_SLABS = 2  # kPartSlabs in CUDA
@@ -86,11 +80,6 @@ class HopperConfig:
     def rows(self) -> int:
         """Return the weight rows per tile."""
         return 64 * self.warpgroups * self.mma_tiles
-
-    @property
-    def adapts(self) -> bool:
-        """Tell whether the kernel can add LoRA adapters' products: else it lacks registers."""
-        return self.blocks == 1 and (self.parts == 1 or self.tokens == 128)
 
     @property
     def threads(self) -> int:
@@ -289,15 +278,11 @@ def num_parts(k: int) -> int:
 
 
 def specs(
-    dtype: str,
-    formats: tuple[str, ...] = (),
-    *,
-    has_adapters: bool = False,
-    deterministic: bool = False,
+    dtype: str, formats: tuple[str, ...] = (), *, deterministic: bool = False
 ) -> tuple[ModuleSpec, ...]:
     """Return the modules that `launch` may launch for weights of `formats`.
 
-    `has_adapters`: also those with LoRA adapters; `deterministic`: also those of that mode alone.
+    `deterministic`: also those of that mode alone.
     """
     if dtype not in HOPPER_DTYPES:
         return ()
@@ -305,9 +290,8 @@ def specs(
     for form in (FORMATS[name] for name in formats if FORMATS[name].is_packed):
         configs = [config for config in HOPPER_CONFIGS if config.supports(form)]
         configs += [c for c in INVARIANT_CONFIGS if deterministic and c.stages(form) >= 2]
-        for file in (_FILE, _ADAPTED_FILE) if has_adapters else (_FILE,):
-            for base in format_specs(file, dtype, (form.name,)):
-                found += [c.spec(base, form) for c in configs if c.adapts or file == _FILE]
+        for base in format_specs(_FILE, dtype, (form.name,)):
+            found += [config.spec(base, form) for config in configs]
     return tuple(dict.fromkeys(found))
 
 
@@ -321,12 +305,11 @@ def choose_hopper(
     *,
     deterministic: bool = False,
     is_gated: bool = False,
-    is_adapted: bool = False,
 ) -> HopperConfig:
     """Choose the tile with the least estimated time for x (m, k) and weight (n, k).
 
     With `deterministic`, only tiles that sum a row in the same order are considered, which depends
-    on `k` alone; with `is_adapted`, only those with `adapts`.
+    on `k` alone.
 
     Examples
     --------
@@ -338,8 +321,6 @@ def choose_hopper(
     tiles = _INVARIANT[num_parts(k)] if deterministic else _TILES
 
     def is_possible(config: HopperConfig) -> bool:
-        if is_adapted and not config.adapts:
-            return False
         has_module = config.stages(form) >= 2 if deterministic else config.supports(form)
         is_small = config.splits <= min(sm_count, ceil_div(slabs, config.depth))
         return has_module and is_small
@@ -376,7 +357,6 @@ def choose(operands: Operands) -> HopperConfig | None:
         sm_count(),
         deterministic=operands.deterministic,
         is_gated=operands.activation == SWIGLU,
-        is_adapted=operands.low_rank is not None,
     )
 
 
@@ -395,10 +375,8 @@ def launch(operands: Operands, config: HopperConfig) -> None:
         clusters = min(clusters, config.max_clusters(sm_count()))
     x_part = min(m, config.tokens)
     tail_part = m % config.tokens or config.tokens
-    low_rank = operands.low_rank
-    kernel, file = (_KERNEL, _FILE) if low_rank is None else (_ADAPTED, _ADAPTED_FILE)
-    base = format_spec(file, dtype, weight.format, scale_dtype(weight))
-    kernel.launch(
+    base = format_spec(_FILE, dtype, weight.format, scale_dtype(weight))
+    _KERNEL.launch(
         config.spec(base, weight.format),
         (clusters * config.splits,),
         (config.threads,),
@@ -423,7 +401,6 @@ def launch(operands: Operands, config: HopperConfig) -> None:
         is_vector=_is_vector(out, residual),
         is_early=operands.pdl,
         **config.plane_maps(weight, is_gated=is_gated),
-        **({} if low_rank is None else low_rank.arguments()),
     )
 
 

@@ -17,10 +17,6 @@ constexpr int kMaxParts = 8;
 
 // The epilogue of a GEMM without adapters.
 struct NoLowRank {
-  template <int kGroups>
-  __device__ __forceinline__ void add_transposed(float*, int2, int, int, int) const {}
-  template <int kWidth>
-  __device__ __forceinline__ void prefetch(const Epilogue&, int, int, int, int) const {}
   template <bool kPrefetches, int kSums>
   __device__ __forceinline__ void add(const Epilogue&, float (&)[kSums], int, int, int, int) const {
   }
@@ -55,17 +51,6 @@ struct LowRank {
     return __reduce_min_sync(kFullMask, own[1] >= from ? min(own[1], first) : first);
   }
 
-  // Asks the L2 cache for the rows of b that `add` will read for kWidth columns of the 16 rows from
-  // `row` on.
-  template <int kWidth>
-  __device__ __forceinline__ void prefetch(const Epilogue& e, int row, int col, int m,
-                                           int n) const {
-    const int g = lane_idx() / 4;
-    const int own[2] = {slot(row + g, m), slot(row + g + 8, m)};
-    for (int s = next(own, 0); s < num_adapters; s = next(own, s + 1))
-      ask_for<kWidth, true>(e, s, col, n);
-  }
-
   // Adds to the sums of the rows from `row` and the product's columns from `col` on.
   // kPrefetches: read an adapter's matrix while the previous one is multiplied.
   template <bool kPrefetches, int kSums>
@@ -74,28 +59,6 @@ struct LowRank {
     LowRank here = *this;
     asm volatile("" : "+r"(here.rank), "+r"(here.h_columns), "+r"(m), "+r"(n));
     here.add_here<kPrefetches>(e, acc, row, col, m, n);
-  }
-
-  // The same for sums of the transposed product, whose 16 rows are rows of the weight: `rows` are
-  // this lane's two. `sums` are those of kGroups groups of eight rows of x, from row `token` on.
-  template <int kGroups>
-  __device__ __forceinline__ void add_transposed(float* sums, int2 rows, int token, int m,
-                                                 int n) const {
-    LowRank here = *this;
-    asm volatile("" : "+r"(here.rank), "+r"(here.h_columns), "+r"(m), "+r"(n));
-    int begin = 0;
-#pragma unroll 1
-    for (int part = 0; part < here.h_columns / here.rank; ++part) {
-      const int end = here.end_of(part);
-      const bool has[2] = {rows.x >= begin && rows.x < min(end, n),
-                           rows.y >= begin && rows.y < min(end, n)};
-      begin = end;
-      if (!__any_sync(kFullMask, has[0] || has[1])) continue;
-      if (here.num_splits == 1) here.ask_for_h<kGroups * 8>(token, part, m);
-#pragma unroll 1
-      for (int k = 0; k < here.rank + (here.bias != nullptr ? kStep : 0); k += kStep)
-        here.multiply_transposed<kGroups, 0>(sums, rows, has, token, part, k, m, n);
-    }
   }
 
  private:
@@ -107,7 +70,7 @@ struct LowRank {
     const int own[2] = {slot(rows[0], m), slot(rows[1], m)};
     const int first = next(own, 0);
     if (first == num_adapters) return;
-    ask_for<kSums * 2, false>(e, first, col, n);
+    ask_for<kSums * 2>(e, first, col, n);
     int begin = 0;
 #pragma unroll 1
     for (int part = 0; part < h_columns / rank; ++part) {
@@ -168,9 +131,8 @@ struct LowRank {
     return make_uint2(lane_idx() % 4 == 0 ? pack2<scalar_t>(1.0f, 0.0f) : 0, 0);
   }
 
-  // Asks a cache for the rows of b of kWidth columns: L2, or L1, where the warps of a tile share
-  // them.
-  template <int kWidth, bool kL2>
+  // Asks the L1 cache, which the warps of a tile share, for the rows of b of kWidth columns.
+  template <int kWidth>
   __device__ __forceinline__ void ask_for(const Epilogue& e, int adapter, int col, int n) const {
     const int64_t size = static_cast<int64_t>(n) * rank;
     const int lines = rank / 8;  // cache lines of 128 bytes per 8 rows
@@ -180,23 +142,7 @@ struct LowRank {
       if (column >= n) break;
       const int64_t at = static_cast<int64_t>(e.bias_index(column)) * rank + i % lines * 64;
       if (at >= size) break;
-      if (kL2)
-        asm volatile("prefetch.global.L2 [%0];" ::"l"(b + adapter * size + at));
-      else
-        asm volatile("prefetch.global.L1 [%0];" ::"l"(b + adapter * size + at));
-    }
-  }
-
-  // Asks the L1 cache for the adapters of kTokens rows of x, and for their h of a part.
-  template <int kTokens>
-  __device__ __forceinline__ void ask_for_h(int token, int part, int m) const {
-#pragma unroll 1
-    for (int t = token + lane_idx(); t < min(m, token + kTokens); t += kWarpSize) {
-      const float* const from = h + static_cast<int64_t>(t) * h_columns + part * rank;
-      asm volatile("prefetch.global.L1 [%0];" ::"l"(slots + t));
-      asm volatile("prefetch.global.L1 [%0];" ::"l"(from));
-      for (int k = 32; k < rank; k += 32)  // 128 bytes
-        asm volatile("prefetch.global.L1 [%0];" ::"l"(from + k));
+      asm volatile("prefetch.global.L1 [%0];" ::"l"(b + adapter * size + at));
     }
   }
 
@@ -271,8 +217,12 @@ struct LowRank {
     if constexpr (kPrefetches) load_b<kFirst, kCount>(groups, first, n, k, w);
 #pragma unroll 1
     for (int s = first; s < num_adapters;) {
-      if constexpr (!kPrefetches) load_b<kFirst, kCount>(groups, s, n, k, w);
       const int following = next(own, s + 1);
+      if (!kPrefetches && k == rank && has_bias != nullptr && has_bias[s] == 0) {
+        s = following;
+        continue;
+      }
+      if constexpr (!kPrefetches) load_b<kFirst, kCount>(groups, s, n, k, w);
       uint2 after[kLoads];
       if constexpr (kPrefetches)
         if (following < num_adapters) load_b<kFirst, kCount>(groups, following, n, k, after);
@@ -296,74 +246,6 @@ struct LowRank {
     }
     if constexpr (kFirst + kCount < kSums / 4)
       multiply<kPrefetches, kFirst + kCount>(acc, values, own, first, groups, n, k);
-  }
-
-  // This lane's values of b, or of the bias, in a row of the weight.
-  __device__ __forceinline__ uint2 load_row(int row, int adapter, int n, int k) const {
-    const int64_t at = static_cast<int64_t>(adapter) * n + row;
-    if (k < rank) return *reinterpret_cast<const uint2*>(b + at * rank + k + lane_idx() % 4 * 4);
-    const bool reads = lane_idx() % 4 == 0 && (has_bias == nullptr || has_bias[adapter] != 0);
-    return make_uint2(reads ? *reinterpret_cast<const unsigned short*>(bias + at) : 0, 0);
-  }
-
-  // Fragments of 16 rows of an adapter: those of this lane's two rows that `has` names.
-  struct RowFragments {
-    uint2 low, high;
-  };
-  __device__ __forceinline__ RowFragments load_rows(int2 rows, const bool (&has)[2], int adapter,
-                                                    int n, int k) const {
-    if (adapter == num_adapters) return {};
-    return {has[0] ? load_row(rows.x, adapter, n, k) : make_uint2(0, 0),
-            has[1] ? load_row(rows.y, adapter, n, k) : make_uint2(0, 0)};
-  }
-
-  template <int kGroups, int kFirst>
-  __device__ __forceinline__ void multiply_transposed(float* sums, int2 rows, const bool (&has)[2],
-                                                      int token, int part, int k, int m,
-                                                      int n) const {
-    // All groups of a small tile, whose tokens may have many adapters: each is loaded once.
-    constexpr int kMost = kGroups <= 8 ? kGroups : 2, kLeft = kGroups - kFirst;
-    constexpr int kAtOnce = kLeft < kMost ? kLeft : kMost;
-    const int g = lane_idx() / 4;
-    int tokens[kAtOnce], own[kAtOnce];
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      tokens[i] = token + (kFirst + i) * 8 + g;
-      own[i] = slot(tokens[i], m);
-    }
-    const auto next = [&](int from) {
-      int first = num_adapters;
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i)
-        if (own[i] >= from) first = min(first, own[i]);
-      return __reduce_min_sync(kFullMask, first);
-    };
-    int s = next(0);
-    if (s < num_adapters) {
-      uint2 values[kAtOnce];
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) values[i] = one();
-      RowFragments a = load_rows(rows, has, s, n, k);
-      if (k < rank) load_h<1>(tokens, own, part, k, m, values);
-#pragma unroll 1
-      while (s < num_adapters) {
-        const int following = next(s + 1);
-        const RowFragments after = load_rows(rows, has, following, n, k);
-        const uint32_t fragment[4] = {a.low.x, a.high.x, a.low.y, a.high.y};
-#pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
-          const bool is_own = own[i] == s;
-          const uint32_t operand[2] = {is_own ? values[i].x : 0, is_own ? values[i].y : 0};
-          float* const to = sums + (kFirst + i) * 4;
-          float d[4] = {to[0], to[1], to[2], to[3]};
-          mma_m16n8k16<scalar_t>(d, fragment, operand);
-          to[0] = d[0], to[1] = d[1], to[2] = d[2], to[3] = d[3];
-        }
-        a = after, s = following;
-      }
-    }
-    if constexpr (kFirst + kAtOnce < kGroups)
-      multiply_transposed<kGroups, kFirst + kAtOnce>(sums, rows, has, token, part, k, m, n);
   }
 };
 
