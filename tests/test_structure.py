@@ -80,7 +80,7 @@ def test_an_op_is_five_files(op):
 def test_every_cuda_file_belongs_to_an_op():
     """A second source of an op is named `<op>_<variant>.cu`."""
     for path in (ROOT / "cuda_src").rglob("*.cu"):
-        op = re.sub("(_few_tokens|_chunks|_stream|_adapted)?(_sm90)?$", "", path.stem)
+        op = re.sub("(_few_tokens|_chunks|_stream)?(_sm90)?$", "", path.stem)
         assert op in OPS, f"{path.name} belongs to no op"
 
 

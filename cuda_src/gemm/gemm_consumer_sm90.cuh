@@ -4,7 +4,6 @@
 #include "common/wgmma.cuh"
 #include "gemm/gemm_cluster_sum_sm90.cuh"
 #include "gemm/gemm_epilogue_sm90.cuh"
-#include "gemm/low_rank.cuh"
 
 using Sums = float[kMmaTilesM][kWarpgroupCols / 2];
 
@@ -69,13 +68,10 @@ __device__ __forceinline__ void multiply(const Pipeline& p, const TileScheduler&
 
 // The consumers' loop. With `warms_up` it first computes a tile below the last row, storing
 // nothing, while the preceding kernel still runs (with kClusterK > 1 it only multiplies): the
-// instructions are cached by the time x arrives. `low_rank` (LowRank or NoLowRank) is added to the
-// sums before the epilogue.
-template <typename Addend>
+// instructions are cached by the time x arrives.
 __device__ __forceinline__ void consume(const Pipeline& p, const TileScheduler& s,
                                         unsigned char* smem, const Epilogue& e, bool is_wide,
-                                        const TensorMap* map_out, bool warms_up,
-                                        const Addend& low_rank) {
+                                        const TensorMap* map_out, bool warms_up) {
   // The shuffle tells ptxas that it is warp-uniform: descriptors are then computed once per warp.
   const int warp_idx = __shfl_sync(~0u, (threadIdx.x - kFirstConsumer) / 32, 0);
   const int warpgroup = warp_idx / 4;
@@ -98,7 +94,6 @@ __device__ __forceinline__ void consume(const Pipeline& p, const TileScheduler& 
       if (tile.x + row >= s.m) continue;  // no CTA sends or awaits these nonexistent rows
       exchange_sums(p, s, smem + (p.sums - p.x), acc[0], own);
       const Corner corner{staging, tile.x + row, tile.y + s.rank_k * kSlice};
-      low_rank.template add<kTileM == 64>(e, own, corner.row, corner.col, s.m, s.n);
       store(e, own, corner, s.m, s.n, is_wide, map_out, 0);
     } else {
 #pragma unroll
@@ -106,7 +101,6 @@ __device__ __forceinline__ void consume(const Pipeline& p, const TileScheduler& 
         const int m_tile = kSharesColumns ? i : warpgroup * kMmaTilesM + i;
         const int row = tile.x + m_tile * kMmaM + warp_idx % 4 * 16;
         const int col = tile.y + (kSharesColumns ? warpgroup * kWarpgroupCols : 0);
-        low_rank.template add<kTileM == 64>(e, acc[i], row, col, s.m, s.n);
         store(e, acc[i], Corner{staging, row, col}, s.m, s.n, is_wide, map_out, i);
       }
     }

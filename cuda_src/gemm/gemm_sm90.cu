@@ -17,7 +17,11 @@
 // one tile's sum over k: they exchange partial sums through distributed shared memory, and each
 // finishes some of the columns.
 // Mirror: engine/reference/gemm.py
-#include "gemm/gemm_body_sm90.cuh"
+#include "gemm/gemm_consumer_sm90.cuh"
+#include "gemm/gemm_producer_sm90.cuh"
+
+// Elements per access of out and residual; OutVector in engine/kernels/gemm/sm90.py.
+enum OutVector { kOneElement = 0, kFourElements = 1, kEightElements = 2 };
 
 struct GemmSm90Params {
   TensorMap map_x;     // x (M, K), box: x_part rows; address and row stride: multiples of 16 bytes
@@ -44,5 +48,44 @@ struct GemmSm90Params {
 
 extern "C" __global__ void __cluster_dims__(kClusterSize, 1, 1) __launch_bounds__(kThreads, 1)
     gemm_sm90(const __grid_constant__ GemmSm90Params p) {
-  gemm_sm90(p, NoLowRank{});
+  pdl_trigger();
+  extern __shared__ unsigned char smem_raw[];
+  unsigned char* smem = align_smem(smem_raw);
+  const Pipeline pipeline(smem_address(smem), p.stages, (p.x_part * kClusterN + 7) / 8 * 8);
+  const TileScheduler scheduler(p.m, p.n, p.k, p.band);
+  const Loading loading{p.x_part, p.tail_part, p.uses_pdl != 0, p.num_gates > 0};
+  const Loader loader(pipeline, scheduler, &p.map_x, &p.map_tail, &p.map_w, loading);
+  // The shuffle tells ptxas that it is warp-uniform.
+  const int warp_idx = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0);
+  if (warp_idx == kProducer / 32 && elect_one()) {
+    tma_prefetch_map(&p.map_w);
+    tma_prefetch_map(&p.map_x);
+    tma_prefetch_map(&p.map_tail);
+    if (kStores) tma_prefetch_map(&p.map_out);
+    const int rows = p.m - scheduler.tile(scheduler.first()).x;  // with split k, a CTA's only tile
+    pipeline.init(min(kTileM, (rows + 15) / 16 * 16));
+    if (kLoadsAlone) load_early(pipeline, scheduler, loader);
+  }
+  if (kClusterSize > 1)
+    cluster_sync_relaxed();  // init includes the fence
+  else
+    __syncthreads();
+  const Epilogue epilogue{p.bias,       p.residual,   p.out,           p.residual_stride,
+                          p.out_stride, p.activation, p.is_float != 0, p.out_vector != kOneElement,
+                          p.num_gates};
+  // Producer and consumers diverge here and never reconverge, as setmaxnreg requires.
+  if (warp_idx < kFirstConsumer / 32 || warp_idx >= (kFirstConsumer + kConsumerThreads) / 32) {
+    if constexpr (kMovesRegisters) warpgroup_reg_dealloc<kProducerRegisters>();
+    if (warp_idx == kProducer / 32 && elect_one()) {
+      if (!kLoadsAlone) load_early(pipeline, scheduler, loader);
+      produce(pipeline, scheduler, loader);
+    }
+  } else {
+    if constexpr (kMovesRegisters) warpgroup_reg_alloc<kConsumerRegisters>();
+    consume(pipeline, scheduler, smem, epilogue, p.out_vector > kFourElements, &p.map_out,
+            kWarmsUp && p.uses_pdl != 0);
+  }
+  // SAFETY: other CTAs still arrive on this one's mbarriers, so it must not exit before them. (With
+  // kClusterK alone it has already waited for all their sums.)
+  if (kClusterM * kClusterN > 1) cluster_sync_relaxed();
 }

@@ -249,7 +249,7 @@ __device__ __forceinline__ void apply_scales(const W8Scales& s, const Epilogue& 
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int r = row + tile * kMmaM + lane_idx / 4 + half * 8;
-      if (!kGroups) x[tile][half] = r < m ? s.x[r] : 0.0f;
+      if constexpr (!kGroups) x[tile][half] = r < m ? s.x[r] : 0.0f;
     }
 #pragma unroll
   for (int j = 0; j < kSums / 4; ++j)
@@ -259,19 +259,17 @@ __device__ __forceinline__ void apply_scales(const W8Scales& s, const Epilogue& 
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
         float* a = acc[tile] + 4 * j + i;
-        if (!kGroups) a[0] *= x[tile][0], a[2] *= x[tile][1];
+        if constexpr (!kGroups) a[0] *= x[tile][0], a[2] *= x[tile][1];
         a[0] *= w, a[2] *= w;
       }
     }
 }
 
 // The consumers' loop; see `consume` in gemm_consumer_sm90.cuh.
-template <typename Addend>
 __device__ __forceinline__ void consume_codes(const Pipeline& p, const TileScheduler& s,
                                               unsigned char* smem, const Epilogue& e,
                                               const W8Scales& scales, bool is_wide,
-                                              const TensorMap* map_out, bool warms_up,
-                                              const Addend& low_rank) {
+                                              const TensorMap* map_out, bool warms_up) {
   // The shuffle tells ptxas that it is warp-uniform: descriptors are then computed once per warp.
   const int warp_idx = __shfl_sync(~0u, (threadIdx.x - kFirstConsumer) / 32, 0);
   const int warpgroup = warp_idx / 4;
@@ -295,14 +293,12 @@ __device__ __forceinline__ void consume_codes(const Pipeline& p, const TileSched
       exchange_sums(p, s, smem + (p.sums - p.x), acc[0], own[0]);
       const Corner corner{staging, row, tile.y + s.rank_k * kSlice};
       if constexpr (!kBlocks) apply_scales(scales, e, own, row, corner.col, s.m, s.n);
-      low_rank.template add<kTileM == 64>(e, own[0], row, corner.col, s.m, s.n);
       store(e, own[0], corner, s.m, s.n, is_wide, map_out, 0);
     } else {
       if constexpr (!kBlocks) apply_scales(scales, e, acc, row, tile.y, s.m, s.n);
 #pragma unroll
       for (int i = 0; i < kMmaTilesM; ++i) {
         const Corner corner{staging, row + i * kMmaM, tile.y};
-        low_rank.template add<kTileM == 64>(e, acc[i], corner.row, tile.y, s.m, s.n);
         store(e, acc[i], corner, s.m, s.n, is_wide, map_out, i);
       }
     }

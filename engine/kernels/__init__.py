@@ -39,7 +39,6 @@ from engine.kernels.geglu import geglu
 from engine.kernels.geglu_backward import geglu_backward
 from engine.kernels.gelu import gelu
 from engine.kernels.gemm import gemm
-from engine.kernels.gemm.low_rank import LowRank
 from engine.kernels.gemm_fp8 import gemm_fp8
 from engine.kernels.gemm_int8 import gemm_int8
 from engine.kernels.gemm_wna16 import gemm_wna16
@@ -101,7 +100,6 @@ __all__ = [
     "CheckReport",
     "Header",
     "Launch",
-    "LowRank",
     "Op",
     "Periodic",
     "Problem",

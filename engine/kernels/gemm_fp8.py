@@ -8,28 +8,14 @@ from __future__ import annotations
 from typing import Any
 
 from engine.kernels._module import ModuleSpec
-from engine.kernels.gemm.low_rank import LowRank
 from engine.kernels.gemm.w8 import gemm_w8, w8_specs
 
 __all__ = ["gemm_fp8", "specs"]
 
 
-def specs(
-    dtype: str,
-    *,
-    has_adapters: bool = False,
-    deterministic: bool = False,
-    patterns: bool = False,
-    **_: Any,
-) -> tuple[ModuleSpec, ...]:
-    """Return the modules that the op may launch for `dtype`.
-
-    `has_adapters`, `deterministic`: also with `low_rank`, and with `deterministic`; `patterns`:
-    all.
-    """
-    return w8_specs(
-        "gemm_fp8", dtype, has_adapters=has_adapters or patterns, deterministic=deterministic
-    )
+def specs(dtype: str, *, deterministic: bool = False, **_: Any) -> tuple[ModuleSpec, ...]:
+    """Return the modules that the op may launch for `dtype`, also with `deterministic` if given."""
+    return w8_specs("gemm_fp8", dtype, deterministic=deterministic)
 
 
 def gemm_fp8(
@@ -47,7 +33,6 @@ def gemm_fp8(
     out_dtype: Any = None,
     deterministic: bool = False,
     pdl: bool = False,
-    low_rank: LowRank | None = None,
     out: Any = None,
 ) -> Any:
     """Multiply rows by a weight, both in e4m3 with scales: activation(x Wᵀ + bias) + residual.
@@ -69,7 +54,7 @@ def gemm_fp8(
         See `rmsnorm`.
     bias : (N,) array, optional
         Of x's dtype. With `x_scales`: of `out_dtype`, or of any dtype if that is float32.
-    residual, activation, deterministic, low_rank, out
+    residual, activation, deterministic, out
         See `gemm`.
     out_dtype : dtype, optional
         x's dtype (the default) or float32. With `x_scales` it is required; all three are allowed.

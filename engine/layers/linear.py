@@ -25,8 +25,8 @@ class Product:
     Attributes
     ----------
     plain : callable
-        ``plain(x, weight, bias=, residual=, activation=, out=, out_dtype=, deterministic=,
-        low_rank=)``: activation(x Wᵀ + b) + residual, the contract of `kernels.gemm`.
+        ``plain(x, weight, bias=, residual=, activation=, out=, out_dtype=, deterministic=)``:
+        activation(x Wᵀ + b) + residual, the contract of `kernels.gemm`.
     of_normed : callable
         ``of_normed(x, norm, weight, bias=, activation=, out=)``: the product of ``norm(x)``.
     """
@@ -95,7 +95,6 @@ def _stacked(
     out: Any = None,
     out_dtype: Any = None,
     deterministic: bool = False,
-    low_rank: kernels.LowRank | None = None,
 ) -> Any:
     """Multiply by each part of a stacked weight, and write the results side by side.
 
@@ -117,8 +116,6 @@ def _stacked(
             out_dtype=out_dtype,
             deterministic=deterministic,
         )
-    if low_rank is not None:
-        low_rank.add_to(y, kernels.lora_expand)
     return kernels.swiglu(y, out=out) if is_gated else y
 
 

@@ -143,13 +143,13 @@ class AdapterSlots:
         finally:
             tokens.by_count = {}
 
-    def _sort(self, slots: Any) -> tuple[Any, Any, Any]:
+    def _sort(self, slots: Any) -> tuple[Any, Any]:
         """Sort tokens by slot; those without an adapter come last, as an expert of their own."""
         ids = slots[:, None]
         # Any array of floats serves as the weights, which are not read. SAFETY: the embedding waits
         # for this launch before it lets others start, so no later one must.
         routing = kernels.moe_sort(ids, ids.view(np.float32), num_experts=self.num_slots + 1)
-        return routing.order, routing.offsets[: self.num_slots + 1], slots
+        return routing.order, routing.offsets[: self.num_slots + 1]
 
 
 class _SortedTokens:
@@ -160,17 +160,17 @@ class _SortedTokens:
     Attributes
     ----------
     by_count : dict of int to tuple of array
-        Number of rows of a product -> the result of `of`; empty without adapters.
+        Number of rows of a product -> their order and offsets; empty without adapters.
     kinds : collection of str
         Kinds of the weights that the batch's adapters may change.
     """
 
     def __init__(self) -> None:
-        self.by_count: dict[int, tuple[Any, Any, Any]] = {}
+        self.by_count: dict[int, tuple[Any, Any]] = {}
         self.kinds: Collection[str] = ()
 
-    def of(self, kind: str, num_rows: int) -> tuple[Any, Any, Any] | None:
-        """Return (order, offsets, slots) of a product's rows; None if no adapter changes them.
+    def of(self, kind: str, num_rows: int) -> tuple[Any, Any] | None:
+        """Return (order, offsets) of the rows of a product; None if no adapter changes them.
 
         Raises
         ------
@@ -208,8 +208,6 @@ class AdaptedProduct:
         B of each slot, multiplied by the adapter's scale.
     bias : (S, N) array
         Added to the products of each slot.
-    has_bias : (S,) array of int32
-        0 for slots whose bias is zeros.
     rank : int
         R, the rows of A for each part.
     """
@@ -229,7 +227,6 @@ class AdaptedProduct:
         self.a = xp.zeros((slots.num_slots, len(bounds) * slots.rank, columns), dtype)
         self.b = xp.zeros((slots.num_slots, rows, slots.rank), dtype)
         self.bias = xp.zeros((slots.num_slots, rows), dtype)
-        self.has_bias = xp.zeros(slots.num_slots, np.int32)
         self.kind = name.rpartition(".")[2]
         self.rank = slots.rank
         self._xp = xp
@@ -239,16 +236,14 @@ class AdaptedProduct:
     @property
     def num_bytes(self) -> int:
         """Bytes of the arrays."""
-        return sum(int(array.nbytes) for _, array in self.arrays())
+        return int(self.a.nbytes + self.b.nbytes + self.bias.nbytes)
 
     def arrays(self) -> Iterator[tuple[str, Any]]:
         """Yield (name, array) for every array."""
-        names = ("a", "b", "bias", "has_bias")
-        yield from ((name, getattr(self, name)) for name in names)
+        yield from (("a", self.a), ("b", self.b), ("bias", self.bias))
 
     def write(self, slot: int, a: Any, b: Any, bias: Any) -> None:
         """Write an adapter's matrices to a slot; None stands for zeros."""
-        self.has_bias[slot : slot + 1].fill(bias is not None)
         for target, source in ((self.a, a), (self.b, b), (self.bias, bias)):
             if source is None:
                 own = target[slot]
@@ -258,18 +253,32 @@ class AdaptedProduct:
             else:
                 start_copy(self._xp, target, slot, source)
 
-    def plain(self, x: Any, weight: Any, **options: Any) -> Any:
-        """Return activation(x Wᵀ + B (A x) + b) + residual. See `Product.plain`."""
+    def plain(
+        self,
+        x: Any,
+        weight: Any,
+        *,
+        activation: str | None = None,
+        out: Any = None,
+        **options: Any,
+    ) -> Any:
+        """Return activation(x Wᵀ + B (A x) + b) + residual. See `Product.plain`.
+
+        The adapters' part is added to the finished product, and "swiglu" follows both.
+        """
         found = self._tokens.of(self.kind, x.shape[0])
         if found is None:
-            return self._base.plain(x, weight, **options)
-        order, offsets, slots = found
+            return self._base.plain(x, weight, activation=activation, out=out, **options)
+        if activation not in (None, "swiglu"):
+            raise ContractError(
+                f'activation must be None or "swiglu" with adapters; got {activation!r}'
+            )
         splits = _NUM_SPLITS if options.get("deterministic") else None
-        h = kernels.lora_shrink(x, self.a, order, offsets, num_splits=splits, pdl=True)
-        low_rank = kernels.LowRank(
-            h, self.b, order, offsets, slots, self.bounds, self.bias, self.has_bias
-        )
-        return self._base.plain(x, weight, low_rank=low_rank, **options)
+        low = kernels.lora_shrink(x, self.a, *found, num_splits=splits, pdl=True)
+        y = self._base.plain(x, weight, out=None if activation else out, **options)
+        high = {"bounds": self.bounds, "bias": self.bias, "accumulate": True, "pdl": True}
+        kernels.lora_expand(low, self.b, *found, **high, out=y)
+        return kernels.swiglu(y, out=out) if activation else y
 
     def of_normed(self, x: Any, norm: Any, weight: Any, **options: Any) -> Any:
         """Return the product of ``norm(x)``. See `Product.of_normed`."""

@@ -119,7 +119,6 @@ def kernel_specs(
                 norm_after_rope=config.qk_norm_after_rope,
                 q_factors=has_q_factors(config),
                 formats=tuple(form.name for form in formats),
-                has_adapters=has_adapters,
                 deterministic=deterministic,
                 **({"patterns": True} if has_patterns and op == "attention_prefill" else {}),
                 **(_delta_heads(config) if op == "gated_delta" else {}),

@@ -33,7 +33,6 @@ def multiply_8bit(
     residual: Array | None,
     activation: str | None,
     out_dtype: Any,
-    low_rank: Any,
 ) -> Array:
     """Quantize x unless `x_scales` are given, multiply the codes, apply scales and epilogue."""
     has_blocks = weight_scales.ndim == 2
@@ -55,8 +54,7 @@ def multiply_8bit(
             part *= x_scales[:, i : i + 1]
             y += part * np.repeat(weight_scales[:, i], GROUP)[: len(b)] if has_blocks else part
         y *= 1 if has_blocks else weight_scales
-    y = epilogue(y, bias, residual, activation, low_rank)
-    return y.astype(result_dtype, copy=False)
+    return epilogue(y, bias, residual, activation).astype(result_dtype, copy=False)
 
 
 def rounded_rows(x: Array) -> Array:

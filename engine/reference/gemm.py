@@ -8,10 +8,9 @@ import numpy as np
 
 from engine.reference import _activation
 from engine.reference._row_by_row import multiply_row_by_row
-from engine.reference.lora_expand import expanded
 from engine.reference.swiglu import swiglu
 
-__all__ = ["add_low_rank", "epilogue", "gemm"]
+__all__ = ["epilogue", "gemm"]
 
 Array = np.ndarray[Any, Any]
 
@@ -32,25 +31,20 @@ def gemm(
     activation: str | None = None,
     out_dtype: Any = None,
     deterministic: bool = False,
-    low_rank: Any = None,
 ) -> Array:
-    """y = activation(x W^T + bias + adapters) + residual, in float32, rounded once.
+    """y = activation(x W^T + bias) + residual, in float32, rounded once.
 
     "swiglu": silu(gate) * up; gate is the first half of the columns, up the second half.
     "silu_and_mul": the same, but gate and up columns alternate in groups of eight.
     """
     multiply = multiply_row_by_row if deterministic else _multiply
     y: Array = multiply(x.astype(np.float32, copy=False), weight.astype(np.float32, copy=False).T)
-    y = epilogue(y, bias, residual, activation, low_rank)
+    y = epilogue(y, bias, residual, activation)
     return y.astype(x.dtype if out_dtype is None else out_dtype, copy=False)
 
 
-def epilogue(
-    y: Array, bias: Array | None, residual: Array | None, activation: str | None, low_rank: Any
-) -> Array:
-    """Return activation(y + bias + adapters) + residual, in float32; `y` may be overwritten."""
-    if low_rank is not None:
-        add_low_rank(y, low_rank)
+def epilogue(y: Array, bias: Array | None, residual: Array | None, activation: str | None) -> Array:
+    """Return activation(y + bias) + residual, in float32; `y` may be overwritten."""
     if bias is not None:
         y += bias.astype(np.float32, copy=False)
     if activation == "swiglu":
@@ -62,13 +56,6 @@ def epilogue(
     if residual is not None:
         y += residual.astype(np.float32, copy=False)
     return y
-
-
-def add_low_rank(y: Array, low_rank: Any) -> None:
-    """Add the products of the rows' LoRA adapters, a `kernels.LowRank`, to `y` in float32."""
-    a = low_rank
-    for rows, columns, product in expanded(a.h, a.b, a.order, a.offsets, a.bounds, a.bias):
-        y[rows, columns] += product
 
 
 def silu_and_mul(y: Array) -> Array:

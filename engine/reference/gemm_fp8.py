@@ -26,9 +26,8 @@ def gemm_fp8(
     residual: Array | None = None,
     activation: str | None = None,
     out_dtype: Any = None,
-    low_rank: Any = None,
 ) -> Array:
-    """y = activation((xq weight^T) * x_scales * weight_scales + bias + adapters) + residual.
+    """y = activation((xq weight^T) * x_scales * weight_scales + bias) + residual, in float32.
 
     xq is `x` if `x_scales` are given, else quantize_rows(x), or quantize_rows(rmsnorm(x)) with a
     `norm_weight`. Two axes of `weight_scales` mean one scale per 128 x 128 block; rows of x then

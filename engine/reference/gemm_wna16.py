@@ -23,9 +23,8 @@ def gemm_wna16(
     activation: str | None = None,
     out_dtype: Any = None,
     deterministic: bool = False,
-    low_rank: Any = None,
 ) -> Array:
-    """y = activation(x W^T + bias + adapters) + residual, with W dequantized, in float32."""
+    """y = activation(x W^T + bias) + residual, in float32, with W dequantized to float32."""
     return gemm(
         x,
         unpack_weight(weight),
@@ -34,5 +33,4 @@ def gemm_wna16(
         activation=activation,
         out_dtype=out_dtype,
         deterministic=deterministic,
-        low_rank=low_rank,
     )

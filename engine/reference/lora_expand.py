@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -10,7 +9,7 @@ import numpy as np
 from engine.dtypes import accumulation_dtype
 from engine.reference._row_by_row import multiply_row_by_row
 
-__all__ = ["expanded", "lora_expand"]
+__all__ = ["lora_expand"]
 
 Array = np.ndarray[Any, Any]
 
@@ -31,28 +30,12 @@ def lora_expand(
     The partial sums of h are added in order and rounded to b's dtype. Products are float32, and the
     result is rounded once. A token without an adapter gets 0, or keeps its row if `accumulate`.
     """
+    real = accumulation_dtype(b.dtype)
+    rank = b.shape[2]
     if out is None:
         out = np.zeros((h.shape[1], b.shape[1]), b.dtype)
     elif not accumulate:
         out[...] = 0
-    for rows, columns, y in expanded(h, b, order, offsets, bounds, bias):
-        if accumulate:
-            y += out[rows, columns].astype(y.dtype)
-        out[rows, columns] = y.astype(b.dtype)
-    return out
-
-
-def expanded(
-    h: Array,
-    b: Array,
-    order: Array,
-    offsets: Array,
-    bounds: tuple[int, ...],
-    bias: Array | None,
-) -> Iterator[tuple[Array, slice, Array]]:
-    """Yield (tokens, columns, products before they are rounded) of each adapter and part."""
-    real = accumulation_dtype(b.dtype)
-    rank = b.shape[2]
     for adapter, matrix in enumerate(b):
         tokens = order[offsets[adapter] : offsets[adapter + 1]]
         if not tokens.size:
@@ -68,5 +51,8 @@ def expanded(
             y = multiply_row_by_row(low, matrix[begin:end].astype(real).T)
             if bias is not None:
                 y += bias[adapter, begin:end].astype(real)
-            yield tokens, slice(begin, end), y
+            if accumulate:
+                y += out[tokens, begin:end].astype(real)
+            out[tokens, begin:end] = y.astype(b.dtype)
             begin = end
+    return out

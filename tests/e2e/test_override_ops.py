@@ -70,15 +70,6 @@ def eight_bit(name):
     return codes, scales[:, 0]
 
 
-def adapters():
-    """Adapters of 3 rows of 12 columns, of which the second has none."""
-    slots = np.array([1, 2, 0], np.int32)
-    order, offsets = np.array([2, 0, 1], np.int32), np.array([0, 1, 2], np.int32)
-    return kernels.LowRank(
-        array(2, 3, 8), array(2, 12, 4), order, offsets, slots, (6, 12), array(2, 12)
-    )
-
-
 PRODUCT = {"activation": "swiglu", "bias": array(12)}
 CALLS = {
     "gemm": lambda: ((array(3, 16), array(12, 16)), dict(PRODUCT)),
@@ -164,36 +155,14 @@ def test_a_fused_op_is_listed_with_its_parts(op):
     known = all_parts(op) | {part for part, keepers in KEPT.items() if op in keepers}
     if op == "rmsnorm_gemm" or op.startswith("gemm_"):
         known |= {"gemm"}  # a product of another format is another op
-    keywords = inspect.signature(OPS[op]).parameters
     unused = {"rmsnorm"} if op == "moe_gemm" else set()  # of a helper that it shares
-    unused |= set() if "low_rank" in keywords else {"lora_expand"}  # in `gemm`
     assert contained(op) - unused <= known, "list the part in STEPS, WHOLES or KEPT of fused.py"
+    keywords = inspect.signature(OPS[op]).parameters
     is_own = op in ("causal_conv", "gated_delta", "gated_norm")  # their gates and norms are no op
     for keyword, part in (("activation", "swiglu"), ("residual", "residual_add")):
         is_gradient = op.endswith("_backward")  # models call none
         assert keyword not in keywords or part in known or op == part or is_gradient or is_own
     assert "norm_weight" not in keywords or "rmsnorm" in known or is_own
-
-
-@pytest.mark.parametrize("op", ["gemm", "gemm_wna16", "gemm_fp8", "gemm_int8"])
-@pytest.mark.parametrize("residual", [False, True])
-def test_an_override_that_knows_no_adapters_leaves_them_to_the_engine(op, residual):
-    args, options = CALLS[op]()
-    options["low_rank"] = adapters()
-    if residual:
-        options |= {"activation": None, "residual": array(3, 12)}
-
-    def mine(*args, bias=None, norm_weight=None, weight_offset=0.0):
-        norm = {} if norm_weight is None else {"norm_weight": norm_weight}
-        norm |= {"weight_offset": weight_offset} if weight_offset else {}
-        return OPS[op](*args, bias=bias, **norm)
-
-    wanted = getattr(kernels, op)(*args, **options)
-    runs = ModelKernels()
-    with runs.active(), kernels.override(op, mine):
-        got = getattr(kernels, op)(*args, **options)
-    assert runs.runs[f"{op}=mine"] == 1
-    np.testing.assert_allclose(got, wanted, rtol=2e-5, atol=2e-5)
 
 
 def test_every_fused_op_is_called_below():
@@ -224,8 +193,6 @@ def test_a_fused_op_gives_way_to_an_overridden_part(op, part):
         options["activation"] = part
     if part == "residual_add" and "activation" in options:
         options |= {"activation": None, "residual": array(3, 12)}
-    if part == "lora_expand":
-        options["low_rank"] = adapters()
     calls = []
 
     def mine(*args, **options):

@@ -10,7 +10,7 @@ from engine import reference
 from engine.kernels._cpu import few_rows
 from engine.kernels._cpu.norms import rmsnorm
 from engine.kernels._cpu.panels import multiply
-from engine.reference.gemm import add_low_rank, epilogue
+from engine.reference.gemm import epilogue
 from engine.weights import Weight
 
 __all__ = ["gemm", "gemm_wna16", "rmsnorm_gemm", "rmsnorm_gemm_wna16"]
@@ -29,7 +29,6 @@ def gemm(
     activation: str | None = None,
     out_dtype: Any = None,
     deterministic: bool = False,
-    low_rank: Any = None,
 ) -> Array:
     """See `engine.kernels.gemm`."""
     if deterministic or not few_rows.pays(x, weight):
@@ -41,10 +40,9 @@ def gemm(
             activation=activation,
             out_dtype=out_dtype,
             deterministic=deterministic,
-            low_rank=low_rank,
         )
         return mirrored
-    y = _finished(few_rows.multiply_few_rows(x, weight), bias, residual, activation, low_rank)
+    y = _finished(few_rows.multiply_few_rows(x, weight), bias, residual, activation)
     return y.astype(x.dtype if out_dtype is None else out_dtype, copy=False)
 
 
@@ -72,7 +70,6 @@ def gemm_wna16(
     activation: str | None = None,
     out_dtype: Any = None,
     deterministic: bool = False,
-    low_rank: Any = None,
 ) -> Array:
     """See `engine.kernels.gemm_wna16`."""
     panels = weight.panels
@@ -85,24 +82,21 @@ def gemm_wna16(
             activation=activation,
             out_dtype=out_dtype,
             deterministic=deterministic,
-            low_rank=low_rank,
         )
         return mirrored
     wide = x.astype(_FLOAT32, copy=False)
     if weight.permutation is not None:
         wide = wide[:, weight.permutation]
-    y = _finished(multiply(wide, panels), bias, residual, activation, low_rank)
+    y = _finished(multiply(wide, panels), bias, residual, activation)
     return y.astype(x.dtype if out_dtype is None else out_dtype, copy=False)
 
 
 def _finished(
-    y: Array, bias: Array | None, residual: Array | None, activation: str | None, low_rank: Any
+    y: Array, bias: Array | None, residual: Array | None, activation: str | None
 ) -> Array:
-    """Return activation(y + bias + adapters) + residual; `y` may be overwritten."""
+    """Return activation(y + bias) + residual; `y` may be overwritten."""
     if activation != "swiglu":
-        return epilogue(y, bias, residual, activation, low_rank)
-    if low_rank is not None:
-        add_low_rank(y, low_rank)
+        return epilogue(y, bias, residual, activation)
     return _swiglu(y if bias is None else y + bias)
 
 

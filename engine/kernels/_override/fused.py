@@ -111,19 +111,6 @@ def _add_first(rest: Rest, args: tuple[Any, ...], options: Options) -> Any:
     return y, h
 
 
-def _adapt(rest: Rest, args: tuple[Any, ...], options: Options) -> Any:
-    """Add the adapters' product to the sums, before the activation and after the residual."""
-    low_rank = options["low_rank"]
-    product = _without(options, "low_rank")
-    if options.get("activation") is not None:
-        return _activate(partial(_adapt_rest, rest, low_rank), args, product)
-    return _adapt_rest(rest, low_rank, *args, **product)
-
-
-def _adapt_rest(rest: Rest, low_rank: Any, *args: Any, **options: Any) -> Any:
-    return low_rank.add_to(rest(*args, **options), partial(run, "lora_expand"))
-
-
 def _normalise(rest: Rest, args: tuple[Any, ...], options: Options) -> Any:
     x, *others = args
     norm = {name: options[name] for name in ("eps", "weight_offset") if name in options}
@@ -171,15 +158,14 @@ def _unscaled(options: Options) -> Collection[str]:
 _ADD = Step(("residual",), _always("residual_add"), _add)
 _ADD_FIRST = Step(("residual", "residual_out"), _unscaled, _add_first)
 _ACTIVATE = Step(("activation",), _activations, _activate)
-_ADAPT = Step(("low_rank",), _always("lora_expand"), _adapt)
 _NORMALISE = Step(("norm_weight", "eps", "weight_offset"), _always("rmsnorm"), _normalise)
 _STORE = Step((*_NEW_TOKEN, *_NORMS), _store_parts, _store_new_token)
 
 STEPS: dict[str, tuple[Step, ...]] = {
-    "gemm": (_ADD, _ACTIVATE, _ADAPT),
-    "gemm_wna16": (_ADD, _ACTIVATE, _ADAPT),
-    "gemm_fp8": (_ADD, _ACTIVATE, _ADAPT, _NORMALISE),
-    "gemm_int8": (_ADD, _ACTIVATE, _ADAPT, _NORMALISE),
+    "gemm": (_ADD, _ACTIVATE),
+    "gemm_wna16": (_ADD, _ACTIVATE),
+    "gemm_fp8": (_ADD, _ACTIVATE, _NORMALISE),
+    "gemm_int8": (_ADD, _ACTIVATE, _NORMALISE),
     "rmsnorm_gemm": (_ACTIVATE,),
     "rmsnorm_gemm_wna16": (_ACTIVATE,),
     "moe_gemm": (_ACTIVATE,),

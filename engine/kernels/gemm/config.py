@@ -121,7 +121,6 @@ def choose_config(
     deterministic: bool = False,
     is_hopper: bool = False,
     is_gated: bool = False,
-    is_adapted: bool = False,
     has_norm: bool = False,
     limits: Limits = PORTABLE,
 ) -> Config | HopperConfig | SkinnyConfig:
@@ -142,8 +141,6 @@ def choose_config(
         Use the tiles of gemm_sm90.cu from nine rows on, or from 17 if the weight is small.
     is_gated : bool
         The kernel must combine gate and up; some kernels cannot.
-    is_adapted : bool
-        LoRA adapters change the rows; some tiles of Hopper cannot add their products.
     has_norm : bool
         A norm is fused.
 
@@ -166,9 +163,7 @@ def choose_config(
         if m <= _DIRECT_MAX_M[size] and not (is_gated and size == 4):
             return _direct(m, n, k, size, sm_count)
     if is_hopper and k > 0:
-        return choose_hopper(
-            m, n, k, sm_count, deterministic=deterministic, is_gated=is_gated, is_adapted=is_adapted
-        )
+        return choose_hopper(m, n, k, sm_count, deterministic=deterministic, is_gated=is_gated)
     step = 64 // size
     choices = [
         tile.config(k, splits, step)

@@ -15,7 +15,6 @@ from engine.kernels._contract import FLOATS, Contract
 from engine.kernels._module import ModuleSpec
 from engine.kernels.gemm.config import Config, choose_config
 from engine.kernels.gemm.launch import launch
-from engine.kernels.gemm.low_rank import LowRank, check_low_rank
 from engine.kernels.gemm.operands import (
     SWIGLU,
     Operands,
@@ -26,25 +25,12 @@ from engine.kernels.gemm.operands import (
 from engine.kernels.gemm.sm90 import hopper_specs
 from engine.kernels.swiglu import specs as swiglu_specs
 
-__all__ = ["Config", "LowRank", "choose_config", "gemm", "interleave_gate_up", "specs"]
+__all__ = ["Config", "choose_config", "gemm", "interleave_gate_up", "specs"]
 
 
-def specs(
-    dtype: str,
-    *,
-    has_adapters: bool = False,
-    deterministic: bool = False,
-    patterns: bool = False,
-    **_: Any,
-) -> tuple[ModuleSpec, ...]:
-    """Return the modules that the op may launch for `dtype`.
-
-    `has_adapters`, `deterministic`: also with `low_rank`, and with `deterministic`; `patterns`:
-    all.
-    """
+def specs(dtype: str, *, deterministic: bool = False, **_: Any) -> tuple[ModuleSpec, ...]:
+    """Return the modules that the op may launch for `dtype`, also with `deterministic` if given."""
     tiles = hopper_specs(dtype, deterministic=deterministic)
-    if has_adapters or patterns:
-        tiles += hopper_specs(dtype, is_adapted=True)
     return (ModuleSpec("gemm/gemm.cu", dtype), *tiles, *swiglu_specs(dtype))
 
 
@@ -58,7 +44,6 @@ def gemm(
     out_dtype: Any = None,
     deterministic: bool = False,
     pdl: bool = False,
-    low_rank: LowRank | None = None,
     out: Any = None,
 ) -> Any:
     """Multiply rows by a weight matrix: activation(x Wᵀ + bias) + residual.
@@ -88,9 +73,6 @@ def gemm(
     pdl : bool
         Promise that no kernel still running on the stream writes `weight` or `bias`; this holds for
         a model's parameters. With few rows they are then read while the preceding kernel ends.
-    low_rank : LowRank, optional
-        Product of the rows' LoRA adapters, added before the activation, which must be None or
-        "swiglu". The result has x's dtype.
     out : (M, N) array of `out_dtype`, optional
         Array for the result; its rows may be strided.
 
@@ -126,7 +108,6 @@ def gemm(
         call.check("out_dtype", False, f'{x.dtype} with "swiglu"', str(dtype))
     if bias is not None:
         bias = call.array("bias", bias, "N", x.dtype)
-    low_rank = check_low_rank(call, low_rank, activation, dtype)
     if call.on_cpu:
         result = _cpu.gemm(
             x,
@@ -136,11 +117,10 @@ def gemm(
             activation=activation,
             out_dtype=dtype,
             deterministic=deterministic,
-            low_rank=low_rank,
         )
         return call.finish(out, result, layout="rows")
     out = call.output("out", out, (call["M"], columns), dtype, layout="rows")
-    operands = Operands(x, weight, out, bias, residual, activation, deterministic, pdl, low_rank)
+    operands = Operands(x, weight, out, bias, residual, activation, deterministic, pdl)
     launch("gemm", operands)
     return out
 

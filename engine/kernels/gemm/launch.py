@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +22,7 @@ from engine.kernels.gemm.skinny import SkinnyConfig
 from engine.kernels.gemm.sm90 import HopperConfig, OutVector, launch_hopper
 from engine.kernels.swiglu import swiglu
 
-__all__ = ["is_vector", "launch", "launch_low_rank_apart", "out_vector"]
+__all__ = ["is_vector", "launch", "out_vector"]
 
 _PARAMS = (
     "x:ptr x_stride:i64 weight:ptr norm_weight:ptr row_scales:ptr eps:f32 weight_offset:f32 "
@@ -82,16 +81,9 @@ def launch(op: str, operands: Operands, norm: Norm | None = None) -> None:
         deterministic=operands.deterministic,
         is_hopper=norm is None and is_hopper(dtype),
         is_gated=operands.activation in ("silu_and_mul", SWIGLU),
-        is_adapted=operands.low_rank is not None,
         has_norm=norm is not None,
         limits=limits(),
     )
-    if operands.low_rank is not None and not (
-        isinstance(config, HopperConfig)
-        and operands.low_rank.fits_epilogue(deterministic=operands.deterministic)
-    ):
-        launch_low_rank_apart(lambda plain: launch(op, plain, norm), operands)
-        return
     is_split = operands.activation == SWIGLU
     if is_split and not _fuses_swiglu(config, m, n, k, operands.deterministic):
         _launch_apart(op, operands, norm)
@@ -108,7 +100,6 @@ def launch(op: str, operands: Operands, norm: Norm | None = None) -> None:
             out_vector(operands.out, operands.residual),
             pdl=operands.pdl,
             is_split=is_split,
-            low_rank=operands.low_rank,
         )
     elif isinstance(config, SkinnyConfig):
         _launch_skinny(op, operands, norm, config)
@@ -138,22 +129,6 @@ def _launch_apart(op: str, operands: Operands, norm: Norm | None) -> None:
     packed = device.cupy().empty((x.shape[0], rows), x.dtype)
     launch(op, replace(operands, activation=None, out=packed), norm)
     swiglu(packed, out=operands.out)
-
-
-def launch_low_rank_apart(launch: Callable[[Any], None], operands: Any) -> None:
-    """Launch a GEMM, then its adapters' product, and "swiglu" after both.
-
-    `operands`: the argument of `launch`, an Operands or a W8Operands.
-    """
-    out = operands.out
-    sums = out
-    if operands.activation is not None:
-        shape = operands.x.shape[0], operands.weight.shape[0]
-        sums = device.cupy().empty(shape, out.dtype)
-    launch(replace(operands, activation=None, out=sums, low_rank=None))
-    operands.low_rank.add_to(sums)
-    if operands.activation is not None:
-        swiglu(sums, out=out)
 
 
 def _launch_portable(

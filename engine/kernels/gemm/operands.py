@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from engine.kernels._contract import FLOAT32, Contract
-from engine.kernels.gemm.low_rank import LowRank
 
 __all__ = ["ACTIVATIONS", "SWIGLU", "Norm", "Operands", "activation_number", "check_columns"]
 __all__ += ["check_residual", "out_dtype_of", "row_stride"]
@@ -35,7 +34,6 @@ class Operands:
     activation: str | None = None
     deterministic: bool = False
     pdl: bool = False
-    low_rank: LowRank | None = None
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from engine.kernels._chip import HOPPER, HOPPER_DTYPES, sm_count
 from engine.kernels._launch import Kernel, ceil_div
 from engine.kernels._module import ModuleSpec
 from engine.kernels._tensor_map import tensor_map, tensor_map_2d
-from engine.kernels.gemm.low_rank import LOW_RANK_PARAMS, LowRank
 
 __all__ = [
     "HOPPER_CONFIGS",
@@ -28,14 +27,12 @@ __all__ = [
     "launch_tiles",
 ]
 
-_PARAMS = (
+_KERNEL = Kernel(
+    "gemm_sm90",
     "map_x:tmap map_tail:tmap map_w:tmap map_out:tmap bias:ptr residual:ptr residual_stride:i64 "
     "out:ptr out_stride:i64 m:i32 n:i32 k:i32 band:i32 x_part:i32 tail_part:i32 stages:i32 "
-    "uses_pdl:i32 num_gates:i32 activation:i32 is_float:i32 out_vector:i32"
-)
-_KERNEL = Kernel("gemm_sm90", _PARAMS, struct="GemmSm90Params")
-_ADAPTED = Kernel(
-    "gemm_adapted_sm90", f"{_PARAMS} {LOW_RANK_PARAMS}", struct="GemmAdaptedSm90Params"
+    "uses_pdl:i32 num_gates:i32 activation:i32 is_float:i32 out_vector:i32",
+    struct="GemmSm90Params",
 )
 
 _SLAB_BYTES = 128  # bytes per operand row of a slab: the widest swizzle
@@ -113,11 +110,6 @@ class HopperConfig:
         is_paired = all(self.tile_n // size % 16 == 0 for size in (self.cluster_m, self.cluster_k))
         return is_paired and self.warpgroups != 3
 
-    @property
-    def adapts(self) -> bool:
-        """Tell whether the kernel can add LoRA adapters' products: some tiles lack registers."""
-        return self.tile_n <= (128 if self.tile_m == 192 else 192)
-
     def stages(self, m: int, limit: int = HOPPER.shared_bytes) -> int:
         """Return the number of stages (`m` rows of x, and the weight) that fit in shared memory."""
         free = limit - 1024 - 512 - self._beside_stages
@@ -139,8 +131,8 @@ class HopperConfig:
         sums = self.tile_m * self.tile_n * 4 * (self.cluster_k - 1) // self.cluster_k
         return self.warpgroups * 4 * (2 if self.stores else 1) * _WARP_STAGING + sums
 
-    def spec(self, dtype: str, *, is_adapted: bool = False) -> ModuleSpec:
-        """Return the module for `dtype`; `is_adapted`: that with LoRA adapters."""
+    def spec(self, dtype: str) -> ModuleSpec:
+        """Return the module for `dtype`."""
         macros = {
             "TILE_M": self.tile_m,
             "TILE_N": self.tile_n,
@@ -153,8 +145,7 @@ class HopperConfig:
             "THREADS": self.threads,
             "BYTES_BESIDE_STAGES": self._beside_stages,
         }
-        file = "gemm/gemm_adapted_sm90.cu" if is_adapted else "gemm/gemm_sm90.cu"
-        return ModuleSpec(file, dtype, tuple(macros.items()))
+        return ModuleSpec("gemm/gemm_sm90.cu", dtype, tuple(macros.items()))
 
     def x_part(self, m: int) -> int:
         """Return the rows of x that each of the CTAs sharing a tile loads."""
@@ -305,21 +296,12 @@ _SM_BYTES_PER_US = 3.3e4  # rate at which one multiprocessor reads the weight
 
 HOPPER_CONFIGS: tuple[HopperConfig, ...] = (*_TILES, *_FEW_ROWS)
 NARROW_CONFIGS: tuple[HopperConfig, ...] = (*_NARROW_TILES, *_NARROW_FEW_ROWS)
-# With LoRA adapters: products of few rows do not add them (`LowRank.fits_epilogue`).
-ADAPTED_CONFIGS: tuple[HopperConfig, ...] = tuple(config for config in _TILES if config.adapts)
 
 
-def hopper_specs(
-    dtype: str, *, is_adapted: bool = False, deterministic: bool = False
-) -> tuple[ModuleSpec, ...]:
-    """Return the modules that `launch_hopper` may launch for `dtype`.
-
-    `is_adapted`: those with LoRA adapters instead; `deterministic`: also those of that mode alone.
-    """
+def hopper_specs(dtype: str, *, deterministic: bool = False) -> tuple[ModuleSpec, ...]:
+    """Return the modules that `launch_hopper` may launch for `dtype`."""
     if dtype not in HOPPER_DTYPES:
         return ()
-    if is_adapted:
-        return tuple(config.spec(dtype, is_adapted=True) for config in ADAPTED_CONFIGS)
     configs = (*HOPPER_CONFIGS, *NARROW_CONFIGS) if deterministic else HOPPER_CONFIGS
     return tuple(config.spec(dtype) for config in configs)
 
@@ -333,14 +315,12 @@ def choose_hopper(
     *,
     deterministic: bool = False,
     is_gated: bool = False,
-    is_adapted: bool = False,
 ) -> HopperConfig:
     """Choose the tile with the least estimated time for x (m, k) and weight (n, k), both aligned.
 
     CTAs share a sum over k only if all tiles are resident at once, and never with `deterministic`:
     all other configurations sum a row in the same order, k in ascending steps of 16. In return it
-    may choose `NARROW_CONFIGS`. `is_gated` and `is_adapted` restrict the choice to tiles with
-    `gates` and `adapts`.
+    may choose `NARROW_CONFIGS`. `is_gated` restricts the choice to tiles with `gates`.
 
     Examples
     --------
@@ -350,8 +330,6 @@ def choose_hopper(
 
     def is_possible(config: HopperConfig) -> bool:
         if config.cluster_size > sm_count or (is_gated and not config.gates):
-            return False
-        if is_adapted and not config.adapts:
             return False
         return config.cluster_k == 1 or (
             not deterministic
@@ -402,16 +380,11 @@ def launch_hopper(
     *,
     pdl: bool = False,
     is_split: bool = False,
-    low_rank: LowRank | None = None,
 ) -> None:
-    """Launch gemm_sm90.cu or gemm_adapted_sm90.cu on CuPy arrays. See `launch_tiles`."""
-    spec = config.spec(dtype_name(x.dtype), is_adapted=low_rank is not None)
-    kernel = _KERNEL
-    if low_rank is not None:
-        kernel = _ADAPTED
-        epilogue = epilogue | low_rank.arguments()
+    """Launch gemm_sm90.cu on CuPy arrays. See `launch_tiles`."""
+    spec = config.spec(dtype_name(x.dtype))
     launch_tiles(
-        kernel, spec, config, x, weight, out, epilogue, out_vector, pdl=pdl, is_split=is_split
+        _KERNEL, spec, config, x, weight, out, epilogue, out_vector, pdl=pdl, is_split=is_split
     )
 
 
@@ -433,7 +406,7 @@ def launch_tiles(
     Parameters
     ----------
     arguments : dict
-        Further kernel arguments: the epilogue's, scales, and those of adapters.
+        Further kernel arguments: the epilogue's, and scales.
     pdl : bool
         Read weight and bias before the preceding kernel has ended.
     is_split : bool

@@ -15,8 +15,7 @@ from engine.kernels._contract import FLOAT32, FLOATS, Contract
 from engine.kernels._launch import Kernel, ceil_div
 from engine.kernels._module import ModuleSpec
 from engine.kernels._quantize import CODES, GROUP, num_scales
-from engine.kernels.gemm.launch import is_vector, launch_low_rank_apart, out_vector
-from engine.kernels.gemm.low_rank import LowRank, check_low_rank
+from engine.kernels.gemm.launch import is_vector, out_vector
 from engine.kernels.gemm.operands import (
     SWIGLU,
     activation_number,
@@ -60,19 +59,12 @@ _MAX_QUANTIZED_K = 16384  # maximum row length that the skinny kernels quantize
 _STATIC_BYTES = 2048  # static shared memory and the driver's reserve, in bytes
 
 
-def w8_specs(
-    op: str, dtype: str, *, has_adapters: bool = False, deterministic: bool = False
-) -> tuple[ModuleSpec, ...]:
-    """Return the modules that `op` may launch for `dtype`.
-
-    `has_adapters`, `deterministic`: also with `low_rank`, and with `deterministic`.
-    """
-    codes = op.removeprefix("gemm_")
-    tiles = w8_hopper_specs(codes, dtype, deterministic=deterministic)
-    if has_adapters:
-        tiles += w8_hopper_specs(codes, dtype, is_adapted=True)
+def w8_specs(op: str, dtype: str, *, deterministic: bool = False) -> tuple[ModuleSpec, ...]:
+    """Return the modules that `op` may launch for `dtype`."""
+    tiles = w8_hopper_specs(op.removeprefix("gemm_"), dtype, deterministic=deterministic)
+    own = (ModuleSpec(f"gemm/{op}.cu", dtype), *tiles)
     others = (*rows_specs(dtype), *norm_specs(dtype), *swiglu_specs(dtype))
-    return tuple(dict.fromkeys((ModuleSpec(f"gemm/{op}.cu", dtype), *tiles, *others)))
+    return tuple(dict.fromkeys((*own, *others)))
 
 
 @dataclass(frozen=True)
@@ -101,7 +93,6 @@ class W8Operands:
     activation: str | None
     deterministic: bool
     pdl: bool
-    low_rank: LowRank | None = None
     out: Any = None
 
     @property
@@ -207,9 +198,6 @@ def gemm_w8(
     """
     call = Contract(f"gemm_{codes}")
     columns = _check(call, codes, x, weight, weight_scales, options)
-    options["low_rank"] = check_low_rank(
-        call, options["low_rank"], options["activation"], options["out_dtype"]
-    )
     if call.on_cpu:
         return call.finish(out, _MIRRORS[codes](**options), layout="rows")
     dtype = options.pop("out_dtype")
@@ -299,18 +287,10 @@ def _launch(o: W8Operands) -> None:
             group=o.group,
         )
         if config is not None:
-            if o.low_rank is None:
-                _launch_skinny(o, config)
-            else:
-                launch_low_rank_apart(_launch, o)
+            _launch_skinny(o, config)
             return
     o = _quantized(o)
-    is_hopper = _is_hopper(o)
-    if o.low_rank is not None and not (
-        is_hopper and o.low_rank.fits_epilogue(deterministic=o.deterministic)
-    ):
-        launch_low_rank_apart(_launch, o)
-    elif is_hopper:
+    if _is_hopper(o):
         _launch_hopper(o)
     elif o.activation == SWIGLU:
         packed = device.cupy().empty((m, n), np.dtype(o.out.dtype))
@@ -406,7 +386,6 @@ def _launch_hopper(o: W8Operands) -> None:
         has_blocks=o.has_blocks,
         pdl=o.pdl,
         is_split=is_split,
-        low_rank=o.low_rank,
     )
 
 

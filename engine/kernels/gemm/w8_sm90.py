@@ -11,7 +11,6 @@ from typing import Any
 from engine.kernels._chip import HOPPER_DTYPES
 from engine.kernels._launch import Kernel, ceil_div
 from engine.kernels._module import ModuleSpec
-from engine.kernels.gemm.low_rank import LOW_RANK_PARAMS, LowRank
 from engine.kernels.gemm.sm90 import HopperConfig, OutVector, launch_tiles
 
 __all__ = ["choose_w8_hopper", "launch_w8_hopper", "w8_configs", "w8_hopper_specs"]
@@ -24,14 +23,6 @@ _PARAMS = (
 _KERNELS = {
     codes: Kernel(f"gemm_{codes}_sm90", _PARAMS, struct="GemmW8Sm90Params")
     for codes in ("fp8", "int8")
-}
-_ADAPTED = {
-    codes: Kernel(
-        f"gemm_{codes}_adapted_sm90",
-        f"{_PARAMS} {LOW_RANK_PARAMS}",
-        struct="GemmW8AdaptedSm90Params",
-    )
-    for codes in _KERNELS
 }
 _SLAB_K = 128  # codes of k per 128 bytes, the widest swizzle
 _CODES = {"fp8": 1, "int8": 2}  # values of the macro CODES
@@ -76,18 +67,15 @@ def w8_configs(*, has_blocks: bool, deterministic: bool = False) -> tuple[Hopper
 
 
 def w8_hopper_specs(
-    codes: str, dtype: str, *, is_adapted: bool = False, deterministic: bool = False
+    codes: str, dtype: str, *, deterministic: bool = False
 ) -> tuple[ModuleSpec, ...]:
-    """Return the modules that `launch_w8_hopper` may launch; `is_adapted`: those with adapters.
-
-    `deterministic`: also those of that mode alone.
-    """
+    """Return the modules that `launch_w8_hopper` may launch."""
     if dtype not in HOPPER_DTYPES:
         return ()
     blocks = (False, True) if codes == "fp8" else (False,)
     modes = (False, True) if deterministic else (False,)
     found = [
-        _spec(config, codes, dtype, has_blocks=has_blocks, is_adapted=is_adapted)
+        _spec(config, codes, dtype, has_blocks=has_blocks)
         for has_blocks in blocks
         for mode in modes
         for config in w8_configs(has_blocks=has_blocks, deterministic=mode)
@@ -95,13 +83,10 @@ def w8_hopper_specs(
     return tuple(dict.fromkeys(found))
 
 
-def _spec(
-    config: HopperConfig, codes: str, dtype: str, *, has_blocks: bool, is_adapted: bool
-) -> ModuleSpec:
+def _spec(config: HopperConfig, codes: str, dtype: str, *, has_blocks: bool) -> ModuleSpec:
     tile = config.spec(dtype).defines
     own = (("CODES", _CODES[codes]), ("BLOCKS", int(has_blocks)))
-    name = f"gemm_{codes}_adapted_sm90" if is_adapted else f"gemm_{codes}_sm90"
-    return ModuleSpec(f"gemm/{name}.cu", dtype, (*tile, *own))
+    return ModuleSpec(f"gemm/gemm_{codes}_sm90.cu", dtype, (*tile, *own))
 
 
 @cache
@@ -155,15 +140,10 @@ def launch_w8_hopper(
     has_blocks: bool,
     pdl: bool = False,
     is_split: bool = False,
-    low_rank: LowRank | None = None,
 ) -> None:
     """Launch on CuPy arrays of codes, x (M, K) and weight (N, K). See `launch_tiles`."""
-    is_adapted = low_rank is not None
-    spec = _spec(config, codes, dtype, has_blocks=has_blocks, is_adapted=is_adapted)
+    spec = _spec(config, codes, dtype, has_blocks=has_blocks)
     kernel = _KERNELS[codes]
-    if low_rank is not None:
-        kernel = _ADAPTED[codes]
-        arguments = arguments | low_rank.arguments()
     launch_tiles(
         kernel, spec, config, x, weight, out, arguments, out_vector, pdl=pdl, is_split=is_split
     )

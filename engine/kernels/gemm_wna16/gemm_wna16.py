@@ -20,8 +20,6 @@ from engine.kernels._packed import SAMPLE, check_weight
 from engine.kernels.dequantize import specs as dequantize_specs
 from engine.kernels.gemm import operands as products
 from engine.kernels.gemm import specs as gemm_specs
-from engine.kernels.gemm.launch import launch_low_rank_apart
-from engine.kernels.gemm.low_rank import LowRank, check_low_rank
 from engine.kernels.gemm.operands import (
     SWIGLU,
     Operands,
@@ -49,14 +47,13 @@ def specs(
     dtype: str,
     *,
     formats: tuple[str, ...] = (),
-    deterministic: bool = False,
     patterns: bool = False,
+    deterministic: bool = False,
     **_: Any,
 ) -> tuple[ModuleSpec, ...]:
     """Return the modules that the op may launch for weights of `formats`.
 
-    `deterministic`: also with `deterministic`. `patterns` instead selects a sample of formats that
-    covers every decoder.
+    `patterns` instead selects a sample of formats that covers every decoder.
     """
     if dtype == "float32":
         return ()
@@ -80,7 +77,6 @@ def gemm_wna16(
     out_dtype: Any = None,
     deterministic: bool = False,
     pdl: bool = False,
-    low_rank: LowRank | None = None,
     out: Any = None,
 ) -> Any:
     """Multiply rows by a quantized weight matrix: activation(x Wᵀ + bias) + residual.
@@ -105,8 +101,6 @@ def gemm_wna16(
     pdl : bool
         Promise that no kernel still running on the stream writes `weight` or `bias`; this holds for
         a model's parameters. With few rows they are then read while the preceding kernel ends.
-    low_rank : LowRank, optional
-        See `gemm`.
     out : (M, N) array of `out_dtype`, optional
         Array for the result; its rows may be strided.
 
@@ -148,7 +142,6 @@ def gemm_wna16(
         call.check("out_dtype", False, f'{x.dtype} with "swiglu"', str(dtype))
     if bias is not None:
         bias = call.array("bias", bias, "N", x.dtype)
-    low_rank = check_low_rank(call, low_rank, activation, dtype)
     if on_cpu:
         result = _cpu.gemm_wna16(
             x,
@@ -158,13 +151,12 @@ def gemm_wna16(
             activation=activation,
             out_dtype=dtype,
             deterministic=deterministic,
-            low_rank=low_rank,
         )
         return call.finish(out, result, layout="rows")
     out = call.output("out", out, (call["M"], columns), dtype, layout="rows")
     if weight.permutation is not None:
         x = permute_columns(x, weight.permutation)
-    launch(Operands(x, weight, out, bias, residual, activation, deterministic, pdl, low_rank))
+    launch(Operands(x, weight, out, bias, residual, activation, deterministic, pdl))
     return out
 
 
@@ -178,9 +170,6 @@ def launch(operands: Operands) -> None:
         packed = device.cupy().empty((operands.x.shape[0], n), operands.x.dtype)
         launch(replace(operands, activation=None, out=packed))
         swiglu(packed, out=operands.out)
-        return
-    if operands.low_rank is not None:
-        launch_low_rank_apart(launch, operands)
         return
     tile = sm90.choose(operands) if operands.x.shape[0] > MAX_FEW_ROWS else None
     config = few_rows.choose(operands) if tile is None else None

@@ -280,10 +280,7 @@ def num_parts(k: int) -> int:
 def specs(
     dtype: str, formats: tuple[str, ...] = (), *, deterministic: bool = False
 ) -> tuple[ModuleSpec, ...]:
-    """Return the modules that `launch` may launch for weights of `formats`.
-
-    `deterministic`: also those of that mode alone.
-    """
+    """Return the modules that `launch` may launch for weights of `formats`."""
     if dtype not in HOPPER_DTYPES:
         return ()
     found = []
