@@ -609,6 +609,7 @@ def test_compiled_into_cuda_graphs():
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")  # leaves of two streams
 def test_two_streams():
     q = _leaf(2, 300, 4, 64, device="cuda", dtype=torch.bfloat16).detach().requires_grad_()
     k = q.detach()[:, :, :2]
