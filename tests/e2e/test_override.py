@@ -526,7 +526,10 @@ def test_the_other_doors_on_the_gpu():
 )
 def test_ranks_with_overrides_have_no_graphs(num_ranks, overrides):
     model = SimpleNamespace(
-        device=Device("cuda"), num_ranks=num_ranks, kernels=SimpleNamespace(overrides=overrides)
+        device=Device("cuda"),
+        num_ranks=num_ranks,
+        num_stages=1,
+        kernels=SimpleNamespace(overrides=overrides),
     )
     reasons = {}
     is_refused = num_ranks == 2 and bool(overrides)
