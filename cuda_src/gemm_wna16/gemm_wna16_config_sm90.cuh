@@ -27,7 +27,7 @@ constexpr int kParts = PARTS;
 #else
 constexpr int kParts = 1;
 #endif
-constexpr int kPartSlabs = 2;  // a part is a multiple of these slabs
+constexpr int kPartSlabs = 2;  // slabs: every part but the last is a multiple of them
 static_assert(kParts == 1 || (kSplits == 1 && !kScalesSums), "one CTA sums all of k");
 constexpr int kMmaM = 64;
 constexpr int kRows = kWarpgroups * kMmaTiles * kMmaM, kRowTiles = kRows / kTileRows;

@@ -162,7 +162,7 @@ struct Consumer {
         for (int i = 0; i < kTokens / 2; ++i) acc[j][i] = 0.0f;
     }
     Sums& sums = kScalesSums || kParts > 1 ? part : acc;
-    int part_idx = 0, begin = first;  // of the current part, if k has several
+    int part_idx = 0, begin = first;  // index and first slab of the current part of k
     int end = kParts > 1 ? part_begin(1) : last;
     Fragments even, odd;
     int slab = first;
