@@ -8,6 +8,7 @@ device's total and free memory; `MemoryPool` allocates slabs and records their s
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,8 +88,6 @@ class MemoryPool:
         if name not in self._slabs:
             raise ContractError(f"name must be one of {sorted(self._slabs)}; got {name!r}")
         del self._slabs[name]
-        if self._cuda_pool is not None:
-            self._cuda_pool.free_all_blocks()
 
     @property
     def used(self) -> int:
@@ -114,7 +113,9 @@ class MemoryPool:
                 pointer = self._cuda_pool.malloc(num_bytes)
             except cp.cuda.memory.OutOfMemoryError as error:
                 raise self._out_of_memory(name, num_bytes, "the device is full") from error
-            array = cp.ndarray(shape, dtype, memptr=pointer)
+            owner = _Block(self._cuda_pool, pointer, self.device)
+            memory = cp.cuda.UnownedMemory(pointer.ptr, num_bytes, owner, self.device.index)
+            array = cp.ndarray(shape, dtype, memptr=cp.cuda.MemoryPointer(memory, 0))
             array.fill(0)
             return array
 
@@ -126,6 +127,24 @@ class MemoryPool:
             f"limit {format_bytes(self.limit)}, slabs: {held or 'none'}; the device has "
             f"{format_bytes(total)}, of which {format_bytes(free)} are free"
         )
+
+
+class _Block:
+    """Memory of a CuPy pool that returns to the device with the last array over it.
+
+    A CuPy pool keeps what is freed, and loses it when the pool itself ends.
+    """
+
+    def __init__(self, pool: Any, pointer: Any, device: Device) -> None:
+        self._pool = pool
+        self._pointer = pointer
+        self._device = device
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            del self._pointer
+            with self._device.xp.cuda.Device(self._device.index):
+                self._pool.free_all_blocks()
 
 
 def device_memory(device: Device) -> tuple[int, int]:

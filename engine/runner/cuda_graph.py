@@ -206,6 +206,14 @@ class DecodeGraphs:
                     break
             stream.synchronize()
 
+    def close(self) -> None:
+        """Drop the graphs and return their memory to the device; no step may be running."""
+        self._is_captured = False
+        self._graphs.clear()
+        self._forwards.clear()
+        if self._pool is not None:
+            self._pool.free_all_blocks()
+
     def key(self, num_sequences: int, max_context_len: int, query_len: int = 1) -> GraphKey:
         """Return the smallest captured graph that fits this number of sequences and context."""
         size = self._sizes[bisect_left(self._sizes, num_sequences)]

@@ -202,7 +202,9 @@ class ModelRunner:
 
     def detach(self) -> None:
         """Drop the graphs and all references to the KV cache; no request may be running."""
-        self.graphs = None
+        if self.graphs is not None:
+            self.graphs.close()
+            self.graphs = None
         self._pages = []
         self._swap = None
 

@@ -151,8 +151,9 @@ class DraftModelProposer:
         if self.kv_cache.is_closed:
             return
         self._drafted = {}
+        self.runner.detach()
+        del self.runner  # it holds arrays of the model
         self.kv_cache.close()
-        del self.runner  # it holds views of the pages
         self._model.close()
 
     # ---- helpers of propose

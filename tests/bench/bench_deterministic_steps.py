@@ -7,6 +7,8 @@ in which the last prompts are computed.
 
 from __future__ import annotations
 
+import gc
+
 from engine import load
 from engine.commands._bench_models import built_in_config
 from engine.commands._bench_workloads import Work, latency, prefill
@@ -48,6 +50,7 @@ def _figures(name, form, device, *, deterministic):
         rate = prefill(engine, Work.same(count, length, 1), _REPEATS)["prompt_tokens_per_s"]
         found[f"{count} prompts of {length}, us per token"] = 1e6 / rate
     model.close()
+    gc.collect()
     return found
 
 

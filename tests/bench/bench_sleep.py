@@ -264,6 +264,7 @@ def _loaded(engine, case, request):
     engine.add_lora(request, adapter=future.result())
     usable = time.perf_counter() - start
     first_token, using = _served(engine, request)
+    _, again = _served(engine, request)
     return _row(
         f"{case} adapter, all matrices, until usable",
         usable,
@@ -271,6 +272,7 @@ def _loaded(engine, case, request):
         median_step_ms=1e3 * median,
         longest_step_while_read_ms=1e3 * max(reading, default=0.0),
         longest_step_in_use_ms=1e3 * max(using),
+        longest_step_of_the_next_ms=1e3 * max(again),
         steps_in_use_ms=" ".join(f"{1e3 * each:.1f}" for each in using),
     )
 

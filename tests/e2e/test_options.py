@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+
 import numpy as np
 import pytest
 
-from engine import LLMEngine, SamplingParams
+from engine import LLMEngine, SamplingParams, llm_engine
 from engine.errors import ConfigError, RequestError
 from engine.llm_engine import QueueFullError
 from engine.models.mock_model import MockModel
-from tests.e2e.tiny import VOCAB, greedy_alone, make_engine, run, swap_gb, tiny_model
+from tests.e2e.tiny import VOCAB, freed_pools, greedy_alone, make_engine, run, swap_gb, tiny_model
 
 LONG = [int(i) for i in np.random.default_rng(3).integers(4, VOCAB, 90)]
 SHORT = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
@@ -256,3 +258,24 @@ def test_close_frees_everything(model):
     assert engine.step() == []
     with pytest.raises(RequestError, match="the engine was closed"):
         engine.add_request("late", LONG)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("has_draft", [False, True], ids=["alone", "draft model"])
+def test_device_memory_is_free_after_close(monkeypatch, has_draft):
+    """Pages and graphs return to the device, without the garbage collector."""
+    monkeypatch.setattr(
+        llm_engine, "load_draft", lambda config, target: config and tiny_model("cuda")
+    )
+    config = {"model": "tiny", "num_speculative_tokens": 2} if has_draft else None
+    model = tiny_model("cuda")
+    engine = make_engine(model, cuda_graphs=True, speculative_config=config)
+    owners = [engine, engine.speculation._proposer._proposer] if has_draft else [engine]
+    engine.add_request("r", LONG, SamplingParams(max_tokens=20))
+    run(engine)
+    gc.disable()
+    try:
+        with freed_pools(*owners):
+            engine.close()
+    finally:
+        gc.enable()

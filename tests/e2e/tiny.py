@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 
@@ -55,6 +56,22 @@ def make_engine(model, **options):
     """Make a small engine that checks its integrity after each step."""
     defaults = {"max_num_seqs": 4, "max_num_batched_tokens": 24, "num_blocks": 64, "debug": True}
     return LLMEngine(model, **(defaults | options))
+
+
+@contextlib.contextmanager
+def freed_pools(*owners):
+    """Check that an engine's (or draft model's) pages and graphs return to the device.
+
+    Scratch that was first used when graphs were captured stays.
+    """
+    pages = [owner.kv_cache.pool._cuda_pool for owner in owners]
+    graphs = [owner.runner.graphs._pool for owner in owners]
+    before = [pool.total_bytes() for pool in (*pages, *graphs)]
+    yield
+    assert 0 not in before
+    assert [pool.total_bytes() for pool in pages] == [0] * len(owners)
+    kept = before[len(pages) :]
+    assert all(pool.total_bytes() < size for pool, size in zip(graphs, kept, strict=True))
 
 
 def mixed_params(index, **more):
