@@ -109,8 +109,11 @@ def test_what_does_not_fit_is_said_and_status_1(capsys):
 
 def test_other_cards_say_where_their_constants_are_from(capsys):
     with pytest.raises(SystemExit):
-        main(["plan", "llama-3.1-8b", "--gpu", "h100"])
-    assert "constants measured on an H200, scaled by the data sheets" in capsys.readouterr().out
+        main(["plan", "llama-3.1-8b", "--gpu", "a100"])
+    assert (
+        "constants measured on H100s and H200s, scaled by the data sheets"
+        in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize(

@@ -173,8 +173,10 @@ def test_a_pipeline_across_hosts_uses_the_network():
         Speed(_model(), Division(8, 2), host).token(1000).transfers for host in (16, 8)
     )
     constants = Constants()
-    assert across == pytest.approx(constants.network_us + 8192 / constants.network_rate / 1e3)
-    assert inside < across
+    sent = 2 * 8192  # bytes of two vectors
+    assert inside == pytest.approx(2 * constants.stage_us + sent / constants.stage_rate / 1e3)
+    more = constants.network_us + sent / constants.network_rate / 1e3
+    assert across == pytest.approx(inside + more)
 
 
 def test_two_replicas_have_twice_the_rate_of_half_the_requests():

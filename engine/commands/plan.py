@@ -205,7 +205,7 @@ def _title(arguments: argparse.Namespace, found: ScalingPlan | CardTable) -> str
         f"{name} of {low if low == high else f'{low} to {high}'}"
         for name, (low, high) in names.items()
     )
-    measured = "constants measured on an H200, scaled by the data sheets"
+    measured = "constants measured on H100s and H200s, scaled by the data sheets"
     place = f"{plan.num_gpus} x {model.card.title}"
     if isinstance(found, CardTable):
         place = "one card" if plan.num_gpus == 1 else f"{plan.num_gpus} cards of a kind"

@@ -62,21 +62,24 @@ NCCL = (
 class Constants:
     """Achieved shares of data-sheet rates, and times that do not depend on the data sheet.
 
-    `python -m tests.bench.fit_scaling` fits them to the points in docs/benchmarks, all measured on
-    one NVIDIA H200; `host_*` and `collectives` are measured separately.
+    `python -m tests.bench.fit_scaling` fits them to the points in docs/benchmarks, measured on one
+    NVIDIA H200, one H100, and two H200s as stages; `host_*` and `collectives` are measured
+    separately.
 
     Attributes
     ----------
     read, read_codes, read_packed, read_super : float
         Share of memory bandwidth that skinny GEMMs achieve with weights in 16 bits, codes with
         quantized activations, packed codes, and packed codes with two levels of scales.
-    read_experts, read_expert_codes : float
-        Share of memory bandwidth for experts in 16 bits and as codes.
+    read_experts, read_expert_codes, read_packed_experts : float
+        Share of memory bandwidth for experts in 16 bits, as codes, and as packed codes.
     read_pages, read_page_codes, elementwise : float
         Share of memory bandwidth for attention over 16-bit and 8-bit pages, and elementwise ops.
-    tensor_16, tensor_8, tensor_packed, tensor_experts, tensor_attention : float
-        Share of the tensor cores' rate: 16-bit GEMMs, 8-bit GEMMs, GEMMs of packed codes, grouped
-        GEMMs of experts, and prefill attention.
+    tensor_16, tensor_8, tensor_packed, tensor_attention : float
+        Share of the tensor cores' rate: 16-bit GEMMs, 8-bit GEMMs, GEMMs of packed codes, and
+        prefill attention.
+    tensor_experts : float
+        Rate of grouped GEMMs of experts, relative to GEMMs of the same format.
     packed_tile, super_tile : float
         Packed codes, in millions, that GEMMs with many rows decode per us, with one and with two
         levels of scales.
@@ -95,38 +98,45 @@ class Constants:
         Host work per step with prompts, and per layer.
     collectives : tuple of Collective
         Available algorithms; the fastest one for a size is used.
+    stage_us, stage_rate : float
+        What a step costs each pipeline stage beyond its share of one GPU's step, in us: messages
+        between the processes of the stages and host work. GB/s of activations between two stages,
+        which pass through the memory of the host.
     network_rate, network_us : float
         GB/s per GPU between two hosts, and latency in us.
     """
 
-    read: float = 0.927
-    read_codes: float = 0.879
-    read_packed: float = 0.83
-    read_super: float = 0.664
-    read_experts: float = 0.767
-    read_expert_codes: float = 0.465
+    read: float = 0.949
+    read_codes: float = 0.849
+    read_packed: float = 0.822
+    read_super: float = 0.798
+    read_experts: float = 0.81
+    read_expert_codes: float = 0.858
+    read_packed_experts: float = 0.571
     read_pages: float = 0.95
-    read_page_codes: float = 0.712
+    read_page_codes: float = 0.783
     elementwise: float = 0.8
     tensor_16: float = 0.721
-    tensor_8: float = 0.661
-    tensor_packed: float = 0.836
-    tensor_experts: float = 0.5
+    tensor_8: float = 0.667
+    tensor_packed: float = 0.801
+    tensor_experts: float = 0.69
     tensor_attention: float = 0.6
-    packed_tile: float = 2.32
-    super_tile: float = 1.78
-    packed_rows: float = 20.9
+    packed_tile: float = 3.85
+    super_tile: float = 2.28
+    packed_rows: float = 53.6
     edge: float = 140.0
-    launch_us: float = 2.25
-    elementwise_us: float = 0.702
-    sequence_us: float = 2.73
-    route_us: float = 11.3
+    launch_us: float = 2.24
+    elementwise_us: float = 1.36
+    sequence_us: float = 2.78
+    route_us: float = 10.1
     sample_us: float = 4.0
-    step_us: float = 21.2
+    step_us: float = 13.3
     host_step_us: float = 66.0
     host_sequence_us: float = 0.82
     host_prompt_us: float = 1500.0
     host_prompt_layer_us: float = 130.0
     collectives: tuple[Collective, ...] = OURS
+    stage_us: float = 816.0
+    stage_rate: float = 1.94
     network_rate: float = 50.0
     network_us: float = 20.0

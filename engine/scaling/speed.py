@@ -83,25 +83,29 @@ class Speed:
         return stages(self.model.config, self.division)
 
     def stage_times(self, step: Step) -> list[Terms]:
-        """Return the device time of each pipeline stage, including the transfer to the next one."""
+        """Return the time of each pipeline stage, including the transfer to the next one."""
         count = len(self._stages)
         found = []
         for index, local in enumerate(self._stages):
             is_last = index == count - 1
             terms = self.model.stage_terms(local, step, self.division, is_last=is_last)
+            if count > 1:
+                terms += Terms(transfers=self.model.constants.stage_us)
             found.append(terms if is_last else terms + self._transfer(index, step))
         return found
 
     def _transfer(self, stage: int, step: Step) -> Terms:
-        """Return the time to send a step's activations from stage `stage` to the next one."""
+        """Return the time to send a step's activations from stage `stage` to the next one.
+
+        They are a layer's output and the residual that it has not been added to.
+        """
         constants = self.model.constants
-        tensor = self.division.tensor
-        num_bytes = step.num_tokens * self.model.config.hidden_size * itemsize(self.model.dtype)
-        if (stage + 1) * tensor % self.gpus_per_host == 0:  # the next stage is on another host
-            return Terms(transfers=constants.network_us + num_bytes / constants.network_rate / 1e3)
-        way = constants.collectives[0]
-        rate = 1e3 * way.link_share * self.model.card.link_rate
-        return Terms(transfers=way.latency_us + num_bytes / rate)
+        hidden = self.model.config.hidden_size
+        num_bytes = 2 * step.num_tokens * hidden * itemsize(self.model.dtype)
+        us = num_bytes / constants.stage_rate / 1e3
+        if (stage + 1) * self.division.tensor % self.gpus_per_host == 0:  # on another host
+            us += constants.network_us + num_bytes / constants.network_rate / 1e3
+        return Terms(transfers=us)
 
     def step_terms(self, step: Step) -> Terms:
         """Return the time of a step from its start to its tokens, through all stages."""
@@ -164,9 +168,13 @@ class Speed:
         return terms
 
     def _decodes(self, num_seqs: int, context: float) -> Terms:
-        """Return the time of one token of `num_seqs` sequences, split over the pipeline stages."""
-        count = min(self.division.pipeline, num_seqs)
+        """Return the time of one token of `num_seqs` sequences, split over the pipeline stages.
+
+        One group of sequences more than stages is in flight, so that the host works ahead.
+        """
+        stages = self.division.pipeline
+        count = min(stages + 1 if stages > 1 else 1, num_seqs)
         step = Step.decode(math.ceil(num_seqs / count), context)
-        if count < self.division.pipeline:  # too few sequences to keep all stages busy
+        if count < stages:  # too few sequences to keep all stages busy
             return self.step_terms(step)
         return self.cycle_terms(step).times(count)

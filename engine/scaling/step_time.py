@@ -45,7 +45,7 @@ _MATRICES = (
     "shared_gate_up",
     "shared_down",
 )
-_FUSED_ROWS = 2  # maximum number of rows for GEMMs with fused norm and rope
+_FUSED_ROWS = 1  # maximum number of rows for GEMMs with fused norm and rope
 _FEW_ROWS = 16  # maximum number of rows for skinny GEMMs, bound by reading weights
 _FEW_PAIRS = 8  # the same limit for the tokens of one expert
 _TILE_ROWS = 128  # rows of a GEMM tile
@@ -224,11 +224,10 @@ class StepModel:
             shape = shapes[f"layers.{layer}.{kind}"]
             name = f"layers.{layer}.{kind}"
             form = self._format(name, formats)
-            share = constants.read_experts if form.is_dense else constants.read_expert_codes
+            share = self._expert_read_share(form)
             reading = self._read_us(form.num_bytes(shape) * used / moe.num_experts, share)
             operations = 2 * rows * used * shape[1] * shape[2]
-            rate = constants.tensor_experts * self._peak(form)
-            products = operations / rate / 1e6
+            products = self._multiply_us(operations, form) / constants.tensor_experts
             if pairs / used > _FEW_PAIRS:
                 decode = self._decode_us(used * shape[1] * shape[2], form)
                 products = math.hypot(products, decode * math.ceil(rows / _TILE_ROWS))
@@ -277,13 +276,16 @@ class StepModel:
         division: Division,
     ) -> Terms:
         """Return the time of the elementwise launches between a layer's GEMMs."""
-        is_fused = step.rows <= _FUSED_ROWS and not form.activations and division.tensor == 1
+        if step.rows <= _FUSED_ROWS and division.tensor == 1:  # all are parts of the products
+            return Terms()
         size = itemsize(self.dtype)
         hidden = local.hidden_size
         own = local.gated_delta
         mixed = local.qkv_dim if own is None else max(local.qkv_dim, own.in_dim)
         features = mixed + (0 if moe is None else (moe.top_k + 1) * hidden)
-        launches, moved = (0, 0) if is_fused else (2, 8 * hidden + 2 * features)
+        # All-reduces apply the norms, but do not quantize their results.
+        launches = 2 if division.tensor == 1 or form.activations else 0
+        moved = 8 * hidden + 2 * features
         if form.activations:
             launches += 2
             moved += local.num_heads * local.head_dim * 2
@@ -358,6 +360,12 @@ class StepModel:
         if form.activations:
             return constants.read_codes
         return constants.read_super if form.super_block else constants.read_packed
+
+    def _expert_read_share(self, form: Format) -> float:
+        constants = self.constants
+        if form.is_dense:
+            return constants.read_experts
+        return constants.read_expert_codes if form.activations else constants.read_packed_experts
 
     def _speed(self) -> float:
         """Time of arithmetic outside tensor cores, relative to the measured card."""

@@ -8,24 +8,31 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import cache, partial
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from engine.commands._bench_models import built_in_config
 from engine.commands._bench_workloads import Work
 from engine.scaling import Constants, Division, Speed, Step, StepModel, Workload, find_card
+from engine.scaling.plan import plan_scaling
+from engine.weights import Format
 
 __all__ = ["UNFITTED", "Point", "collective_points", "measured_points"]
 
 FOLDER = Path(__file__).parents[2] / "docs" / "benchmarks"
-UNFITTED = "steps of 256 requests, not fitted to", "H100s, not fitted to"
+UNFITTED = "steps of 256 requests, not fitted to", "several H100s, not fitted to"
 """Groups of points held out from the fit."""
 
-_LATENCY, _SHORT = 128 + 512 / 2, 128 + 200 / 2  # mean number of keys: 128 in, 512 or 200 out
-_PROMPT = 4096
+_GROUPS = (
+    *("one request", "few requests", "a step of many", "many requests", "prompts", "two stages"),
+    *UNFITTED,
+)
+# Mean number of keys: 128 tokens in, 512 or 128 out; 512 in, 256 out.
+_LATENCY, _SHORT, _MIDDLE = 128 + 512 / 2, 128 + 128 / 2, 512 + 256 / 2
+_PROMPT, _MAX_MODEL_LEN = 4096, 4096
 
 
 @dataclass(frozen=True)
@@ -35,8 +42,8 @@ class Point:
     Attributes
     ----------
     group : str
-        "one request", "few requests", "a step of many", "many requests", "prompts", or one of
-        `UNFITTED`.
+        "one request", "few requests", "a step of many", "many requests", "prompts", "two stages",
+        or one of `UNFITTED`.
     case : str
     unit : str
         "ms" or "tokens/s".
@@ -87,14 +94,57 @@ class _Listed(Workload):
         return sum(length > step for length in self.lengths) / self.num_requests
 
 
-def _speed(name: str, weights: str, pages: str, constants: Constants) -> Speed:
-    quantization = None if weights == "bfloat16" else weights
-    card = find_card("h200")
-    config = built_in_config(name)
-    model = StepModel(
-        config, "bfloat16", 2 if pages == "bfloat16" else 1, quantization, card, constants
-    )
-    return Speed(model, Division())
+@dataclass(frozen=True)
+class _OnlyExperts(StepModel):
+    """A model whose attention is not quantized, as the published gpt-oss."""
+
+    def _format(self, name: str, formats: Mapping[str, Format]) -> Format:
+        return super()._format(name, formats if "experts" in name else {})
+
+
+@dataclass(frozen=True)
+class _Case:
+    """What was measured: a model, formats, GPUs.
+
+    Attributes
+    ----------
+    name : str
+    weights, pages : str
+        "bfloat16" or a format; "mxfp4" is that of the experts alone if `is_published`.
+    card : str
+    division : Division
+    is_published : bool
+        Whether the weights are laid out as the published checkpoint's.
+    """
+
+    name: str
+    weights: str = "bfloat16"
+    pages: str = "bfloat16"
+    card: str = "h200"
+    division: Division = field(default_factory=Division)
+    is_published: bool = False
+
+    def __str__(self) -> str:
+        ways = self.division
+        gpus = ways.tensor * ways.pipeline
+        where = f", {gpus} GPU{'s' * (gpus > 1)}" if self.card != "h200" or gpus > 1 else ""
+        where += ", stages" if ways.pipeline > 1 else ""
+        return f"{self.name}, {self.weights}{', H100' * (self.card == 'h100')}{where}"
+
+    @cached_property
+    def num_running(self) -> int:
+        """Requests for which memory has room, at most 256."""
+        model = self.speed(Constants()).model
+        plan = plan_scaling(model, [self.division], Workload(256), max_model_len=_MAX_MODEL_LEN)
+        return plan.rows[0].num_running
+
+    def speed(self, constants: Constants) -> Speed:
+        """Return the prediction."""
+        kind = _OnlyExperts if self.is_published and self.weights == "mxfp4" else StepModel
+        form = None if self.weights == "bfloat16" else self.weights
+        size = 2 if self.pages == "bfloat16" else 1
+        config, card = built_in_config(self.name), find_card(self.card)
+        return Speed(kind(config, "bfloat16", size, form, card, constants), self.division)
 
 
 def _load(stem: str) -> dict[str, Any]:
@@ -102,126 +152,136 @@ def _load(stem: str) -> dict[str, Any]:
     return record
 
 
-def _step(
-    group: str, name: str, weights: str, rows: int, context: float, measured: float, source: str
-) -> Point:
+def _step(group: str, case: _Case, rows: int, context: float, ms: float, source: str) -> Point:
     def predict(constants: Constants) -> float:
-        speed = _speed(name, weights, "bfloat16", constants)
-        return speed.step_terms(Step.decode(rows, context)).total / 1e3
+        return case.speed(constants).step_terms(Step.decode(rows, context)).total / 1e3
 
-    case = f"{name}, {weights}, {rows} sequence{'s' * (rows > 1)}"
-    return Point(group, case, "ms", measured, source, predict)
+    title = f"{case}, {rows} sequence{'s' * (rows > 1)}"
+    return Point(group, title, "ms", ms, source, predict)
 
 
-def _requests(
-    name: str, weights: str, pages: str, number: int, measured: float, source: str
-) -> Point:
+def _requests(group: str, case: _Case, number: int, rate: float, source: str) -> Point:
     def predict(constants: Constants) -> float:
-        work = _Listed.mixed(number)
-        return _speed(name, weights, pages, constants).requests(work, 256)[0]
+        return case.speed(constants).requests(_Listed.mixed(number), case.num_running)[0]
 
-    case = f"{name}, {weights}, {pages} pages, {number} requests"
-    return Point("many requests", case, "tokens/s", measured, source, predict)
+    title = f"{case}, {case.pages} pages, {number} requests"
+    return Point(group, title, "tokens/s", rate, source, predict)
 
 
-def _prompts(name: str, weights: str, measured: float, source: str) -> Point:
+def _prompts(group: str, case: _Case, rate: float, source: str) -> Point:
     def predict(constants: Constants) -> float:
-        return 1e6 / _speed(name, weights, "bfloat16", constants).prompts(_PROMPT).total
+        return 1e6 / case.speed(constants).prompts(_PROMPT).total
 
-    return Point("prompts", f"{name}, {weights}", "tokens/s", measured, source, predict)
+    return Point(group, f"{case}, prompts", "tokens/s", rate, source, predict)
+
+
+def _of_row(case: _Case, row: Mapping[str, Any], source: str, group: str = "") -> Iterator[Point]:
+    """Yield what `engine bench latency`, `throughput` and `prefill` measured for a case."""
+    if "ms_per_token" in row:
+        yield _step(group or "one request", case, 1, _LATENCY, row["ms_per_token"], source)
+    if "output_tokens_per_s" in row and case.num_running == 256:  # else: as many as memory held
+        rate = row["output_tokens_per_s"]
+        yield _requests(group or "many requests", case, 256, rate, source)
+    if "prompt_tokens_per_s" in row:
+        yield _prompts(group or "prompts", case, row["prompt_tokens_per_s"], source)
 
 
 def measured_points() -> list[Point]:
     """Return all points, in the order of the table in docs/scaling.md."""
-    loop, quantized = _load("decode_loop"), _load("quantized_models")
-    return [*_one_request(loop, quantized), *_few_requests(loop), *_steps(loop),
-            *_many_requests(loop, quantized), *_many_prompts(loop, quantized),
-            *_steps_of_requests(loop), *_other_cards(_load("scaling"))]  # fmt: skip
+    loop, quantized, whole = map(_load, ("decode_loop", "quantized_models", "whole_models"))
+    points = [
+        *_beside_vllm(loop),
+        *_quantized(quantized),
+        *_few_requests(loop),
+        *_steps(loop),
+        *_third_round(whole),
+        *_packed_batches(quantized),
+        *_stages(whole),
+        *_steps_of_requests(loop),
+        *_several_gpus(whole),
+    ]
+    return sorted(points, key=lambda point: _GROUPS.index(point.group))
 
 
-def _one_request(loop: dict[str, Any], quantized: dict[str, Any]) -> Iterator[Point]:
-    beside = loop["beside_vllm_2026_11_23"]
-    source = "decode_loop.json, beside_vllm_2026_11_23"
-    for row in [*beside["rows"], *beside["ours_alone"]]:
-        if "ms_per_token" in row:
-            yield _step("one request", row["model"], "bfloat16", 1, _LATENCY,
-                        row["ms_per_token"], source)  # fmt: skip
+def _beside_vllm(loop: dict[str, Any]) -> Iterator[Point]:
+    key = "beside_vllm_2026_11_23"
+    for row in [*loop[key]["rows"], *loop[key]["ours_alone"]]:
+        yield from _of_row(_Case(row["model"]), row, f"decode_loop.json, {key}")
+
+
+def _quantized(quantized: dict[str, Any]) -> Iterator[Point]:
+    """Yield the points whose kernels have not been replaced since."""
+    source = "quantized_models.json"
     for row in quantized["rows"]:
-        if "ms_per_token" in row:
-            yield _step("one request", row["model"], row["weights"], 1, _LATENCY,
-                        row["ms_per_token"], "quantized_models.json")  # fmt: skip
+        if row["model"] == "llama-3.1-8b" and row["weights"] not in ("int4_g128", "q4_k"):
+            case = _Case(row["model"], row["weights"], row.get("pages", "bfloat16"))
+            yield from _of_row(case, row, source)
+    for row in quantized["pages_qwen3_0_6b"]["rows"]:
+        case = _Case("qwen3-0.6b", "bfloat16", row["pages"])
+        yield from _of_row(case, row, f"{source}, pages_qwen3_0_6b")
 
 
 def _few_requests(loop: dict[str, Any]) -> Iterator[Point]:
-    key = "several_requests_just_before_c8bef53"
-    for name, figures in loop[key].items():
-        if name != "what":
-            for rows, measured in zip((2, 8), figures[1:], strict=True):
-                yield _step("few requests", name, "bfloat16", rows, _SHORT, measured,
-                            f"decode_loop.json, {key}")  # fmt: skip
     key = "streams_or_tiles_2026_11_22"
     for row in loop[key]["rows"]:
         measured = sum(row["mix"]) / 2
-        yield _step("few requests", row["model"], "bfloat16", row["sequences"], 100, measured,
+        yield _step("few requests", _Case(row["model"]), row["sequences"], 100, measured,
                     f"decode_loop.json, {key}")  # fmt: skip
 
 
 def _steps(loop: dict[str, Any]) -> Iterator[Point]:
     key = "decode_steps_llama_3.1_8b_2026_11_22"
     for rows, *_, measured in loop[key]["rows"]:
-        yield _step("a step of many", "llama-3.1-8b", "bfloat16", rows, 570, measured / 1e3,
+        yield _step("a step of many", _Case("llama-3.1-8b"), rows, 570, measured / 1e3,
                     f"decode_loop.json, {key}")  # fmt: skip
 
 
-def _many_requests(loop: dict[str, Any], quantized: dict[str, Any]) -> Iterator[Point]:
-    for row in loop["beside_vllm_2026_11_23"]["rows"]:
-        yield _requests(row["model"], "bfloat16", "bfloat16", 256, row["output_tokens_per_s"],
-                        "decode_loop.json, beside_vllm_2026_11_23")  # fmt: skip
-    for row in quantized["rows"]:
-        if "output_tokens_per_s" in row:
-            yield _requests(row["model"], row["weights"], row.get("pages", "bfloat16"), 256,
-                            row["output_tokens_per_s"], "quantized_models.json")  # fmt: skip
-    for row in quantized["pages_qwen3_0_6b"]["rows"]:
-        yield _requests("qwen3-0.6b", "bfloat16", row["pages"], 256, row["output_tokens_per_s"],
-                        "quantized_models.json, pages_qwen3_0_6b")  # fmt: skip
-    for row in quantized["q4_k_by_requests"]["rows"]:
-        yield _requests("llama-3.1-8b", "q4_k", "bfloat16", row["requests"],
-                        row["output_tokens_per_s"],
-                        "quantized_models.json, q4_k_by_requests")  # fmt: skip
-
-
-def _many_prompts(loop: dict[str, Any], quantized: dict[str, Any]) -> Iterator[Point]:
-    for row in loop["beside_vllm_2026_11_23"]["rows"]:
-        yield _prompts(row["model"], "bfloat16", row["prompt_tokens_per_s"],
-                       "decode_loop.json, beside_vllm_2026_11_23")  # fmt: skip
-    for row in quantized["rows"]:
-        if "prompt_tokens_per_s" in row:
-            yield _prompts(row["model"], row["weights"], row["prompt_tokens_per_s"],
-                           "quantized_models.json")  # fmt: skip
-
-
-def _other_cards(record: dict[str, Any]) -> Iterator[Point]:
-    """Yield the points measured on one and two H100s."""
-
-    def speed(name: str, gpus: int, constants: Constants) -> Speed:
-        config, card = built_in_config(name), find_card("h100")
-        model = StepModel(config, "bfloat16", 2, None, card, constants)
-        return Speed(model, Division(gpus))
-
-    def token(name: str, gpus: int, constants: Constants) -> float:
-        return speed(name, gpus, constants).token(128 + 128 / 2).total / 1e3
-
-    def prompts(name: str, gpus: int, constants: Constants) -> float:
-        return 1e6 / speed(name, gpus, constants).prompts(_PROMPT).total
-
+def _third_round(record: dict[str, Any]) -> Iterator[Point]:
+    """Yield the points of whole models on one H100, and of batches of an 8B model."""
+    source = "whole_models.json"
     for row in record["rows"]:
-        name, gpus = row["model"], row["gpus"]
-        case = f"{name}, bfloat16, {gpus} GPU{'s' * (gpus > 1)}"
-        yield Point(UNFITTED[1], f"{case}, 1 sequence", "ms", row["ms_per_token"],
-                    "scaling.json, h100", partial(token, name, gpus))  # fmt: skip
-        if "prompt_tokens_per_s" in row:
-            yield Point(UNFITTED[1], f"{case}, prompts", "tokens/s", row["prompt_tokens_per_s"],
-                        "scaling.json, h100", partial(prompts, name, gpus))  # fmt: skip
+        weights, _, pages = row["weights"].partition(", ")
+        pages = pages.removesuffix(" pages") or "bfloat16"
+        case = _Case(row["model"], weights, pages, "h100", is_published=True)
+        yield from _of_row(case, row, source)
+    for row in record["batches"]["rows"]:
+        number = row["requests"]
+        group = "few requests" if number <= 16 else "a step of many"
+        for weights in ("fp8", "int4_g128"):
+            case = _Case("llama-3.1-8b", weights, card="h100")
+            if number > 1:
+                yield _step(group, case, number, _MIDDLE, row[f"{weights}_ms"],
+                            f"{source}, batches")  # fmt: skip
+
+
+def _stages(record: dict[str, Any]) -> Iterator[Point]:
+    """Yield the points of two H200s as stages."""
+    for row in record["pipeline_h200"]["rows"]:
+        if row["case"].endswith("2 GPUs (PP)"):
+            case = _Case("llama-3.1-8b", division=Division(pipeline=2))
+            yield from _of_row(case, row, "whole_models.json, pipeline_h200", "two stages")
+
+
+def _packed_batches(quantized: dict[str, Any]) -> Iterator[Point]:
+    """Yield the steps of an 8B model with packed weights on an H100."""
+    key = "128_in_and_out"
+    for weights in ("int4_g128", "q4_k"):
+        for row in quantized["h100"].get(f"{weights}_{key}", ()):
+            case, number = _Case("llama-3.1-8b", weights, card="h100"), row["requests"]
+            group = "few requests" if number <= 16 else "a step of many"
+            yield _step(group, case, number, _SHORT, row["ms_per_token"],
+                        f"quantized_models.json, h100, {weights}_{key}")  # fmt: skip
+
+
+def _several_gpus(record: dict[str, Any]) -> Iterator[Point]:
+    """Yield the points of two and four H100s that share the layers."""
+    for row in record["several_gpus"]:
+        found = re.fullmatch(r"(\S+)( \S+)?, (\d) GPUs \((TP|whole experts)\)", row["case"])
+        if found is not None:  # stages had no graphs then
+            name, weights, gpus, way = found.groups()
+            division = Division(int(gpus), expert=way != "TP")
+            case = _Case(name, (weights or "bfloat16").strip(), card="h100", division=division)
+            yield from _of_row(case, row, "whole_models.json, several_gpus", UNFITTED[1])
 
 
 def _steps_of_requests(loop: dict[str, Any]) -> Iterator[Point]:
@@ -247,7 +307,7 @@ def _steps_of_requests(loop: dict[str, Any]) -> Iterator[Point]:
 
 def _mean_step(steps: list[list[int]], constants: Constants) -> float:
     """Return the mean step time in ms for sequences of these lengths."""
-    speed = _speed("llama-3.1-8b", "bfloat16", "bfloat16", constants)
+    speed = _Case("llama-3.1-8b").speed(constants)
     found = [
         speed.step_terms(Step.decode(len(contexts), sum(contexts) / len(contexts))).total
         for contexts in steps
