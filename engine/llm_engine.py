@@ -463,7 +463,7 @@ class LLMEngine:
             self.model.sleep(level)
             self.scheduler.reset_prefix_cache()
             self._release()
-            self.model.free_cached_memory()  # memory of the graphs
+            self.model.free_cached_memory()  # the graphs' inputs
             self.is_sleeping = True
         self._level = level
 

@@ -113,7 +113,7 @@ class MemoryPool:
                 pointer = self._cuda_pool.malloc(num_bytes)
             except cp.cuda.memory.OutOfMemoryError as error:
                 raise self._out_of_memory(name, num_bytes, "the device is full") from error
-            owner = _Block(self._cuda_pool, pointer, self.device)
+            owner = _SlabMemory(self._cuda_pool, pointer, self.device)
             memory = cp.cuda.UnownedMemory(pointer.ptr, num_bytes, owner, self.device.index)
             array = cp.ndarray(shape, dtype, memptr=cp.cuda.MemoryPointer(memory, 0))
             array.fill(0)
@@ -129,7 +129,7 @@ class MemoryPool:
         )
 
 
-class _Block:
+class _SlabMemory:
     """Memory of a CuPy pool that returns to the device with the last array over it.
 
     A CuPy pool keeps what is freed, and loses it when the pool itself ends.

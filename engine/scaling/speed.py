@@ -172,9 +172,10 @@ class Speed:
 
         One group of sequences more than stages is in flight, so that the host works ahead.
         """
-        stages = self.division.pipeline
-        count = min(stages + 1 if stages > 1 else 1, num_seqs)
+        num_stages = self.division.pipeline
+        num_groups = num_stages + 1 if num_stages > 1 else 1
+        count = min(num_groups, num_seqs)
         step = Step.decode(math.ceil(num_seqs / count), context)
-        if count < stages:  # too few sequences to keep all stages busy
+        if count < num_stages:  # too few sequences to keep all stages busy
             return self.step_terms(step)
         return self.cycle_terms(step).times(count)

@@ -110,11 +110,9 @@ class _Case:
     ----------
     name : str
     weights, pages : str
-        "bfloat16" or a format; "mxfp4" is that of the experts alone if `is_published`.
+        "bfloat16" or a format; "mxfp4" is that of the experts alone.
     card : str
     division : Division
-    is_published : bool
-        Whether the weights are laid out as the published checkpoint's.
     """
 
     name: str
@@ -122,14 +120,13 @@ class _Case:
     pages: str = "bfloat16"
     card: str = "h200"
     division: Division = field(default_factory=Division)
-    is_published: bool = False
 
     def __str__(self) -> str:
         ways = self.division
-        gpus = ways.tensor * ways.pipeline
-        where = f", {gpus} GPU{'s' * (gpus > 1)}" if self.card != "h200" or gpus > 1 else ""
-        where += ", stages" if ways.pipeline > 1 else ""
-        return f"{self.name}, {self.weights}{', H100' * (self.card == 'h100')}{where}"
+        number = ways.tensor * ways.pipeline
+        gpus = f", {number} GPUs" * (number > 1)
+        how = ", stages" * (ways.pipeline > 1) + ", whole experts" * ways.expert
+        return f"{self.name}, {self.weights}{', H100' * (self.card == 'h100')}{gpus}{how}"
 
     @cached_property
     def num_running(self) -> int:
@@ -140,7 +137,7 @@ class _Case:
 
     def speed(self, constants: Constants) -> Speed:
         """Return the prediction."""
-        kind = _OnlyExperts if self.is_published and self.weights == "mxfp4" else StepModel
+        kind = _OnlyExperts if self.weights == "mxfp4" else StepModel
         form = None if self.weights == "bfloat16" else self.weights
         size = 2 if self.pages == "bfloat16" else 1
         config, card = built_in_config(self.name), find_card(self.card)
@@ -152,12 +149,14 @@ def _load(stem: str) -> dict[str, Any]:
     return record
 
 
-def _step(group: str, case: _Case, rows: int, context: float, ms: float, source: str) -> Point:
+def _step(case: _Case, rows: int, context: float, ms: float, source: str, group: str = "") -> Point:
+    by_rows = "one request" if rows == 1 else "few requests" if rows <= 16 else "a step of many"
+
     def predict(constants: Constants) -> float:
         return case.speed(constants).step_terms(Step.decode(rows, context)).total / 1e3
 
-    title = f"{case}, {rows} sequence{'s' * (rows > 1)}"
-    return Point(group, title, "ms", ms, source, predict)
+    title = f"{case}, {rows} sequence{'s' * (rows > 1)}, {context:.0f} keys"
+    return Point(group or by_rows, title, "ms", ms, source, predict)
 
 
 def _requests(group: str, case: _Case, number: int, rate: float, source: str) -> Point:
@@ -178,7 +177,7 @@ def _prompts(group: str, case: _Case, rate: float, source: str) -> Point:
 def _of_row(case: _Case, row: Mapping[str, Any], source: str, group: str = "") -> Iterator[Point]:
     """Yield what `engine bench latency`, `throughput` and `prefill` measured for a case."""
     if "ms_per_token" in row:
-        yield _step(group or "one request", case, 1, _LATENCY, row["ms_per_token"], source)
+        yield _step(case, 1, _LATENCY, row["ms_per_token"], source, group)
     if "output_tokens_per_s" in row and case.num_running == 256:  # else: as many as memory held
         rate = row["output_tokens_per_s"]
         yield _requests(group or "many requests", case, 256, rate, source)
@@ -225,15 +224,15 @@ def _few_requests(loop: dict[str, Any]) -> Iterator[Point]:
     key = "streams_or_tiles_2026_11_22"
     for row in loop[key]["rows"]:
         measured = sum(row["mix"]) / 2
-        yield _step("few requests", _Case(row["model"]), row["sequences"], 100, measured,
-                    f"decode_loop.json, {key}")  # fmt: skip
+        case = _Case(row["model"])
+        yield _step(case, row["sequences"], 100, measured, f"decode_loop.json, {key}")
 
 
 def _steps(loop: dict[str, Any]) -> Iterator[Point]:
     key = "decode_steps_llama_3.1_8b_2026_11_22"
     for rows, *_, measured in loop[key]["rows"]:
-        yield _step("a step of many", _Case("llama-3.1-8b"), rows, 570, measured / 1e3,
-                    f"decode_loop.json, {key}")  # fmt: skip
+        case = _Case("llama-3.1-8b")
+        yield _step(case, rows, 570, measured / 1e3, f"decode_loop.json, {key}")
 
 
 def _third_round(record: dict[str, Any]) -> Iterator[Point]:
@@ -242,16 +241,12 @@ def _third_round(record: dict[str, Any]) -> Iterator[Point]:
     for row in record["rows"]:
         weights, _, pages = row["weights"].partition(", ")
         pages = pages.removesuffix(" pages") or "bfloat16"
-        case = _Case(row["model"], weights, pages, "h100", is_published=True)
-        yield from _of_row(case, row, source)
+        yield from _of_row(_Case(row["model"], weights, pages, "h100"), row, source)
     for row in record["batches"]["rows"]:
-        number = row["requests"]
-        group = "few requests" if number <= 16 else "a step of many"
         for weights in ("fp8", "int4_g128"):
             case = _Case("llama-3.1-8b", weights, card="h100")
-            if number > 1:
-                yield _step(group, case, number, _MIDDLE, row[f"{weights}_ms"],
-                            f"{source}, batches")  # fmt: skip
+            ms = row[f"{weights}_ms"]
+            yield _step(case, row["requests"], _MIDDLE, ms, f"{source}, batches")
 
 
 def _stages(record: dict[str, Any]) -> Iterator[Point]:
@@ -266,11 +261,10 @@ def _packed_batches(quantized: dict[str, Any]) -> Iterator[Point]:
     """Yield the steps of an 8B model with packed weights on an H100."""
     key = "128_in_and_out"
     for weights in ("int4_g128", "q4_k"):
-        for row in quantized["h100"].get(f"{weights}_{key}", ()):
-            case, number = _Case("llama-3.1-8b", weights, card="h100"), row["requests"]
-            group = "few requests" if number <= 16 else "a step of many"
-            yield _step(group, case, number, _SHORT, row["ms_per_token"],
-                        f"quantized_models.json, h100, {weights}_{key}")  # fmt: skip
+        case = _Case("llama-3.1-8b", weights, card="h100")
+        source = f"quantized_models.json, h100, {weights}_{key}"
+        for row in quantized["h100"][f"{weights}_{key}"]:
+            yield _step(case, row["requests"], _SHORT, row["ms_per_token"], source)
 
 
 def _several_gpus(record: dict[str, Any]) -> Iterator[Point]:
