@@ -348,9 +348,26 @@ def test_a_client_that_is_gone_loses_its_requests_and_others_go_on():
     check_drained(engine)
 
 
+def _one_step_of(monkeypatch, engine, num_requests):
+    """Run one step, of `num_requests`, and no other until the event that is returned is set."""
+    step, go_on, has_run = engine.step, threading.Event(), False
+
+    def paused():
+        nonlocal has_run
+        num_arrived = sum(1 for _ in engine.scheduler.unfinished_requests())
+        if not go_on.is_set() and (has_run or num_arrived < num_requests):
+            return []
+        has_run = True
+        return step()
+
+    monkeypatch.setattr(engine, "step", paused)
+    return go_on
+
+
 def test_a_client_that_does_not_read_is_told_what_it_lost(monkeypatch):
     monkeypatch.setattr(sockets, "MAX_UNREAD", 4)
     engine = make_engine(tiny_model())
+    go_on = _one_step_of(monkeypatch, engine, num_requests=4)
 
     async def main(loop, address):
         async with connected(address) as client:
@@ -359,6 +376,7 @@ def test_a_client_that_does_not_read_is_told_what_it_lost(monkeypatch):
             await asyncio.gather(*(anext(stream) for stream in streams))
             reading = client._read
             client._loop.remove_reader(sockets.descriptor(client._socket))
+            go_on.set()
             await eventually(lambda: loop._clients and _first(loop).is_behind)
             await eventually(lambda: not engine.has_unfinished_requests())
             client._loop.add_reader(sockets.descriptor(client._socket), reading)
@@ -367,7 +385,7 @@ def test_a_client_that_does_not_read_is_told_what_it_lost(monkeypatch):
                 with pytest.raises(EngineError, match="in time"):
                     async for _ in stream:
                         pass
-            outputs = await collected(client, [1, 2], _greedy())
+            outputs = await collected(client, [1, 2], _greedy(3))  # fewer messages than MAX_UNREAD
             assert outputs[-1].finished
 
     def _first(loop):
