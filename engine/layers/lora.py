@@ -76,6 +76,10 @@ class AdapterSlots:
         self._bounds = dict(bounds)
         self._copied: dict[int, Any] = {}  # slot -> event after the last copy to it
         self._tokens = _SortedTokens()
+        if xp is not np:
+            # CuPy compiles indexing by an array on first use, as in `serving`: not within a step.
+            one = xp.zeros(1, np.int32)
+            _ = one[one]
 
     @property
     def num_bytes(self) -> int:

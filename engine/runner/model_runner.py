@@ -27,7 +27,7 @@ from engine.runner.adapter_places import AdapterPlaces
 from engine.runner.batch import StepInputs, build_inputs
 from engine.runner.cuda_graph import DecodeGraphs
 from engine.runner.features import FeatureTap
-from engine.runner.history import history_indices
+from engine.runner.history import HistoryTable, history_indices
 from engine.runner.processors import apply_processors
 from engine.runner.prompt_logprobs import PromptPart, ScoredPart, prompt_parts, score_parts
 from engine.runner.request_rows import IntArray, RequestRows
@@ -177,6 +177,8 @@ class ModelRunner:
         self._sampling = SamplingTable(
             max_num_seqs, model.config.vocab_size, model.eos_token_ids, model.device
         )
+        if model.device.is_cuda:
+            _use_once(model.device)
 
     def capture_graphs(
         self, max_model_len: int, max_draft_tokens: int = 0, *, progress: bool = False
@@ -529,6 +531,22 @@ class ModelRunner:
         blocks = self._table.block_tables[row, positions // self._block_size].astype(np.int64)
         slots = blocks * self._block_size + positions % self._block_size
         return [(source, target) for source, target in slots.tolist()]
+
+
+def _use_once(device: Device) -> None:
+    """Run what CuPy compiles when it is first used, so that no step waits for it.
+
+    That is the indexing for penalties and the ranks for log-probabilities; see `_sample`.
+    """
+    xp = device.xp
+    history = HistoryTable(2, device)
+    for count in (1, 2):  # CuPy has other kernels for one id, row or column
+        history.assign(0, [0] * count, count)
+        rows, ids = xp.arange(count, dtype=np.int64), xp.zeros(count, np.int32)
+        history.append(rows[rows], rows[rows], ids[rows])
+        for length in (1, 3):
+            history.gather(rows, length)[rows, xp.zeros_like(rows)] = ids
+        ranks_of(xp, xp.zeros((count, 4), np.float32), ids)
 
 
 def note_replayed(step: LaunchedStep, tokens: DeviceToHostCopy) -> LaunchedStep:
