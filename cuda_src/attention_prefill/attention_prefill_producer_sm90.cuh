@@ -15,7 +15,7 @@ struct Producer {
     const int lane_idx = threadIdx.x % 32;
     unsigned tiles = 0;
     const auto wait_empty = [&] {
-      mbarrier_wait(smem.q_empty + tiles % kQStages * 8, tiles / kQStages % 2 ^ 1);
+      wait_to_copy(smem.q_empty + tiles % kQStages * 8, tiles / kQStages % 2 ^ 1);
     };
     for (int t = blockIdx.x; t < problem.total;) {
       WorkTile tile;
@@ -62,7 +62,7 @@ struct Producer {
         const int n = walk.n;
         const bool is_whole = walk.is_whole && n >= range.whole_begin && n < range.whole_end;
         walk.next();
-        mbarrier_wait(smem.k_empty + 8 * ring.stage, ring.phase);
+        wait_to_copy(smem.k_empty + 8 * ring.stage, ring.phase);
         if (kPattern && lane_idx == 0)
           smem.key_tile[ring.stage] =
               n | (is_whole ? 0 : smem.kMasked) | (walk.n >= tile.begin ? smem.kMore : 0);
@@ -78,16 +78,19 @@ struct Producer {
         if (lane_idx == 0) mbarrier_arrive_expect_tx(k_full, kKeyBytes);
         load_box<kChunks>(smem.k + ring.stage * kKeyBytes, k_map, head, box_start, box, k_full);
         const int next_row = walk.n >= tile.begin ? box_row(tile, walk.n, lane_idx) : 0;
-        mbarrier_wait(smem.v_empty + 8 * ring.stage, ring.phase);
+        wait_to_copy(smem.v_empty + 8 * ring.stage, ring.phase);
         const unsigned v_stage = smem.v + ring.stage * kValueBytes;
         const unsigned v_full = smem.v_full + 8 * ring.stage;
-        if (lane_idx == 0) mbarrier_arrive_expect_tx(has_tail ? smem.v_tail : v_full, kValueBytes);
+        if (lane_idx == 0)
+          mbarrier_arrive_expect_tx(has_tail ? smem.v_tail : v_full, kValueBytes);
+        else if (kFewRows && !has_tail)
+          mbarrier_arrive(v_full);
         if (has_tail) {
           load_box<kValueChunks>(v_stage, v_map, head, row, lane_idx, smem.v_tail);
           mbarrier_wait(smem.v_tail, tail_phase);
           tail_phase ^= 1;
           zero_rows(v_stage, valid);
-          if (lane_idx == 0) mbarrier_arrive(v_full);
+          if (kFewRows || lane_idx == 0) mbarrier_arrive(v_full);
         } else {
           load_box<kValueChunks>(v_stage, v_map, head, box_start, box, v_full);
         }
@@ -106,7 +109,7 @@ struct Producer {
   __device__ __forceinline__ void help(const TensorMap* k_map, const TensorMap* v_map) const {
     const int box = threadIdx.x % 32 * 3 + threadIdx.x / 32 % 4 - 1;
     for (PipelineState<kStages> ring(0);; ring.advance()) {
-      mbarrier_wait(smem.boxes_full + 8 * ring.stage, ring.phase);
+      wait_to_copy(smem.boxes_full + 8 * ring.stage, ring.phase);
       const int row = smem.boxes[ring.stage * kBoxes + min(box, kBoxes - 1)];
       if (row == smem.kStop) return;
       mbarrier_arrive(smem.k_empty + 8 * ring.stage);
@@ -116,7 +119,7 @@ struct Producer {
       // other lanes: it could advance by two phases before they test the mbarrier, and they would
       // deadlock.
       if (row >= 0 && box * problem.box_keys < kKeys) {
-        mbarrier_wait(smem.v_empty + 8 * ring.stage, ring.phase ^ 1);
+        wait_to_copy(smem.v_empty + 8 * ring.stage, ring.phase ^ 1);
         load_box<kValueChunks>(smem.v + ring.stage * kValueBytes, v_map, 0, row, box,
                                smem.v_full + 8 * ring.stage);
       }
@@ -124,6 +127,14 @@ struct Producer {
   }
 
  protected:
+  // Waits for memory that the thread copies to. Consumers of few rows read it by ldmatrix.
+  static __device__ __forceinline__ void wait_to_copy(unsigned barrier, unsigned phase) {
+    if constexpr (kFewRows)
+      mbarrier_wait_to_overwrite(barrier, phase);
+    else
+      mbarrier_wait(barrier, phase);
+  }
+
   // Publishes the work tile in its stage and starts copying its Q.
   __device__ __forceinline__ void fill(const TensorMap* q_map, const WorkTile& tile,
                                        int stage) const {

@@ -12,11 +12,17 @@
 // V, and two help if pages are small. Each consumer warpgroup owns 64 rows
 // (attention_prefill_consumer_sm90.cuh). While one warpgroup computes exponentials, the tensor
 // cores work for the others; three warpgroups keep both units busier than two, if registers
-// suffice.
+// suffice. Compiled with FEW_ROWS, a CTA has one consumer warpgroup for 16 rows
+// (attention_prefill_few_consumer_sm90.cuh).
 // Mirror: engine/reference/attention_prefill.py
 #include "attention_prefill/attention_prefill_code_producer_sm90.cuh"
-#include "attention_prefill/attention_prefill_consumer_sm90.cuh"
 #include "attention_prefill/attention_prefill_epilogue_sm90.cuh"
+#include "attention_prefill/attention_prefill_tile_sm90.cuh"
+#if FEW_ROWS
+#include "attention_prefill/attention_prefill_few_consumer_sm90.cuh"
+#else
+#include "attention_prefill/attention_prefill_consumer_sm90.cuh"
+#endif
 
 static_assert(SharedMemory::kBytes == SHARED_BYTES,
               "kernels/attention_prefill/sm90.py computes another size");
@@ -99,11 +105,11 @@ __device__ __forceinline__ void prefill(const AttentionPrefillSm90Params& p,
   }
 }
 
-#define ENGINE_PREFILL(name, softcap)                              \
-  extern "C" __global__ void __launch_bounds__(kThreads, 1)        \
-      name(const __grid_constant__ AttentionPrefillSm90Params p) { \
-    extern __shared__ __align__(128) unsigned char smem_bytes[];   \
-    prefill<softcap>(p, smem_bytes);                               \
+#define ENGINE_PREFILL(name, softcap)                                \
+  extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) \
+      name(const __grid_constant__ AttentionPrefillSm90Params p) {   \
+    extern __shared__ __align__(128) unsigned char smem_bytes[];     \
+    prefill<softcap>(p, smem_bytes);                                 \
   }
 ENGINE_PREFILL(attention_prefill_sm90, false)
 ENGINE_PREFILL(attention_prefill_sm90_softcap, true)

@@ -34,7 +34,7 @@ template <int kKeys>
 struct OnlineSoftmax {
   float base[2];     // subtracted from exponents: factor * running maximum; inf: no key yet
   float sum[2];      // sum of this thread's exponentials
-  float rescale[2];  // factor for earlier sums, set by the latest call of raise()
+  float rescale[2];  // factor for the sums of earlier tiles, set by the latest call of raise()
 
   // Resets the state before the first key tile.
   __device__ __forceinline__ void start() {
@@ -57,12 +57,12 @@ struct OnlineSoftmax {
       const float next = high == -kInf ? kInf : high;
       rescale[i] = exp2_approx(is_new ? 0.0f : base[i] - next);
       base[i] = next;
-      sum[i] *= rescale[i];
     }
     return __any_sync(~0u, rescale[0] != 1.0f || rescale[1] != 1.0f);
   }
 
-  // Computes p = exp2(factor * s - base), packs it as operand A of P V, and adds it to the sums.
+  // Computes p = exp2(factor * s - base), packs it as operand A of P V, and adds it to the rescaled
+  // sums.
   __device__ __forceinline__ void exponentials(unsigned (&p)[kKeys / 16][4],
                                                const float (&s)[kKeys / 2], float factor) {
 #pragma unroll
@@ -76,7 +76,7 @@ struct OnlineSoftmax {
         total[1] += y;
         p[j / 2][j % 2 * 2 + i] = pack2<scalar_t>(x, y);
       }
-      sum[i] += total[0] + total[1];
+      sum[i] = fmaf(sum[i], rescale[i], total[0] + total[1]);
     }
   }
 

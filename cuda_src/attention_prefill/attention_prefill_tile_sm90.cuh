@@ -7,6 +7,10 @@
 
 #include "attention_prefill/attention_prefill_scheduler_sm90.cuh"
 
+#ifndef FEW_ROWS
+#define FEW_ROWS 0
+#endif
+
 // Module configuration: HopperTile in kernels/attention_prefill/sm90.py.
 constexpr int kHeadDim = HEAD_DIM;    // columns of Q and K, padded
 constexpr int kValueDim = VALUE_DIM;  // columns of V, padded
@@ -15,7 +19,10 @@ constexpr int kKeys = TILE_KEYS;
 constexpr int kStages = STAGES, kQStages = Q_STAGES;
 constexpr bool kPattern = PATTERN != 0;
 
-constexpr int kRows = 64 * kConsumerWarpgroups;
+constexpr bool kFewRows = FEW_ROWS != 0;
+constexpr int kRows = kFewRows ? 16 : 64 * kConsumerWarpgroups;
+constexpr int kMinBlocks = kFewRows ? 2 : 1;  // CTAs per SM for which registers suffice
+constexpr int kReleases = kFewRows ? 128 : 4 * kConsumerWarpgroups;  // consumers' arrivals per stage
 constexpr int kThreads = 128 * (kConsumerWarpgroups + 1);
 constexpr int kChunks = (kHeadDim + 63) / 64;  // chunks of 64 columns (128 bytes)
 constexpr int kQChunk = kRows * 128, kQBytes = kChunks * kQChunk;
@@ -33,7 +40,8 @@ constexpr int kProducerRegisters = kHasCodes                  ? 56
                                    : kConsumerWarpgroups == 3 ? 32
                                    : kPattern                 ? 56
                                                               : 40;
-constexpr int kConsumerRegisters = (65536 / 128 - kProducerRegisters) / kConsumerWarpgroups / 8 * 8;
+constexpr int kConsumerRegisters =
+    (65536 / 128 / kMinBlocks - kProducerRegisters) / kConsumerWarpgroups / 8 * 8;
 static_assert(!kPattern || kKeys <= 128, "a thread's keys have one bit each of a register");
 
 // Issuing a copy occupies a warp, so three warps share the copies if there are many per key tile.
@@ -100,9 +108,10 @@ struct SharedMemory {
     }
     for (int i = 0; i < kStages; ++i) {
       mbarrier_init(k_full + 8 * i, kHasCodes ? kConvertingThreads : 1);
-      mbarrier_init(v_full + 8 * i, kHasCodes ? kConvertingThreads : 1);
-      mbarrier_init(k_empty + 8 * i, 4 * kConsumerWarpgroups + helpers);
-      mbarrier_init(v_empty + 8 * i, 4 * kConsumerWarpgroups);
+      // Ordinary loads of few rows read what the lanes of a warp zeroed.
+      mbarrier_init(v_full + 8 * i, kHasCodes ? kConvertingThreads : kFewRows ? 32 : 1);
+      mbarrier_init(k_empty + 8 * i, kReleases + helpers);
+      mbarrier_init(v_empty + 8 * i, kReleases);
       mbarrier_init(boxes_full + 8 * i, kBoxes);  // one arrival per lane that writes a box
     }
     for (int i = 0; i < kCodeStages; ++i) {

@@ -30,7 +30,7 @@ __device__ __forceinline__ float finite_or_zero(float max) { return max == -kInf
 __device__ __forceinline__ float add_sink(float sink, float& base, float& sum) {
   const float high = fmaxf(base, sink);
   const float rescale = exp2_approx(base - finite_or_zero(high));
-  sum = sum * rescale + exp2_approx(sink - finite_or_zero(high));
+  sum = fmaf(sum, rescale, exp2_approx(sink - finite_or_zero(high)));
   base = high;
   return rescale;
 }

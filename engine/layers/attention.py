@@ -293,29 +293,34 @@ class Attention:
         return {"chunk": self.params.chunk} if self.params.chunk else {}
 
     def _attend(self, q: Any, batch: ForwardBatch, k_pages: Any, v_pages: Any) -> Any:
-        """Compute decodes with the decode kernel, and other sequences with the prefill kernel."""
+        """Compute decodes with the decode kernel, and other sequences with the prefill kernel.
+
+        With `deterministic` on a GPU, both are the prefill kernel, which has one order of sums.
+        Decodes are a call of their own, since few rows of a sequence have tiles of their own.
+        """
         p = self.params
-        if not p.decodes or (p.chunk and batch.query_len > 1):
+        is_alike = p.deterministic and p.pattern is None and array_module(q) is not np
+        if not (p.decodes or is_alike) or (p.chunk and batch.query_len > 1):
             return self._attend_in_one(q, batch, k_pages, v_pages)
+        options = {"num_splits": 1} if is_alike else {}
         if batch.num_decodes == 0:
-            return self._prefill(q, batch, k_pages, v_pages)
+            return self._prefill(q, batch, k_pages, v_pages, **options)
         out = empty_like(q)
-        self._decode(q, batch, k_pages, v_pages, out)
+        decode = self._decode_alike if is_alike else self._decode
+        decode(q, batch, k_pages, v_pages, out)
         if batch.num_decodes < batch.num_sequences:
-            self._prefill(q, batch, k_pages, v_pages, out)
+            self._prefill(q, batch, k_pages, v_pages, out, **options)
         return out
 
     def _attend_in_one(self, q: Any, batch: ForwardBatch, k_pages: Any, v_pages: Any) -> Any:
-        """Compute every token with the prefill kernel: deterministic, or with a pattern.
+        """Compute every token with the prefill kernel, or separately.
 
-        Its summation order ignores the other tokens: its tiles of keys begin at fixed positions. On
-        the CPU, the order of summation in BLAS depends on the shapes of the matrices, so each token
-        is decoded separately if that matters. Only this kernel knows patterns, and chunks for
-        several tokens of a sequence.
+        Only this kernel knows patterns, and chunks for several tokens of a sequence. On the CPU the
+        order of summation in BLAS depends on the shapes of the matrices, so each token is decoded
+        separately if that matters.
         """
         p = self.params
-        if batch.tree_mask is not None:
-            raise ContractError("a batch with a tree_mask needs deterministic=False; got True")
+        self._check_no_tree(batch)
         is_by_token = array_module(q) is np and (p.pattern is None or (p.deterministic and p.chunk))
         if not is_by_token:
             return kernels.attention_prefill(
@@ -341,6 +346,30 @@ class Attention:
             **self._chunk(),
         )
         return result[:, 0]
+
+    def _check_no_tree(self, batch: ForwardBatch) -> None:
+        if batch.tree_mask is not None:
+            raise ContractError("a batch with a tree_mask needs deterministic=False; got True")
+
+    def _decode_alike(
+        self, q: Any, batch: ForwardBatch, k_pages: Any, v_pages: Any, out: Any
+    ) -> None:
+        """Compute decodes with the prefill kernel, in the order of its sums."""
+        self._check_no_tree(batch)
+        n = batch.num_decodes
+        num_tokens = batch.num_decode_tokens
+        kernels.attention_prefill(
+            q[:num_tokens],
+            k_pages,
+            v_pages,
+            cu_seqlens_q=batch.cu_seqlens_q[: n + 1],
+            block_tables=batch.block_tables[:n],
+            context_lens=batch.context_lens[:n],
+            max_seqlen_q=batch.query_len,
+            num_splits=1,
+            out=out[:num_tokens],
+            **self._rule(k_pages),
+        )
 
     def _decode(
         self,
@@ -378,7 +407,14 @@ class Attention:
         return result.reshape(num_tokens, *q.shape[1:])
 
     def _prefill(
-        self, q: Any, batch: ForwardBatch, k_pages: Any, v_pages: Any, out: Any = None
+        self,
+        q: Any,
+        batch: ForwardBatch,
+        k_pages: Any,
+        v_pages: Any,
+        out: Any = None,
+        *,
+        num_splits: int | None = None,
     ) -> Any:
         n = batch.num_decodes
         num_decode_tokens = batch.num_decode_tokens
@@ -392,6 +428,7 @@ class Attention:
             **self._rule(k_pages),
             **self._pattern(),
             max_seqlen_q=batch.max_seqlen_q,
+            num_splits=num_splits,
             out=None if out is None else out[num_decode_tokens:],
         )
 

@@ -20,7 +20,7 @@ from engine.kernels.attention_prefill import work as prefill_work
 from engine.kernels.attention_prefill.sm90 import choose_hopper_tile, specs
 from engine.kernels.attention_prefill.work import choose_cut, choose_num_splits, cut_into_tiles
 from engine.testing import cases
-from engine.testing.cases_attention import AttentionCase, cu_seqlens, paged_cache
+from engine.testing.cases_attention import AttentionCase, as_codes, cu_seqlens, paged_cache
 
 _HALVES = ("float16", "bfloat16")
 _ERROR = {"float16": 6e-4, "bfloat16": 4.5e-3}  # relative (norm): rounding of P, V, result
@@ -41,6 +41,26 @@ def test_tiles():
         for size in (16, 32, 64, 128):
             box = prefill_sm90._box_keys(size, tile)
             assert size % box == 0 and tile.keys % box == 0 and tile.keys <= 32 * box
+
+
+def test_tiles_for_few_rows():
+    """They sum in the order of the others' tiles: of as many keys, and the same padding."""
+    for kv_dtype in ("", "fp8", "int8"):
+        for head_dim in range(40, 257, 8):
+            tile = choose_hopper_tile("bfloat16", head_dim, kv_dtype=kv_dtype)
+            if tile is None:
+                continue
+            for is_alone in (False, True):
+                few = tile.few_rows(is_alone=is_alone)
+                assert (few.keys, few.head_dim, few.value_dim) == (
+                    tile.keys,
+                    tile.head_dim,
+                    tile.value_dim,
+                )
+                assert few.rows == 16 and few.blocks * (few.shared_bytes + 1024) <= 228 * 1024
+                assert few.spec("bfloat16") in specs(
+                    "bfloat16", head_dim=head_dim, kv_dtype=kv_dtype, deterministic=True
+                )
 
 
 def test_splits_fill_the_device_and_no_more():
@@ -275,6 +295,76 @@ def test_a_row_has_the_same_bits_in_any_company_and_chunk(cp, head_dim):
         assert bool((part.view(np.uint16) == whole[begin:end].view(np.uint16)).all())
     part = attend(slice(500, 570), 1, 333)
     assert bool((part.view(np.uint16) == whole[500:].view(np.uint16)).all())
+
+
+_RULES = ({}, {"window": 75}, {"softcap": 5.0}, {"sinks": True}, {"scale": 2.0})
+_ENDS = np.array([1, 2, 64, 79, 80, 81, 112, 113, 128, 129, 333, 640, 999, 1000])
+
+
+@pytest.mark.gpu
+@pytest.mark.grid("dtype", _HALVES)
+@pytest.mark.grid("head_dim", [64, 80, 96, 128, 192, 256])
+@pytest.mark.grid("group", [1, 3, 4, 8, 16])
+@pytest.mark.grid("is_alone", [False, True])
+def test_few_rows_have_the_bits_of_many(cp, monkeypatch, is_alone, group, head_dim, dtype):
+    rule = _RULES[(group + head_dim // 32) % len(_RULES)]
+    _check_few_rows(cp, monkeypatch, is_alone, group, head_dim, dtype, "", rule)
+
+
+@pytest.mark.gpu
+@pytest.mark.grid("codes", ["", "fp8", "int8"])
+@pytest.mark.grid("head_dim", [64, 128])
+@pytest.mark.grid("rule", _RULES, ids=str)
+def test_few_rows_have_the_bits_of_many_by_rule(cp, monkeypatch, rule, head_dim, codes):
+    _check_few_rows(cp, monkeypatch, False, 4, head_dim, "bfloat16", codes, rule)
+
+
+def _check_few_rows(cp, monkeypatch, is_alone, group, head_dim, dtype, codes, rule):
+    """Compare the last token or two of a sequence alone with a prompt of it; see `_ENDS`."""
+    if not _is_hopper():
+        pytest.skip("the kernel for few rows is Hopper's")
+    few, launches = prefill_sm90.HopperTile.few_rows, []
+    monkeypatch.setattr(
+        prefill_sm90.HopperTile,
+        "few_rows",
+        lambda tile, **options: launches.append(1) or few(tile, is_alone=is_alone),
+    )
+    heads, length = 2, int(_ENDS.max())
+    q = cp.asarray(cases.normal((length, heads * group, head_dim), dtype, 1))
+    k, v, tables, _ = paged_cache((length,), heads, 32, head_dim, dtype, 2)
+    rule = dict(rule)
+    if codes:
+        (k, k_scale), (v, v_scale) = as_codes(k, 5, codes), as_codes(v, 6, codes)
+        rule |= {"k_scale": cp.asarray(k_scale), "v_scale": cp.asarray(v_scale)}
+    if rule.pop("sinks", False):
+        rule["sinks"] = cp.asarray(cases.normal((heads * group,), "float32", 3))
+    k, v, tables = cases.to_module(cp, k, v, tables)
+
+    def attend(rows, counts, contexts):
+        out, lse = kernels.attention_prefill(
+            q[rows],
+            k,
+            v,
+            cu_seqlens_q=cp.asarray(cu_seqlens(counts)),
+            block_tables=cp.repeat(tables, len(counts), axis=0),
+            context_lens=cp.asarray(contexts, dtype=np.int32),
+            max_seqlen_q=max(counts),
+            num_splits=1,
+            return_lse=True,
+            **rule,
+        )
+        return to_numpy(out).view(np.uint16), to_numpy(lse).view(np.uint32)
+
+    want = attend(slice(None), (length,), (length,))
+    assert not launches
+    for count in (1, 2):
+        ends = _ENDS[count - 1 :]
+        rows = (ends[:, None] - count + np.arange(count)).ravel()
+        got = attend(cp.asarray(rows), (count,) * len(ends), ends)
+        assert bool(launches) == (count * group <= 16)
+        launches.clear()
+        for part, whole in zip(got, want, strict=True):
+            np.testing.assert_array_equal(part, whole[rows])
 
 
 @pytest.mark.gpu

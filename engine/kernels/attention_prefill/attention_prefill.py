@@ -79,18 +79,25 @@ def specs(
     head_dim: int | None = None,
     patterns: bool = False,
     kv_dtype: str = "",
+    deterministic: bool = False,
     **_: Any,
 ) -> tuple[ModuleSpec, ...]:
     """Return the modules that the op may launch, for one head dim or all.
 
-    `patterns` adds the modules for patterns. `kv_dtype` selects those for a quantized KV cache
-    instead.
+    `patterns` adds the modules for patterns, `deterministic` those for few rows with
+    ``num_splits=1``. `kv_dtype` selects those for a quantized KV cache instead.
     """
     dims = range(1, MAX_HEAD_DIM + 1) if head_dim is None else (head_dim,)
     tiles = dict.fromkeys(choose_tile(dtype, dim) for dim in dims)
     kinds = (0, 1) if patterns and not kv_dtype else (0,)
     portable = tuple(_spec(tile, dtype, kind, kv_dtype) for kind in kinds for tile in tiles)
-    hopper = sm90.specs(dtype, head_dim=head_dim, patterns=patterns, kv_dtype=kv_dtype)
+    hopper = sm90.specs(
+        dtype,
+        head_dim=head_dim,
+        patterns=patterns,
+        kv_dtype=kv_dtype,
+        deterministic=deterministic,
+    )
     return portable + hopper
 
 

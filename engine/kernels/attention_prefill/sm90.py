@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.dtypes import KV_CODE_DTYPES, dtype_name
@@ -50,6 +50,9 @@ _COMBINE = Kernel(
 )
 
 _CODE_STAGES = 4  # kCodeStages in CUDA
+_FEW_ROWS = 16
+_SHARED_BYTES = 227 * 1024  # most of a CTA
+_HALF_SHARED_BYTES = 113 * 1024  # most of each of two CTAs; CUDA adds 1 KiB to each
 _WHERE = ("cu_seqlens_q", "cu_seqlens_k", "block_tables", "context_lens", "k_scale", "v_scale")
 
 
@@ -71,6 +74,8 @@ class HopperTile:
         Dtype of a quantized KV cache, a name in KV_CODE_DTYPES; "" if it is not quantized.
     narrow_value_dim : int
         Columns of V, padded, if they are fewer than K's; else 0.
+    is_few : bool
+        Whether a CTA has 16 query rows, which one warpgroup shares.
     """
 
     head_dim: int
@@ -81,6 +86,7 @@ class HopperTile:
     is_patterned: bool = False
     kv_dtype: str = ""
     narrow_value_dim: int = 0
+    is_few: bool = False
 
     @property
     def value_dim(self) -> int:
@@ -90,7 +96,7 @@ class HopperTile:
     @property
     def rows(self) -> int:
         """Query rows per CTA."""
-        return 64 * self.consumers
+        return _FEW_ROWS if self.is_few else 64 * self.consumers
 
     @property
     def threads(self) -> int:
@@ -108,6 +114,25 @@ class HopperTile:
         others = 64 * self.q_stages + 8 * barriers + 4 * self.stages * (1 + boxes)
         return 1024 + tiles + others + codes
 
+    @property
+    def blocks(self) -> int:
+        """CTAs that share a multiprocessor."""
+        return 2 if self.is_few and self.shared_bytes <= _HALF_SHARED_BYTES else 1
+
+    def few_rows(self, *, is_alone: bool) -> HopperTile:
+        """Return the tile for few rows whose results have the bits of this one's.
+
+        It has up to four stages of K and V. With `is_alone` they fill a multiprocessor; otherwise
+        two CTAs share one, if two stages of each leave room.
+        """
+        tiles = [
+            replace(self, consumers=1, stages=stages, q_stages=2, is_few=True)
+            for stages in (4, 3, 2)
+        ]
+        fits = [tile for tile in tiles if tile.shared_bytes <= _SHARED_BYTES]
+        shares = [] if is_alone else [tile for tile in tiles if tile.blocks == 2]
+        return (shares or fits)[0]
+
     def spec(self, dtype: str) -> ModuleSpec:
         """Return the module compiled for this tile."""
         macros = {
@@ -120,6 +145,8 @@ class HopperTile:
             "SHARED_BYTES": self.shared_bytes,
             "PATTERN": int(self.is_patterned),
         } | kv_macros(self.kv_dtype)
+        if self.is_few:
+            macros["FEW_ROWS"] = 1
         return ModuleSpec(
             "attention_prefill/attention_prefill_sm90.cu", dtype, tuple(macros.items())
         )
@@ -203,8 +230,12 @@ def specs(
     head_dim: int | None = None,
     patterns: bool = False,
     kv_dtype: str = "",
+    deterministic: bool = False,
 ) -> tuple[ModuleSpec, ...]:
-    """Return the modules for one head dim or all; `patterns` adds those for patterns."""
+    """Return the modules for one head dim or all.
+
+    `patterns` adds those for patterns, `deterministic` those for few rows with one split.
+    """
     if dtype not in HOPPER_DTYPES:
         return ()
     tiles = _TILES + tuple(dict.fromkeys(_PATTERNED + _SMALL_BLOCKS)) * patterns
@@ -213,6 +244,10 @@ def specs(
     if head_dim is not None:
         wanted = choose_hopper_tile(dtype, head_dim, kv_dtype=kv_dtype)
         tiles = tuple(t for t in tiles if wanted is not None and t.head_dim == wanted.head_dim)
+    if deterministic:
+        plain = [tile for tile in tiles if not tile.is_patterned]
+        few = (tile.few_rows(is_alone=alone) for tile in plain for alone in (False, True))
+        tiles += tuple(dict.fromkeys(few))
     return tuple(tile.spec(dtype) for tile in tiles)
 
 
@@ -252,16 +287,18 @@ def launch(
     kv_dtype = kv_dtype_of(keys["k"].dtype)
     tile = choose_hopper_tile(dtype, head_dim, pattern, kv_dtype, value_dim)
     assert tile is not None
-    spec = tile.spec(dtype)
     pairs = (keys["cu_seqlens_q"].size - 1) * keys["k"].shape[1]
     group = num_heads // keys["k"].shape[1]
     tokens = min(max_q, total_q)
+    if num_splits == 1 and pattern is None and tokens * group <= _FEW_ROWS:
+        tile = tile.few_rows(is_alone=pairs <= sm_count())
+    spec = tile.spec(dtype)
     longest = _longest(keys)
     tile_tokens = tile.rows // group
     key_tiles = ceil_div(longest, tile.keys)
     tiles = pairs * ceil_div(tokens, tile_tokens)
     splits = min(num_splits or choose_num_splits(tiles, key_tiles, sm_count()), key_tiles)
-    are_equal = not causal and splits == 1  # all work tiles take the same time
+    are_equal = not causal and splits == 1 and not tile.is_few  # work tiles take the same time
     cut = choose_cut(tokens, tile_tokens, pairs, tile.consumers, sm_count()) if are_equal else None
     work = cut_into_tiles(tokens, tile_tokens, pairs, splits, cut)
     rows = total_q * num_heads
@@ -280,7 +317,7 @@ def launch(
     }
     _KERNELS[bool(rule.softcap)].launch(
         spec,
-        (min(work["total"], sm_count()),),
+        (min(work["total"], tile.blocks * sm_count()),),
         (tile.threads,),
         tile.shared_bytes,
         **_maps(q, keys, dtype, tile, group),
