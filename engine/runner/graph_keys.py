@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 __all__ = ["GraphKey", "batch_sizes", "context_buckets"]
 
-_SIZES = (1, 2, 4, 8, 16, 64, 128, 192, 256)  # numbers of sequences; larger sizes in steps of 128
+# Numbers of sequences; larger sizes in steps of 128.
+_SIZES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
 
 
 @dataclass(frozen=True, order=True)
@@ -46,13 +47,13 @@ class GraphKey:
 def batch_sizes(max_num_seqs: int) -> tuple[int, ...]:
     """Return the batch sizes to capture graphs for; the last is at least `max_num_seqs`.
 
-    Above 16 rows, GEMM tiles have 64, 128 or 192 rows, and a partial tile takes about as long as a
-    full one, so batches are padded to full tiles.
+    GEMM tiles have 32, 64, 96, 128 or 192 rows, and a partial tile takes about as long as a full
+    one, so batches are padded to full tiles.
 
     Examples
     --------
     >>> batch_sizes(20), batch_sizes(3), batch_sizes(300)[-3:]
-    ((1, 2, 4, 8, 16, 64), (1, 2, 4), (192, 256, 384))
+    ((1, 2, 4, 8, 16, 32), (1, 2, 4), (192, 256, 384))
     """
     sizes: list[int] = []
     for size in itertools.chain(_SIZES, itertools.count(_SIZES[-1] + 128, 128)):

@@ -13,11 +13,15 @@ from engine.commands._bench_models import built_in_config
 from engine.commands._bench_workloads import Work, latency, serve
 from engine.kernels._launch import Kernel
 from engine.llm_engine import LLMEngine
+from engine.models.layer_plans import LayerPlans
 from engine.runner.cuda_graph import DecodeGraphs
 
 DEVICE = "GPU"
-_MODELS = ("qwen2.5-0.5b", "qwen3-0.6b", "llama-3.2-1b", "llama-3.1-8b")
-_SIZES = ((1, 384), (64, 1000), (256, 600))  # sequences, and keys of each
+_MODELS = (
+    *(("qwen2.5-0.5b", None), ("qwen3-0.6b", None), ("llama-3.2-1b", None), ("llama-3.1-8b", None)),
+    *(("llama-3.1-8b", "fp8"), ("llama-3.1-8b", "int4")),
+)
+_SIZES = ((1, 384), (8, 640), (32, 640), (64, 1000), (256, 600))  # sequences, and keys of each
 
 
 class _Launches:
@@ -85,8 +89,7 @@ def _parts(engine, name, size, context_len, cuda):
     whole = _milliseconds(cuda, lambda: graphs.replay(key))
     row = {"op": "decode_loop", "case": f"{name} {size} x {context_len}", "graph_ms": whole}
     # A replay of recorded layers would bypass the counter.
-    walk = graphs._model.decoder._walk
-    walk._is_worth_it = lambda *_: False
+    is_worth_it, LayerPlans._is_worth_it = LayerPlans._is_worth_it, lambda *_: False
     try:
         with graphs._capturing() as stream, _Launches() as launches:
             graphs.compute(key)
@@ -96,7 +99,7 @@ def _parts(engine, name, size, context_len, cuda):
                 graph, _ = graphs._capture(lambda: graphs.compute(key), stream)
             row[f"{entry} us"] = (whole - _milliseconds(cuda, graph.launch, 30)) * 1e3 / count
     finally:
-        del walk._is_worth_it
+        LayerPlans._is_worth_it = is_worth_it
     return row
 
 
@@ -133,9 +136,11 @@ def main(device):
     if not device.is_cuda:
         raise SystemExit("decode_loop takes a GPU: there are no graphs without one")
     rows, cuda = [], device.xp.cuda
-    for name in _MODELS:
+    for name, form in _MODELS:
         config = built_in_config(name)
-        model = load(config=config, load_format="dummy", max_model_len=2112, device="cuda")
+        options = {"load_format": "dummy", "max_model_len": 2112, "device": "cuda"}
+        model = load(config=config, quantization=form, **options)
+        name = name if form is None else f"{name} {form}"
         rows.append(_gaps(model, name, cuda))
         with LLMEngine(model, max_num_seqs=256) as engine:
             rows += [_parts(engine, name, *case, cuda) for case in _SIZES]
