@@ -11,7 +11,7 @@ from tests.golden.text_templates import TOOLS
 from tests.lazily import lazily
 from tests.server.scripted_client import ScriptedClient
 from tests.server.serving import serve
-from tests.server.test_cut_calls import chat
+from tests.server.tool_answers import chat
 
 anthropic = lazily("anthropic")
 openai = lazily("openai")

@@ -9,7 +9,7 @@ import pytest
 
 from engine.text.tokenizer import ChatPrompt
 from tests.server.serving import CannedClient, WordTokenizer, serve
-from tests.server.test_cut_calls import events, say, tools
+from tests.server.tool_answers import events, say, tools
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": "</think>"}}\n</tool_call>'
 ARGUMENTS = '{"a": "</think>"}'
