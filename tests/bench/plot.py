@@ -443,8 +443,7 @@ def _all_reduce() -> Picture:
 
 def _deterministic() -> Picture:
     record = _load("deterministic")
-    before = _load("decode_loop")["deterministic_steps_2026_11_22"]["rows"]
-    steps = [*record["steps"]["rows"], *(row for row in before if row[0] == "llama-3.1-8b")]
+    steps = record["steps"]["rows"]
     rows = record["rows"]
     shapes = {row["layer"]: row for row in _load("gemm_skinny")["rows"]}
     bounds = []
@@ -456,12 +455,12 @@ def _deterministic() -> Picture:
              {"ours": [row["default_us"] for row in rows],
               "ours, deterministic=True": [row["invariant_us"] for row in rows]},
              ("tensor cores (989 TFLOP/s) or memory (4.8 TB/s)", bounds), log=True, digits=".1f"),
-        Bars("a decode step (8B: 2026-11-22)", "ms, less is better",
+        Bars("a decode step", "ms, less is better",
              [f"{model}, {n} request{'s' * (n > 1)}" for model, n, _, _ in steps],
              {"ours": [row[2] for row in steps],
               "ours, deterministic=True": [row[3] for row in steps]}, digits=".2f"),
     ]  # fmt: skip
-    return Picture("What deterministic=True costs, bfloat16", _source(record), panels, 2, 4.6)
+    return Picture("What deterministic=True costs", _source(record), panels, 2, 4.6)
 
 
 def _intensities(stem: str, peer: str | None = None) -> list[tuple[float, float]]:
