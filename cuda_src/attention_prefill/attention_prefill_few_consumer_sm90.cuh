@@ -1,5 +1,5 @@
-// The consumer warpgroup of attention_prefill_sm90 for work tiles of at most 16 rows, such as single
-// tokens. Its results have the bits of attention_prefill_consumer_sm90.cuh.
+// The consumer warpgroup of attention_prefill_sm90 for work tiles of at most 16 rows, such as
+// single tokens. Its results have the bits of attention_prefill_consumer_sm90.cuh.
 //
 // A row's sums have the same order: key tiles of the same size from the last to the first, the same
 // softmax and epilogue, and tensor-core products over the same 16 columns or keys at a time, for

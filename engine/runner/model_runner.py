@@ -542,7 +542,8 @@ def _use_once(device: Device) -> None:
     history = HistoryTable(2, device)
     for count in (1, 2):  # CuPy has other kernels for one id, row or column
         history.assign(0, [0] * count, count)
-        rows, ids = xp.arange(count, dtype=np.int64), xp.zeros(count, np.int32)
+        rows = xp.arange(count, dtype=np.int64)
+        ids = xp.zeros(count, np.int32)
         history.append(rows[rows], rows[rows], ids[rows])
         for length in (1, 3):
             history.gather(rows, length)[rows, xp.zeros_like(rows)] = ids

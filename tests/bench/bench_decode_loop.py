@@ -89,7 +89,8 @@ def _parts(engine, name, size, context_len, cuda):
     whole = _milliseconds(cuda, lambda: graphs.replay(key))
     row = {"op": "decode_loop", "case": f"{name} {size} x {context_len}", "graph_ms": whole}
     # A replay of recorded layers would bypass the counter.
-    is_worth_it, LayerPlans._is_worth_it = LayerPlans._is_worth_it, lambda *_: False
+    is_worth_it = LayerPlans._is_worth_it
+    LayerPlans._is_worth_it = lambda *_: False
     try:
         with graphs._capturing() as stream, _Launches() as launches:
             graphs.compute(key)
