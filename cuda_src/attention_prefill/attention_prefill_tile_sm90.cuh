@@ -22,7 +22,7 @@ constexpr bool kPattern = PATTERN != 0;
 constexpr bool kFewRows = FEW_ROWS != 0;
 constexpr int kRows = kFewRows ? 16 : 64 * kConsumerWarpgroups;
 constexpr int kMinBlocks = kFewRows ? 2 : 1;  // CTAs per SM for which registers suffice
-constexpr int kReleases = kFewRows ? 128 : 4 * kConsumerWarpgroups;  // consumers' arrivals per stage
+constexpr int kReleases = kFewRows ? 128 : 4 * kConsumerWarpgroups;  // arrivals that free a stage
 constexpr int kThreads = 128 * (kConsumerWarpgroups + 1);
 constexpr int kChunks = (kHeadDim + 63) / 64;  // chunks of 64 columns (128 bytes)
 constexpr int kQChunk = kRows * 128, kQBytes = kChunks * kQChunk;
