@@ -55,7 +55,7 @@ from engine.parallel.stage import (
     STEP,
 )
 from engine.parallel.stage_group import StageGroup
-from engine.parallel.tensor import load_ranks, plain_options
+from engine.parallel.tensor import check_shards, load_ranks, plain_options
 from engine.runner.cuda_graph import DecodeGraphs
 from engine.runner.stage_graphs import StagedStep
 from engine.weights import Stage
@@ -407,6 +407,7 @@ def load_stages(model: Any, config: EngineConfig, loading: Mapping[str, Any]) ->
     name, plain = plain_options(model, given)
     num_layers = _num_layers(name, given)
     stages = [Stage.of(index, size, num_layers) for index in range(size)]
+    check_shards(name, given, config.tensor_parallel_size, stages)
     gpus = _gpus(config, place)
     fields = {"tensor_parallel_size", "pipeline_parallel_size", "collective_timeout"}
     options = {

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from os import PathLike
 from typing import Any
@@ -44,6 +44,7 @@ from engine.loading.page_calibration import checked_sequences
 from engine.model import Model, load
 from engine.models.decoder import Decoder, Pages, address
 from engine.models.draft_heads import DraftTarget
+from engine.models.sharding import local_config
 from engine.models.trace import Trace
 from engine.parallel.adapters import SharedAdapters
 from engine.parallel.pages import SharedPages
@@ -74,7 +75,7 @@ from engine.parallel.rank import (
 from engine.runner.cuda_graph import DecodeGraphs, GraphKey
 from engine.weights import ALL_LAYERS, Shard, Stage
 
-__all__ = ["TensorParallelModel", "load_ranks", "plain_options"]
+__all__ = ["TensorParallelModel", "check_shards", "load_ranks", "plain_options"]
 
 
 class DriverRank:
@@ -485,8 +486,7 @@ def load_ranks(
     place, _ = resolve_device(given.get("device", "auto"))
     devices = _devices(place, given.get("device", "auto"), size, gpus)
     name, plain = plain_options(model, given)
-    if given.get("enable_expert_parallel"):
-        _check_experts(name, given.get("config"), size)
+    check_shards(name, given, size, [stage])
     layers = [stage.first, stage.last, stage.num_layers]
     options = {"model": name, "devices": devices, "loading": plain, "stage": layers}
     processes = RankProcesses(
@@ -516,17 +516,26 @@ def load_ranks(
         raise
 
 
-def _check_experts(name: str, config: Any, size: int) -> None:
-    """Verify, before starting any process, that the model has an expert for each rank.
+def check_shards(
+    name: str, loading: Mapping[str, Any], size: int, stages: Iterable[Stage] = (ALL_LAYERS,)
+) -> None:
+    """Verify, before starting any process, that the model can be divided: by heads, by features.
 
     Raises
     ------
     ConfigError
-        If the model has fewer experts than ranks, or none.
+        If it cannot, or has fewer experts than ranks with whole experts.
     """
+    config = loading.get("config")
     config = load_config(name) if config is None else config
-    if isinstance(config, ModelConfig):  # otherwise `load` raises the error
-        Shard(0, size, expert_parallel=True).cut_experts(expert_count(config))
+    if not isinstance(config, ModelConfig):
+        return  # `load` raises the error
+    has_whole_experts = bool(loading.get("enable_expert_parallel"))
+    for stage in stages:
+        shard = Shard(0, size, bool(loading.get("deterministic")), has_whole_experts, stage)
+        if has_whole_experts:
+            shard.cut_experts(expert_count(config))
+        local_config(config, shard)
 
 
 def _devices(place: Device, given: Any, size: int, gpus: Sequence[int] | None) -> list[str]:

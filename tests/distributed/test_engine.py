@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -407,6 +408,25 @@ def test_different_files_on_ranks_are_found(on_ranks, tmp_path):
 def test_options_that_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):
         LLMEngine.from_name("x", config=CONFIG, load_format="dummy", device="cpu", **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "the width of an expert must be a multiple of 8 shards; got 20"),
+        ({"pipeline_parallel_size": 2}, "the width of an expert must be a multiple of 8 shards"),
+        (
+            {"enable_expert_parallel": True},
+            "experts must be at least 8, one for each rank .* got 7",
+        ),
+    ],
+)
+def test_a_model_that_cannot_be_divided_starts_no_process(
+    monkeypatch, moe_folder, options, message
+):
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a process started"))
+    with pytest.raises(ConfigError, match=message):
+        _engine(8, model=moe_folder, **options)
 
 
 def test_a_loaded_model_is_not_divided_afterwards():

@@ -328,7 +328,7 @@ def checkpoint(tmp_path_factory):
     return str(write_checkpoint("llama", tmp_path_factory.mktemp("llama")))
 
 
-SIZES = [(4, 1), (1, 4), (2, 2), (4, 2), (2, 4), (4, 4)]
+SIZES = [(4, 1), (8, 1), (1, 4), (2, 2), (4, 2), (2, 4), (4, 4)]
 
 
 @pytest.mark.parametrize(("ranks", "stages"), SIZES)
