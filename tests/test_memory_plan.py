@@ -143,7 +143,7 @@ def test_features_for_a_head_are_planned(device, monkeypatch):
     head = SimpleNamespace(**vars(model), feature_layers=(2, 9, 2))
     sizes = {"max_num_batched_tokens": 1000, "max_num_seqs": 20, "max_draft_tokens": 3}
     tap = FeatureTap(SimpleNamespace(config=config, device=CPU, dtype="bfloat16"), (2, 9, 2))
-    counts = [1000, 1000] + [64 * (1 + 3)] * device.is_cuda
+    counts = [1000, 1000] + [32 * (1 + 3)] * device.is_cuda
     arrays = [one for count in counts for one in tap.new_for_graphs(count).values()]
     wanted = sum(one.nbytes for one in arrays)
     made = [resolve(EngineConfig(**sizes), model, draft) for draft in (plain, head)]

@@ -352,7 +352,7 @@ def test_what_the_device_copies_is_kept_until_it_is_copied():
             self.is_done = True
 
     events = []
-    xp = SimpleNamespace(cuda=SimpleNamespace(Event=Event))
+    xp = SimpleNamespace(cuda=SimpleNamespace(Event=Event), zeros=np.zeros)
     slots = AdapterSlots(xp, 2, 16, {}, np.dtype(np.float32))
     arrays = [np.zeros((16, 8), np.float32) for _ in range(3)]
     kept = [weakref.ref(array) for array in arrays]
