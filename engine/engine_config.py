@@ -18,7 +18,7 @@ from engine.kernels._override.places import load_place
 from engine.sampling_params import NumberRange
 from engine.scheduler.config import POLICIES, PREEMPTIONS
 from engine.signatures import checks_keywords
-from engine.speculative.config import HEAD_METHODS, SpeculativeConfig
+from engine.speculative.config import SpeculativeConfig
 
 __all__ = ["CONFIG_OPTIONS", "EngineConfig"]
 
@@ -250,13 +250,6 @@ class EngineConfig:
             )
         if size == 1:
             return
-        drafting = self.speculative_config
-        if drafting is not None and drafting.method in HEAD_METHODS:
-            raise ConfigError(
-                "speculative_config.method must be one without a draft head with "
-                f"pipeline_parallel_size={size}: heads read the embedding and layers of other "
-                f"stages; got {drafting.method!r}"
-            )
         if self.cuda_graphs and self.tensor_parallel_size > 1:
             raise ConfigError(
                 f"cuda_graphs must be False or left out with pipeline_parallel_size={size} and "

@@ -452,5 +452,7 @@ def _draft_sizes(
     num_spare = seqs * num_spare_blocks(config.block_size, config.max_draft_tokens)
     num_layers = len(set(draft.feature_layers))
     rows = batch_sizes(seqs)[-1] * (1 + config.max_draft_tokens) if has_graphs else 0
-    features = feature_bytes(model.config, model.dtype, num_layers, tokens, rows)
+    # In a pipeline, the features of each step in flight are kept, and those of the last one read.
+    num_kept = 1 if model.num_stages == 1 else model.num_stages + 1
+    features = feature_bytes(model.config, model.dtype, num_layers, num_kept * tokens, rows)
     return DraftSizes(draft.config, draft.dtype, draft.weight_bytes, per_block, num_spare, features)

@@ -97,7 +97,7 @@ def load_decoder(
     weights = _weights(source, config, options, shard, progress=progress)
     # No second mapping may hold the weights: those that are replaced below must be freed.
     weights = {stage.local_name(name): weight for name, weight in weights.items()}
-    if not stage.is_first:
+    if not stage.embeds:
         weights.pop("embed", None)  # tied: on this stage it serves only as lm_head
     device.activate()
     # by_output shards all-gather the MLP features, so their count must stay unpadded.

@@ -30,8 +30,18 @@ _UNSUPPORTED = ("fc_norm", "norm_before_fc", "norm_output", "quantization_config
 _PREFIXES = ("midlayer.", "layers.0.")
 
 
-def load_eagle3_config(directory: str | PathLike[str], target: ModelConfig) -> Eagle3Config:
+def load_eagle3_config(
+    directory: str | PathLike[str], target: ModelConfig, num_layers: int | None = None
+) -> Eagle3Config:
     """Read a head's config.json and check it against the target model.
+
+    Parameters
+    ----------
+    directory : str or path
+    target : ModelConfig
+        The target's, or that of one of its pipeline stages.
+    num_layers : int, optional
+        Number of layers of the whole target; by default those of `target`.
 
     Raises
     ------
@@ -61,7 +71,8 @@ def load_eagle3_config(directory: str | PathLike[str], target: ModelConfig) -> E
         raise _differs(where, "vocab_size", layer.vocab_size, target.vocab_size)
     count = fields.integer("draft_vocab_size", 1, target.vocab_size, target.vocab_size)
     residual = fields.flag("norm_before_residual", is_speculators)
-    return Eagle3Config(layer, count, _feature_layers(fields, target), width, residual)
+    layers = _feature_layers(fields, num_layers or target.num_layers)
+    return Eagle3Config(layer, count, layers, width, residual)
 
 
 def load_eagle3_weights(
@@ -108,10 +119,9 @@ def _layer_config(values: Mapping[str, Any], target: ModelConfig, where: str) ->
     return config
 
 
-def _feature_layers(fields: Fields, target: ModelConfig) -> tuple[int, ...]:
+def _feature_layers(fields: Fields, last: int) -> tuple[int, ...]:
     """Return the layers whose inputs the head reads; by default EAGLE-3's three."""
     key = "eagle_aux_hidden_state_layer_ids"
-    last = target.num_layers
     if not fields.has(key) and fields.has("eagle_config"):
         fields = fields.child("eagle_config")
         if not fields.flag("use_aux_hidden_state", True):

@@ -267,8 +267,9 @@ class Decoder:
         self.rope_tables = tuple(table.array for table in self._ropes)
         self.long_rope_offset = long_rope_offset(config.rope, max_model_len)
         self.short_rope_len = config.rope.original_max_position if self.long_rope_offset else 0
-        if stage.is_first:
+        if stage.embeds:
             self.embed = parts.embedding(self._embedding())
+        if stage.is_first:
             self._embed_norm = self._norm("embed_norm") if config.embed_norm else None
         self.per_layer_input = build_input(config, self._stream_parts)
         self.streams = build_streams(config, self._stream_parts)
@@ -290,6 +291,11 @@ class Decoder:
         """Dtype of weights, activations and pages."""
         dtype: np.dtype[Any] = self.embed.weight.data.dtype
         return dtype
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers of the whole model."""
+        return self.stage.num_layers or len(self.layers)
 
     @property
     def num_bytes(self) -> int:
@@ -343,7 +349,7 @@ class Decoder:
         features = batch.features or {}
         last = len(self.layers)
         keep = partial(self._keep, features) if features else None
-        can_drop = rows is not None and last not in features
+        can_drop = rows is not None and self.stage.first + last not in features
         if can_drop and self._can_run_apart(batch, features):
             delta, residual = self._run_apart(x, batch, kv_pages, rows, keep)
         elif can_drop and self._drops_early(batch.num_tokens - rows.shape[0]):
@@ -372,7 +378,8 @@ class Decoder:
         """
         with self.kernels.active(), self._adapting(batch):
             delta, x, kv_pages = self._enter(batch, kv_pages)
-            delta, residual = self._run_layers(x, batch, kv_pages, None, None, delta)
+            keep = partial(self._keep, batch.features) if batch.features else None
+            delta, residual = self._run_layers(x, batch, kv_pages, None, keep, delta)
             return self.parts.leaving(delta), residual
 
     def _adapting(self, batch: ForwardBatch) -> AbstractContextManager[None]:
@@ -425,8 +432,8 @@ class Decoder:
         return x if self._embed_norm is None else self._embed_norm(x, out=x)
 
     def _keep(self, features: Mapping[int, Any], layer: int, delta: Any, residual: Any) -> None:
-        """Write the residual stream that enters `layer` to its array in `features`, if any."""
-        out = features.get(layer)
+        """Write the residual stream that enters the stage's `layer` to its feature, if any."""
+        out = features.get(self.stage.first + layer)
         scale = self.config.branch_scale
         if out is None:
             return

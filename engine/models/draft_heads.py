@@ -48,8 +48,8 @@ class DraftTarget(Protocol):
         """Maximum sequence length in tokens."""
 
     @property
-    def layers(self) -> Sequence[Any]:
-        """The layers of the target."""
+    def num_layers(self) -> int:
+        """Number of layers of the target."""
 
     @property
     def embed(self) -> Callable[[Any], Any]:
@@ -303,7 +303,7 @@ class MtpHead:
     @property
     def feature_layers(self) -> tuple[int, ...]:
         """The residual stream that leaves the target's last layer."""
-        return (len(self._target.layers),)
+        return (self._target.num_layers,)
 
     @property
     def num_bytes(self) -> int:

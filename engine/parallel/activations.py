@@ -1,5 +1,7 @@
 """Activations between pipeline stages: the last layer's output and the residual stream, as bytes.
 
+With a draft head, the inputs of the layers that it reads follow ("features").
+
 On CUDA they are copied through pinned host memory.
 """
 
@@ -48,16 +50,15 @@ class ActivationSender:
         self._steps: queue.SimpleQueue[tuple[int, DeviceToHostCopy] | None] = queue.SimpleQueue()
         threading.Thread(target=self._run, daemon=True).start()
 
-    def send(self, step: int, delta: Any, residual: Any) -> None:
-        """Send the activations of a step, (T, N) each or None.
+    def send(self, step: int, *activations: Any) -> None:
+        """Send the delta, the residual stream and the features of a step, (T, N) each or None.
 
         On the CPU the arrays must not change afterwards. On CUDA, later work on the current stream
         may overwrite them.
         """
         # Viewed as integers: every device and host can copy these.
-        arrays = {"delta": delta, "residual": residual}
-        bits = {n: None if a is None else a.view(f"u{a.itemsize}") for n, a in arrays.items()}
-        copy = DeviceToHostCopy(self._device, bits)
+        bits = [None if a is None else a.view(f"u{a.itemsize}") for a in activations]
+        copy = DeviceToHostCopy(self._device, {str(i): array for i, array in enumerate(bits)})
         self._steps.put((step, copy))
 
     def close(self) -> None:
@@ -78,7 +79,7 @@ class ActivationSender:
 
 
 def to_wire(copy: DeviceToHostCopy) -> list[Any]:
-    """Wait for delta and residual, and return them as bytes (T, n) on the host, or None.
+    """Wait for activations, and return them as bytes (T, n) on the host, or None.
 
     Examples
     --------
@@ -88,25 +89,23 @@ def to_wire(copy: DeviceToHostCopy) -> list[Any]:
     >>> from_wire(CPU, "float32", sent)[1].shape
     (2, 3)
     """
-    arrays = copy.wait()
     return [
         None if array is None else np.ascontiguousarray(array).view(np.uint8)
-        for array in (arrays["delta"], arrays["residual"])
+        for array in copy.wait().values()
     ]
 
 
-def from_wire(device: Device, dtype: str, arrays: list[Any]) -> tuple[Any, Any]:
-    """Return delta and residual, new arrays of `dtype` on the device, from their bytes."""
+def from_wire(device: Device, dtype: str, arrays: list[Any]) -> list[Any]:
+    """Return activations, new arrays of `dtype` on the device or None, from their bytes."""
     # The bytes of a message may be unaligned; a copy is aligned. For CUDA they are copied anyway.
     named = {
-        name: array if device.is_cuda else np.array(array)
-        for name, array in zip(("delta", "residual"), arrays, strict=True)
+        str(i): array if device.is_cuda else np.array(array)
+        for i, array in enumerate(arrays)
         if array is not None
     }
     there = HostToDeviceCopy(device, named).arrays
     kind = np_dtype(dtype)
-    delta, residual = (
-        None if array is None else there[name].reshape(-1).view(kind).reshape(len(array), -1)
-        for name, array in zip(("delta", "residual"), arrays, strict=True)
-    )
-    return delta, residual
+    return [
+        None if array is None else there[str(i)].reshape(-1).view(kind).reshape(len(array), -1)
+        for i, array in enumerate(arrays)
+    ]

@@ -14,7 +14,7 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from functools import partial
 from importlib import import_module
 from os import PathLike
@@ -40,6 +40,7 @@ from engine.loading.lora import LoraAdapter
 from engine.loading.model_config import load_config
 from engine.model import Model, load
 from engine.models.decoder import Pages, caches_address
+from engine.models.draft_heads import DraftTarget
 from engine.models.trace import Trace
 from engine.parallel.activations import from_wire
 from engine.parallel.adapters import SharedAdapters
@@ -48,6 +49,7 @@ from engine.parallel.stage import (
     ADAPTERS,
     CAPTURE,
     EXPERTS,
+    FEATURES,
     GRAPH,
     PLAN,
     PREPARE,
@@ -57,7 +59,9 @@ from engine.parallel.stage import (
 from engine.parallel.stage_group import StageGroup
 from engine.parallel.tensor import check_shards, load_ranks, plain_options
 from engine.runner.cuda_graph import DecodeGraphs
+from engine.runner.features import Features
 from engine.runner.stage_graphs import StagedStep
+from engine.speculative.config import HEAD_METHODS
 from engine.weights import Stage
 
 __all__ = ["PipelinedModel", "load_stages"]
@@ -77,6 +81,11 @@ class PipelinedModel(Model):
     own : Model
         This stage's layers, or rank 0's shard of them.
     group : StageGroup
+
+    Attributes
+    ----------
+    received_features : mapping of int to array
+        Layer of another stage -> its input in the last step computed here; see `keep_features`.
     """
 
     def __init__(self, own: Model, group: StageGroup) -> None:
@@ -90,6 +99,8 @@ class PipelinedModel(Model):
         self._announced: deque[tuple[int, int]] = deque()  # (step, tokens) not yet computed here
         self._slot_moves: list[Any] = []  # not yet announced; (sources, targets) each
         self._num_steps = 0
+        self._feature_layers: list[int] = []  # layers of other stages whose inputs they send
+        self.received_features: Features = {}  # those of the last step
         self._adapters = SharedAdapters(partial(group.post, ADAPTERS), group.adapter_errors)
 
     # ---- steps
@@ -128,13 +139,17 @@ class PipelinedModel(Model):
         """Compute the oldest announced step in this stage; without one, announce `batch` first."""
         self._check_pages(kv_pages)
         with self.together():
-            return self.own.forward(self._entered(batch), kv_pages)
+            logits = self.own.forward(self._entered(batch), kv_pages)
+        self._add_features(batch)
+        return logits
 
     def hidden_states(self, batch: ForwardBatch, kv_pages: Pages) -> Any:
         """Compute a step up to the final norm. See `forward`."""
         self._check_pages(kv_pages)
         with self.together():
-            return self.own.hidden_states(self._entered(batch), kv_pages)
+            hidden = self.own.hidden_states(self._entered(batch), kv_pages)
+        self._add_features(batch)
+        return hidden
 
     def logits(self, hidden: Any) -> Any:
         """Return the logits of rows of the last `hidden_states`."""
@@ -160,7 +175,20 @@ class PipelinedModel(Model):
         sent = self.group.activations(step)
         self._announced.popleft()
         self.device.activate()
-        return from_wire(self.device, self.dtype, sent)
+        delta, residual, *features = from_wire(self.device, self.dtype, sent)
+        self.received_features = dict(zip(self._feature_layers, features, strict=True))
+        return delta, residual
+
+    def keep_features(self, layers: Sequence[int]) -> None:
+        """Let the other stages send the inputs of these layers, ascending, with each later step."""
+        self._feature_layers = list(layers)
+        if layers:
+            self.group.send("keeping the inputs of layers", FEATURES, layers)
+
+    @property
+    def draft_target(self) -> DraftTarget:
+        """Parts of the model that draft heads use; this stage holds the embedding for them."""
+        return self.own.draft_target
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
@@ -348,6 +376,11 @@ class PipelinedModel(Model):
             self._announce(_NO_MOVES, batch)
         return replace(batch, entering=self.entering(batch.num_tokens))
 
+    def _add_features(self, batch: ForwardBatch) -> None:
+        """Add the inputs of other stages' layers to a step's features."""
+        if self._feature_layers and isinstance(batch.features, dict):
+            batch.features.update(self.received_features)
+
     def _close_own(self) -> None:
         """End the ranks of this stage."""
         if self.own.num_ranks > 1:
@@ -407,6 +440,9 @@ def load_stages(model: Any, config: EngineConfig, loading: Mapping[str, Any]) ->
     name, plain = plain_options(model, given)
     num_layers = _num_layers(name, given)
     stages = [Stage.of(index, size, num_layers) for index in range(size)]
+    drafting = config.speculative_config
+    has_head = drafting is not None and drafting.method in HEAD_METHODS
+    stages[-1] = replace(stages[-1], has_embedding=has_head)
     check_shards(name, given, config.tensor_parallel_size, stages)
     gpus = _gpus(config, place)
     fields = {"tensor_parallel_size", "pipeline_parallel_size", "collective_timeout"}
@@ -415,7 +451,7 @@ def load_stages(model: Any, config: EngineConfig, loading: Mapping[str, Any]) ->
         "name": str(model),
         "loading": plain,
         "fingerprint": fingerprint(name, plain),
-        "layers": [[each.first, each.last, each.num_layers] for each in stages],
+        "layers": [astuple(stage) for stage in stages],
         "engine": {field: getattr(config, field) for field in fields},
         "device": place.kind,
         "gpus": gpus,

@@ -33,6 +33,7 @@ from engine.distributed.log_stream import use_bounded_stderr
 from engine.distributed.messages import from_text, to_text
 from engine.distributed.peer import FAIL, PING, PING_SECONDS, Peer
 from engine.distributed.processes import exit_at_once
+from engine.dtypes import np_dtype
 from engine.engine_config import EngineConfig
 from engine.errors import ConfigError, RankError
 from engine.loading.config_json import config_from_json
@@ -56,6 +57,7 @@ READY, ANSWER = range(5, 7)  # from a stage to the engine
 # From the engine to the stages.
 WELCOME, PLAN, PREPARE, SHARE, STEP, EXPERTS, ADAPTERS, CAPTURE, GRAPH = range(7, 16)
 ADAPTER_READ = 16  # from a stage to the engine, at any time
+FEATURES = 17  # from the engine to the stages
 
 _RETRY_SECONDS = 0.2  # pause between connection attempts
 _WAIT_SECONDS = 0.5  # wait for a message before checking the other processes
@@ -151,6 +153,7 @@ class StageWorker:
         self._pages: KVCache | None = None
         self._swap: SwapSpace | None = None
         self._graphs: StageGraphs | None = None
+        self._feature_layers: list[int] = []  # this stage's layers whose inputs it sends
         self._listener = Listener(connection.own_host, 0, secret, self._accept) if stage else None
         port = self._listener.port if self._listener else 0
         hello = {"port": port, "version": __version__, "pid": os.getpid()}
@@ -165,6 +168,7 @@ class StageWorker:
             ADAPTERS: self._follow_adapters,
             CAPTURE: self._capture,
             GRAPH: self._graph,
+            FEATURES: self._keep_features,
         }
 
     def run(self) -> None:
@@ -276,9 +280,15 @@ class StageWorker:
         # Through pinned memory: a copy from any other would wait for the previous step.
         named = {name: array for name, array in vars(host).items() if isinstance(array, np.ndarray)}
         batch = replace(host, on_host=host, **HostToDeviceCopy(model.device, named).arrays)
+        earlier: list[Any] = []
         if self._stage:
-            batch = replace(batch, entering=self._receive(step))
-        self._sender.send(step, *model.run_stage(batch, self._pages.layers))
+            delta, residual, *earlier = self._receive(step)
+            batch = replace(batch, entering=(delta, residual))
+        shape = host.num_tokens, model.config.hidden_size
+        xp = model.device.xp
+        own = {layer: xp.empty(shape, np_dtype(model.dtype)) for layer in self._feature_layers}
+        leaving = model.run_stage(replace(batch, features=own), self._pages.layers)
+        self._sender.send(step, *leaving, *earlier, *own.values())
 
     def _move(self, arrays: list[Any]) -> list[Any]:
         """Execute the moves at the head of a step's arrays; return the rest."""
@@ -296,7 +306,9 @@ class StageWorker:
         model.device.activate()
         with model.kernels.loading(), model.kernels.active():
             has_states = self._pages.num_slots > 0
-            self._graphs = stage_graphs(model, self._pages.layers, numbers, has_states=has_states)
+            self._graphs = stage_graphs(
+                model, self._pages.layers, numbers, self._feature_layers, has_states=has_states
+            )
             self._graphs.capture()
         self._connection.send(ANSWER)
 
@@ -309,11 +321,20 @@ class StageWorker:
         model.device.activate()
         [data] = self._move(arrays)
         key = GraphKey(size, max_context_len, query_len, bool(is_tree))
-        entering = self._receive(step) if self._stage else None
+        entering = None
+        earlier: list[Any] = []
+        if self._stage:
+            delta, residual, *earlier = self._receive(step)
+            entering = delta, residual
         with model.kernels.active():
-            self._sender.send(step, *self._graphs.follow(key, data, entering, num_tokens))
+            leaving, own = self._graphs.follow(key, data, entering, num_tokens)
+            self._sender.send(step, *leaving, *earlier, *own)
 
-    def _receive(self, step: int) -> tuple[Any, Any]:
+    def _keep_features(self, numbers: list[int], arrays: list[Any]) -> None:
+        stage = self._the_model().decoder.stage
+        self._feature_layers = [layer for layer in numbers if stage.first <= layer < stage.last]
+
+    def _receive(self, step: int) -> list[Any]:
         """Return the activations of a step from the previous stage, on the device."""
         assert self._previous is not None
         message = None

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import astuple
 from functools import partial
 from os import PathLike
 from typing import Any
@@ -446,7 +447,7 @@ class _DraftTarget:
     ) -> None:
         self.embed = embed
         self.logits = logits
-        self.layers = decoder.layers
+        self.num_layers = decoder.num_layers
         self.final_norm = decoder.final_norm
         self.max_model_len = decoder.max_model_len
         self.xp = decoder.xp
@@ -487,8 +488,7 @@ def load_ranks(
     devices = _devices(place, given.get("device", "auto"), size, gpus)
     name, plain = plain_options(model, given)
     check_shards(name, given, size, [stage])
-    layers = [stage.first, stage.last, stage.num_layers]
-    options = {"model": name, "devices": devices, "loading": plain, "stage": layers}
+    options = {"model": name, "devices": devices, "loading": plain, "stage": astuple(stage)}
     processes = RankProcesses(
         TARGET,
         size,

@@ -386,7 +386,7 @@ class ModelRunner:
         if self.graphs is not None and not parts:
             logits = self.graphs.logits(inputs)
             if logits is not None:
-                self.features.note_graph()
+                self.features.note_graph(inputs.batch.num_tokens)
                 return logits, []
         host = _with(inputs.batch, _indices_with(inputs.batch, parts))
         on_device = self._send(host, inputs)

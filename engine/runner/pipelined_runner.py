@@ -19,6 +19,7 @@ from engine.errors import RankError
 from engine.layers.sampler import SamplingBatch
 from engine.request import Request
 from engine.runner.batch import StepInputs, build_inputs
+from engine.runner.features import StageFeatureTap
 from engine.runner.model_runner import LaunchedStep, ModelRunner, note_replayed
 from engine.runner.result import StepResult
 from engine.runner.stage_graphs import StagedStep, StageGraphs
@@ -42,6 +43,7 @@ class PipelinedRunner(ModelRunner):
 
     def __init__(self, model: Any, *args: Any, **options: Any) -> None:
         super().__init__(model, *args, **options)
+        self.features = StageFeatureTap(model, options.get("feature_layers", ()))
         self._stages = model
         # Steps announced but not yet computed by this stage; oldest first.
         self._announced: deque[_Announced] = deque()
@@ -114,6 +116,7 @@ class PipelinedRunner(ModelRunner):
                 tokens = self.graphs.launch_staged(staged, entering)
                 if tokens is not None:
                     note_replayed(step, tokens)
+                    self.features.report_graph(step.output)
             if inputs is not None:
                 self._compute(step, inputs)
                 self.sample(step)  # the host knows all earlier ids; the next step may be a graph

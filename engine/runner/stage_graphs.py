@@ -19,6 +19,7 @@ from engine.dtypes import np_dtype
 from engine.layers.batch import ForwardBatch
 from engine.runner.batch import StepInputs
 from engine.runner.cuda_graph import DecodeGraphs, GraphKey
+from engine.runner.features import FeatureTap
 from engine.runner.graph_inputs import GraphInputs
 from engine.runner.request_rows import IntArray, RequestRows
 from engine.runner.sampling import SamplingTable
@@ -146,7 +147,7 @@ class StageGraphs(DecodeGraphs):
 
     def follow(
         self, key: GraphKey, data: Any, entering: Entering | None, num_tokens: int
-    ) -> Entering:
+    ) -> tuple[Entering, list[Any]]:
         """Compute a step in a stage that is not the last one.
 
         Parameters
@@ -161,17 +162,21 @@ class StageGraphs(DecodeGraphs):
         Returns
         -------
         (delta, residual)
-            See `Decoder.run_stage`. On CUDA, the next replay overwrites them.
+            See `Decoder.run_stage`. On CUDA, the next replay overwrites them, and the features.
+        list of array
+            Features (num_tokens, N), the inputs of this stage's `features`.
         """
         key, buffer = self._load(key, data, entering, num_tokens)
         delta, residual = self._replay_forward(key)
         self._inputs.release(buffer)
         residual = residual[:num_tokens]
         delta = None if delta is None else delta[:num_tokens]
+        features = [array[:num_tokens] for array in self.features.values()]
         if self._model.device.is_cuda:
-            return delta, residual
+            return (delta, residual), features
         # They may be the static arrays, which the next step overwrites while these are sent.
-        return None if delta is None else delta.copy(), residual.copy()
+        leaving = None if delta is None else delta.copy(), residual.copy()
+        return leaving, [array.copy() for array in features]
 
     # ---- in all stages
 
@@ -227,6 +232,7 @@ def stage_graphs(
     model: Any,
     kv_pages: Sequence[tuple[Any, ...]],
     numbers: Sequence[int],
+    feature_layers: Sequence[int],
     *,
     has_states: bool,
 ) -> StageGraphs:
@@ -240,6 +246,8 @@ def stage_graphs(
     numbers : sequence of int
         Request rows, blocks per row, block size and longest sequence of the engine, and the
         lengths to capture.
+    feature_layers : sequence of int
+        The stage's layers whose inputs are kept.
     has_states : bool
         Whether any stage has recurrent layers.
     """
@@ -261,4 +269,5 @@ def stage_graphs(
         block_size=block_size,
         max_model_len=max_model_len,
         query_lens=sorted(set(query_lens)),
+        new_features=FeatureTap(model, feature_layers).new_for_graphs,
     )

@@ -1,8 +1,9 @@
 """Drafts from a head on the target's hidden states (EAGLE-3, MTP).
 
-The target's runner passes the features of every step to `HeadProposer`, which keeps those of the
-last step only: a proposal continues from the tokens that step accepted. So the keys of prompt
-tokens are computed in the step itself, and a request that was not in the last step gets no drafts.
+The target's runner passes the features of every step to `HeadProposer`, which keeps those of a
+request's last step: a proposal continues from the tokens that step accepted. So the keys of prompt
+tokens are computed in the step itself. In a single process features are overwritten by the next
+step, and a request that was not in the last one gets no drafts; in a pipeline they last.
 
 Drafts are sampled with the request's own temperature, filters, seed and positions, restricted to
 the head's vocabulary. The target's sampler draws the same random numbers. Penalties, biases and
@@ -13,7 +14,7 @@ until they are needed (`DeferredDrafts`).
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -42,8 +43,9 @@ _TINY = float(np.finfo(np.float32).tiny)  # top_p must stay above 0
 
 
 class _Rows(NamedTuple):
-    """Rows of one request in the features: positions [start, stop), beginning at row `first`."""
+    """Rows of one request in `features`: positions [start, stop), beginning at row `first`."""
 
+    features: Features
     first: int
     start: int
     stop: int
@@ -57,6 +59,7 @@ class _Work:
     start: int
     stop: int
     first_key: int  # index of the first key in the sequence's blocks
+    features: Features
     first_row: int  # row of the features at position `start`
 
 
@@ -102,15 +105,14 @@ class HeadProposer:
         self._generations = generations
         self._pages = HeadPages(size, generations)
         self._sequences: dict[Request, HeadSequence] = {}
-        self._features: Features = {}
-        self._rows: dict[Request, _Rows] = {}  # rows of the last step in `_features`
+        self._rows: dict[Request, _Rows] = {}
         self._fault: Exception | None = None
         self._sampler = Sampler()
         self._costs = self._measured(limits.max_num_seqs, runner.model.config.hidden_size)
         self._tap.on_step = self._take
 
     def propose(self, wanted: Sequence[tuple[Request, int]]) -> list[Drafts | None]:
-        """Return drafts of each request; None if it was not in the last step."""
+        """Return drafts of each request; None if the features of its last token are gone."""
         if self._fault is not None:
             fault = self._fault
             self._fault = None
@@ -135,7 +137,6 @@ class HeadProposer:
         if self.kv_cache.is_closed:
             return
         self._tap.on_step = None
-        self._features = {}
         self._rows = {}
         self.kv_cache.close()
         del self._head
@@ -154,15 +155,16 @@ class HeadProposer:
             self._reset()
 
     def _note(self, output: ScheduleOutput, first_tokens: Any, features: Features) -> None:
-        self._features = features
-        self._rows = {}
+        if not self._tap.are_lasting:
+            self._rows = {}
         works = []
         for sequence, first in zip(output.sequences, first_tokens.tolist(), strict=True):
             request = sequence.request
             start = sequence.start
             if not request.spec.params.use_speculation:
                 continue
-            self._rows[request] = _Rows(first, start, start + sequence.num_scheduled_tokens)
+            stop = start + sequence.num_scheduled_tokens
+            self._rows[request] = _Rows(features, first, start, stop)
             own = self._sequences.get(request)
             if own is None:
                 own = self._sequences[request] = HeadSequence()
@@ -179,14 +181,13 @@ class HeadProposer:
 
     def _propose(self, wanted: Sequence[tuple[Request, int]]) -> list[Drafts | None]:
         pairs = [(self._ready(request), count) for request, count in wanted]
-        works = [(work, count) for work, count in pairs if work is not None]
-        if not works:
-            return [None] * len(wanted)
-        self._store([replace(work, stop=work.stop - 1) for work, _ in works])
-        ids = self._draft([work for work, _ in works], max(count for _, count in works))
-        chains = {
-            work.request: DeferredDrafts(ids, row, count) for row, (work, count) in enumerate(works)
-        }
+        counts = {work.request: count for work, count in pairs if work is not None}
+        chains: dict[Request, Drafts] = {}
+        for works in _by_features(work for work, _ in pairs if work is not None):
+            self._store([replace(work, stop=work.stop - 1) for work in works])
+            ids = self._draft(works, max(counts[work.request] for work in works))
+            for row, work in enumerate(works):
+                chains[work.request] = DeferredDrafts(ids, row, counts[work.request])
         return [chains.get(request) for request, _ in wanted]
 
     def _ready(self, request: Request) -> _Work | None:
@@ -205,10 +206,11 @@ class HeadProposer:
         if not start < stop <= rows.stop:
             return None
         first_key = self._pages.extend(sequence, request, start, stop)
-        return _Work(request, start, stop, first_key, rows.first + start - rows.start)
+        first_row = rows.first + start - rows.start
+        return _Work(request, start, stop, first_key, rows.features, first_row)
 
     def _store(self, works: Sequence[_Work]) -> None:
-        """Compute and store the keys and values of `works`."""
+        """Compute and store the keys and values of `works`, which have the same features."""
         works = [work for work in works if work.stop > work.start]
         if not works:
             return
@@ -218,7 +220,7 @@ class HeadProposer:
         rows = [work.first_row + np.arange(n) for work, n in zip(works, counts, strict=True)]
         starts = [work.first_key for work in works]
         batch = self._batch(works, ids, starts, positions).to(self._device)
-        state = self._state(np.concatenate(rows))
+        state = self._state(works[0].features, np.concatenate(rows))
         self._head.store(batch.token_ids, state, batch, self.kv_cache.layer(0))
 
     def _draft(self, works: Sequence[_Work], count: int) -> DraftIds:
@@ -226,7 +228,8 @@ class HeadProposer:
         xp = self._device.xp
         requests = [work.request for work in works]
         lasts = [work.stop - 1 - work.start for work in works]
-        state = self._state(np.array([w.first_row + i for w, i in zip(works, lasts, strict=True)]))
+        rows = np.array([w.first_row + i for w, i in zip(works, lasts, strict=True)])
+        state = self._state(works[0].features, rows)
         batches = self._chain_batches(works, count)
         token_ids = None
         drafts = []
@@ -275,11 +278,11 @@ class HeadProposer:
         self._sequences = {}
         self._pages = HeadPages(self.kv_cache.geometry.block_size, self._generations)
 
-    def _state(self, rows: Any) -> Any:
+    def _state(self, features: Features, rows: Any) -> Any:
         """Return the head's input state, combined from these rows of the features."""
         index = self._device.xp.asarray(rows.astype(np.int32))
-        features = [self._features[layer] for layer in self._head.feature_layers]
-        return self._head.combine([kernels.embedding(index, one) for one in features])
+        layers = [features[layer] for layer in self._head.feature_layers]
+        return self._head.combine([kernels.embedding(index, one) for one in layers])
 
     def _batch(
         self, works: Sequence[_Work], ids: Any, starts: list[int], positions: Sequence[Any]
@@ -323,6 +326,14 @@ class HeadProposer:
             xp.argmax(self._head.logits(state), axis=1).tolist()
             times.append(time.perf_counter() - begin)
         return max(min(times[1:]), 1e-9)
+
+
+def _by_features(works: Iterable[_Work]) -> Iterable[list[_Work]]:
+    """Return the works in groups with the same features."""
+    groups: dict[int, list[_Work]] = {}
+    for work in works:
+        groups.setdefault(id(work.features), []).append(work)
+    return groups.values()
 
 
 def _sampling(requests: Sequence[Request], positions: Any, xp: Any) -> SamplingBatch:

@@ -71,7 +71,7 @@ def load_head(config: SpeculativeConfig, target: Any) -> LoadedHead:
         layers = load_mtp_config(folder, target.config)
         head = load_mtp_head(folder, layers, target.load_config, target.draft_target)
         return LoadedHead(head, target)
-    sizes = load_eagle3_config(folder, target.config)
+    sizes = load_eagle3_config(folder, target.config, target.draft_target.num_layers)
     weights = load_eagle3_weights(folder, sizes, device, dtype)
     return LoadedHead(Eagle3Head(sizes, weights, target.draft_target), target)
 

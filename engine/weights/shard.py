@@ -19,6 +19,8 @@ class Stage:
     ----------
     first, last, num_layers : int
         All 0 means every layer of the model.
+    has_embedding : bool
+        Whether the last stage holds the embedding as well, for a draft head.
 
     Examples
     --------
@@ -30,6 +32,7 @@ class Stage:
     first: int = 0
     last: int = 0
     num_layers: int = 0
+    has_embedding: bool = False
 
     @classmethod
     def of(cls, index: int, count: int, num_layers: int) -> Stage:
@@ -59,6 +62,11 @@ class Stage:
         return self.first == 0
 
     @property
+    def embeds(self) -> bool:
+        """Tell whether the stage holds the embedding."""
+        return self.is_first or self.has_embedding
+
+    @property
     def is_last(self) -> bool:
         """Tell whether the stage ends with the output layer."""
         return self.last == self.num_layers
@@ -68,7 +76,7 @@ class Stage:
         if name.startswith("layers."):
             return not self.num_layers or self.first <= int(name.split(".")[1]) < self.last
         if name == "embed":
-            return self.is_first or (self.is_last and is_tied)
+            return self.embeds or (self.is_last and is_tied)
         if name == "embed_norm":
             return self.is_first
         return self.is_last

@@ -74,3 +74,50 @@ def test_drafts_and_tokens(request, head, deterministic, is_async, has_graphs):
     assert drafted[2] == drafted[1]
     assert counts[2].num_draft_tokens == counts[1].num_draft_tokens > 10
     assert counts[2].num_proposer_failures == 0
+
+
+@pytest.mark.parametrize(
+    ("head", "sizes", "is_async", "has_graphs"),
+    [
+        ("eagle3", (2, 1), False, False),
+        ("eagle3", (4, 1), True, True),
+        ("eagle3_without_layers", (3, 1), True, False),
+        ("eagle3_without_layers", (2, 2), False, False),
+        ("mtp", (2, 1), True, False),
+        ("mtp", (3, 1), False, True),
+        ("mtp", (2, 2), True, False),
+    ],
+)
+def test_stages(request, in_threads, head, sizes, is_async, has_graphs):
+    """The head is in the last stage; the others send it the inputs of their layers."""
+    name, model, config = request.getfixturevalue(head)
+    found, drafted, counts = {}, {}, {}
+    for stages, ranks in ((1, 1), sizes):
+        options = {"device": "cpu", "dtype": "float32", "deterministic": True, **model}
+        options |= {"max_num_seqs": 6, "max_num_batched_tokens": 24, "num_blocks": 64}
+        options |= {"debug": True, "collective_timeout": 20.0}
+        options |= {"pipeline_parallel_size": stages, "tensor_parallel_size": ranks}
+        if stages > 1:
+            options["async_scheduling"] = is_async
+        with LLMEngine.from_name(name, speculative_config=config, **options) as engine:
+            if has_graphs and stages > 1:
+                limits = engine.config.scheduler
+                engine.runner.capture_graphs(limits.max_model_len, limits.max_draft_tokens)
+                engine.runner._looks_ahead = True
+            seen = test_eagle3.drafts_of(engine)
+            rng = np.random.default_rng(7)
+            for index in range(6):
+                prompt = rng.integers(4, 61, 3 + 7 * index).tolist()
+                engine.add_request(f"r{index}", prompt, mixed_params(index, max_tokens=11))
+            outputs = run(engine)
+        found[stages] = {k: [o.token_ids for o in v.outputs] for k, v in outputs.items()}
+        drafted[stages] = {
+            (request_id, *known): list(drafts.token_ids)
+            for request_id, known, drafts in seen
+            if drafts
+        }
+        counts[stages] = engine.stats().speculation
+    stages, _ = sizes
+    assert found[stages] == found[1]
+    assert drafted[stages] == drafted[1]
+    assert counts[stages] == counts[1] and counts[1].num_draft_tokens > 100

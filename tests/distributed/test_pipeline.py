@@ -566,10 +566,6 @@ def test_the_command_of_a_stage(monkeypatch, capsys):
     [
         ({"pipeline_parallel_size": 0}, r"pipeline_parallel_size must be a whole number in"),
         (
-            {"pipeline_parallel_size": 2, "speculative_config": {"method": "mtp"}},
-            "speculative_config.method must be one without a draft head .* got 'mtp'",
-        ),
-        (
             {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "cuda_graphs": True},
             "cuda_graphs must be False or left out with pipeline_parallel_size=2 and tensor_para",
         ),
