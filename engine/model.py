@@ -527,10 +527,13 @@ class Model:
         prepare_quantized_kv(self.config, self.dtype, dtype, self.device)
         return page_calibration.ensure_scales(self, self.decoder.kv_scales, dtype)
 
-    def stage_sizes(self, options: Mapping[str, Any]) -> list[CacheSizes]:
+    def stage_sizes(
+        self, options: Mapping[str, Any], feature_layers: Sequence[int]
+    ) -> list[CacheSizes]:
         """Return what each other stage has room for.
 
-        `options` are the fields of `EngineConfig`. A single-process model has no other stages.
+        `options` are the fields of `EngineConfig`, `feature_layers` the layers that a draft head
+        reads. A single-process model has no other stages.
         """
         return []
 

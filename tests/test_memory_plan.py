@@ -104,7 +104,7 @@ def test_states_are_planned_as_the_engine_does(total, monkeypatch):
     plan = plan_memory(config, _how(config), total)
     monkeypatch.setattr(resolving, "device_memory", lambda place: (total, total))
     fields = {"device": CUDA, "dtype": "bfloat16", "deterministic": False, "num_ranks": 1}
-    fields |= {"num_stages": 1, "feature_layers": (), "stage_sizes": lambda options: []}
+    fields |= {"num_stages": 1, "feature_layers": (), "stage_sizes": lambda *given: []}
     fields |= {
         "has_patterns": False,
         "num_adapter_slots": 0,
@@ -136,7 +136,7 @@ def test_features_for_a_head_are_planned(device, monkeypatch):
     config, total = built_in_config("qwen3-0.6b"), 80 * 10**9
     monkeypatch.setattr(resolving, "device_memory", lambda place: (total, total))
     fields = {"device": device, "dtype": "bfloat16", "deterministic": False, "weight_bytes": 0}
-    fields |= {"num_ranks": 1, "num_stages": 1, "stage_sizes": lambda options: []}
+    fields |= {"num_ranks": 1, "num_stages": 1, "stage_sizes": lambda *given: []}
     fields |= {"has_patterns": False, "num_adapter_slots": 0, "kernels": ModelKernels()}
     model = SimpleNamespace(config=config, max_model_len=4096, **fields)
     plain = SimpleNamespace(**vars(model), feature_layers=())
@@ -168,7 +168,7 @@ def test_a_draft_model_takes_what_the_engine_gives_it(device, monkeypatch):
     of_small = plan_memory(small, beside, total).budget.weights
     monkeypatch.setattr(resolving, "device_memory", lambda place: (total, total))
     sizes = {"device": device, "dtype": "bfloat16", "deterministic": False, "num_ranks": 1}
-    sizes |= {"num_stages": 1, "feature_layers": (), "stage_sizes": lambda options: []}
+    sizes |= {"num_stages": 1, "feature_layers": (), "stage_sizes": lambda *given: []}
     sizes |= {"has_patterns": False, "num_adapter_slots": 0, "kernels": ModelKernels()}
     made = resolve(
         EngineConfig(max_draft_tokens=20),

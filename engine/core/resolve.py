@@ -89,10 +89,13 @@ class ServedModel(DraftModel, Protocol):
     def num_stages(self) -> int:
         """Number of pipeline stages."""
 
-    def stage_sizes(self, options: Mapping[str, Any]) -> Sequence[CacheSizes]:
+    def stage_sizes(
+        self, options: Mapping[str, Any], feature_layers: Sequence[int]
+    ) -> Sequence[CacheSizes]:
         """Return what each other stage has room for.
 
-        `options` are the fields of `EngineConfig`.
+        `options` are the fields of `EngineConfig`, `feature_layers` the layers that a draft head
+        reads.
         """
 
 
@@ -115,7 +118,11 @@ class ResolvedConfig:
 
 
 def resolve(
-    config: EngineConfig, model: ServedModel, draft: DraftModel | None = None
+    config: EngineConfig,
+    model: ServedModel,
+    draft: DraftModel | None = None,
+    *,
+    num_features: int = 0,
 ) -> ResolvedConfig:
     """Derive every value that `config` leaves out, and record why.
 
@@ -126,6 +133,8 @@ def resolve(
         Its weights are already on the device.
     draft : DraftModel, optional
         Its weights are already on the device too; its KV cache holds as many tokens as the model's.
+    num_features : int
+        Layers whose inputs a pipeline stage keeps or passes on for another stage's draft head.
 
     Raises
     ------
@@ -145,6 +154,9 @@ def resolve(
     )
     _check_states(config, model, geometry)
     memory = _memory(config, model, tokens, seqs, has_graphs)
+    rows = batch_sizes(seqs)[-1] if has_graphs else 0
+    features = feature_bytes(model.config, model.dtype, num_features, tokens, rows)
+    memory = replace(memory, activations=memory.activations + features)
     if geometry.has_states and config.max_num_seqs is None:
         seqs = _num_seqs_with_states(seqs, geometry, memory, reasons)
     per_block = 0
@@ -166,7 +178,8 @@ def resolve(
     reasons["num_blocks"] = plan.reason
     num_host = _num_host(config, geometry, plan.num_blocks, seqs, reasons)
     own = CacheSizes(plan.num_blocks, num_host[0], num_slots, num_host[1])
-    stages = [own, *model.stage_sizes(vars(config))]
+    layers = () if draft is None else draft.feature_layers
+    stages = [own, *model.stage_sizes(vars(config), layers)]
     least = CacheSizes.least(stages)
     if least.num_blocks < plan.num_blocks:
         reasons["num_blocks"] = f"{least.num_blocks}: the least of {len(stages)} stages"
@@ -452,7 +465,8 @@ def _draft_sizes(
     num_spare = seqs * num_spare_blocks(config.block_size, config.max_draft_tokens)
     num_layers = len(set(draft.feature_layers))
     rows = batch_sizes(seqs)[-1] * (1 + config.max_draft_tokens) if has_graphs else 0
-    # In a pipeline, the features of each step in flight are kept, and those of the last one read.
-    num_kept = 1 if model.num_stages == 1 else model.num_stages + 1
-    features = feature_bytes(model.config, model.dtype, num_layers, num_kept * tokens, rows)
+    # In a pipeline those of each running request's last step are kept: of the steps in flight, the
+    # one just read, and the one being computed.
+    num_steps = 2 if model.num_stages == 1 else model.num_stages + 2
+    features = feature_bytes(model.config, model.dtype, num_layers, tokens, rows, num_steps)
     return DraftSizes(draft.config, draft.dtype, draft.weight_bytes, per_block, num_spare, features)

@@ -75,8 +75,8 @@ class ForwardBatch:
         Kinds of the weights that the adapters may change; other products are computed without
         them. None: those that adapters written so far have changed.
     features : mapping of int to (T, N) array, optional
-        Layer index -> array that receives the residual stream entering that layer; index
-        num_layers: the stream leaving the last layer. Read by draft heads.
+        Index of a layer of the whole model -> array that receives the residual stream entering it;
+        the number of layers -> the stream leaving the last one. Read by draft heads.
     entering : (array or None, array), optional
         Activations (T, N) from the previous pipeline stage: its (delta, residual).
     on_host : ForwardBatch, optional

@@ -70,7 +70,7 @@ class MockModel:
             eos_token_ids=eos_token_ids,
         )
 
-    def stage_sizes(self, options: Any) -> list[Any]:
+    def stage_sizes(self, options: Any, feature_layers: Any) -> list[Any]:
         """Return an empty list: there is only one stage."""
         return []
 

@@ -215,10 +215,13 @@ class PipelinedModel(Model):
 
     # ---- pages
 
-    def stage_sizes(self, options: Mapping[str, Any]) -> list[CacheSizes]:
+    def stage_sizes(
+        self, options: Mapping[str, Any], feature_layers: Sequence[int]
+    ) -> list[CacheSizes]:
         """Return what each other stage has room for."""
         own = dict.fromkeys(("speculative_config", "logits_processors", "lora_modules"))
-        answers = self.group.ask("planning pages", PLAN, arrays=[to_text({**options, **own})])
+        given = [to_text({**options, **own})]
+        answers = self.group.ask("planning pages", PLAN, sorted(set(feature_layers)), given)
         return [CacheSizes(*numbers) for _, numbers, _ in answers]
 
     def prepare_pages(self, dtype: str) -> str:

@@ -250,7 +250,10 @@ class StageWorker:
     def _plan(self, numbers: list[int], arrays: list[Any]) -> None:
         self._doing = "planning pages"
         config = EngineConfig(**json.loads(from_text(arrays[0])))
-        limits = resolve(config, self._the_model()).scheduler
+        model = self._the_model()
+        # Features of earlier stages pass through this one.
+        num_features = sum(layer < model.decoder.stage.last for layer in numbers)
+        limits = resolve(config, model, num_features=num_features).scheduler
         sizes = [getattr(limits, name) for name in CacheSizes._fields]
         self._connection.send(ANSWER, sizes)
 

@@ -107,11 +107,17 @@ def activation_bytes(model: ModelConfig, dtype: str, num_tokens: int, num_rows: 
 
 
 def feature_bytes(
-    model: ModelConfig, dtype: str, num_layers: int, num_tokens: int, num_graph_tokens: int
+    model: ModelConfig,
+    dtype: str,
+    num_layers: int,
+    num_tokens: int,
+    num_graph_tokens: int,
+    num_steps: int = 2,
 ) -> int:
     """Return the bytes of the features of `num_layers` layers (`FeatureTap`).
 
-    A step's features live until the next step computes its own; all graphs share one set.
+    In a single process a step's features live until the next step has computed its own; all graphs
+    share one set.
 
     Parameters
     ----------
@@ -120,10 +126,13 @@ def feature_bytes(
     num_layers : int
     num_tokens, num_graph_tokens : int
         Maximum tokens per step, outside graphs and in a graph.
+    num_steps : int
+        Steps whose features live at a time.
 
     Examples
     --------
     >>> feature_bytes(ModelConfig("llama", 64, 32, 1, 4, 2, 8, 48, 128), "float16", 3, 100, 10)
     40320
     """
-    return num_layers * (2 * num_tokens + num_graph_tokens) * model.hidden_size * itemsize(dtype)
+    rows = num_steps * num_tokens + num_graph_tokens
+    return num_layers * rows * model.hidden_size * itemsize(dtype)

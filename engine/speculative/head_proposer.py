@@ -27,7 +27,7 @@ from engine.dtypes import np_dtype
 from engine.layers.batch import ForwardBatch
 from engine.layers.sampler import Sampler, SamplingBatch
 from engine.models.draft_heads import DraftHead
-from engine.request import Request
+from engine.request import Request, RequestStatus
 from engine.runner.features import Features, FeatureTap
 from engine.runner.transfer import DeviceToHostCopy
 from engine.scheduler.config import SchedulerConfig
@@ -155,13 +155,14 @@ class HeadProposer:
             self._reset()
 
     def _note(self, output: ScheduleOutput, first_tokens: Any, features: Features) -> None:
-        if not self._tap.are_lasting:
-            self._rows = {}
+        kept = self._rows if self._tap.are_lasting else {}
+        self._rows = {request: rows for request, rows in kept.items() if _is_running(request)}
         works = []
         for sequence, first in zip(output.sequences, first_tokens.tolist(), strict=True):
             request = sequence.request
             start = sequence.start
-            if not request.spec.params.use_speculation:
+            # A pipeline computes steps of requests that have ended or lost their blocks since.
+            if not request.spec.params.use_speculation or not _is_running(request):
                 continue
             stop = start + sequence.num_scheduled_tokens
             self._rows[request] = _Rows(features, first, start, stop)
@@ -326,6 +327,10 @@ class HeadProposer:
             xp.argmax(self._head.logits(state), axis=1).tolist()
             times.append(time.perf_counter() - begin)
         return max(min(times[1:]), 1e-9)
+
+
+def _is_running(request: Request) -> bool:
+    return request.status is RequestStatus.RUNNING
 
 
 def _by_features(works: Iterable[_Work]) -> Iterable[list[_Work]]:

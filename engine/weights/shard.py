@@ -13,7 +13,8 @@ __all__ = ["ALL_LAYERS", "WHOLE", "Shard", "Stage"]
 class Stage:
     """Layers [first, last) of `num_layers`: one pipeline stage.
 
-    The first stage holds the embedding, the last one the final norm and the output layer.
+    The first stage holds the embedding (the last one too with `has_embedding`), the last one the
+    final norm and the output layer.
 
     Attributes
     ----------
@@ -72,7 +73,7 @@ class Stage:
         return self.last == self.num_layers
 
     def has(self, name: str, *, is_tied: bool) -> bool:
-        """Tell whether a weight is in this stage; the last stage holds a tied embedding too."""
+        """Tell whether a weight is in this stage; the last one holds a tied embedding too."""
         if name.startswith("layers."):
             return not self.num_layers or self.first <= int(name.split(".")[1]) < self.last
         if name == "embed":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -121,3 +123,26 @@ def test_stages(request, in_threads, head, sizes, is_async, has_graphs):
     assert found[stages] == found[1]
     assert drafted[stages] == drafted[1]
     assert counts[stages] == counts[1] and counts[1].num_draft_tokens > 100
+
+
+def test_requests_that_leave_while_their_steps_are_in_flight(in_threads, eagle3):
+    """Aborted within a prompt or a decode, or preempted: no fault, and nothing is kept of them."""
+    name, model, config = eagle3
+    options = {"device": "cpu", "dtype": "float32", "deterministic": True, **model}
+    options |= {"max_num_seqs": 6, "max_num_batched_tokens": 24, "num_blocks": 10, "debug": True}
+    options |= {"pipeline_parallel_size": 3, "collective_timeout": 20.0}
+    with LLMEngine.from_name(name, speculative_config=config, **options) as engine:
+        proposer = engine.speculation._proposer._proposer
+        for index in range(9):
+            prompt = [4 + index] * (60 if index % 3 == 0 else 5)
+            engine.add_request(f"r{index}", prompt, mixed_params(index, max_tokens=50))
+        for step in itertools.count():
+            if step in (2, 5, 9):
+                engine.abort_request([f"r{step % 9}"])
+            engine.step()
+            if not engine.has_unfinished_requests():
+                break
+        stats = engine.stats()
+        assert stats.num_preemptions > 0 and stats.speculation.num_draft_tokens > 0
+        assert stats.speculation.num_proposer_failures == 0
+        assert not proposer._rows and not proposer._sequences

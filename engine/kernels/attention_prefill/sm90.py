@@ -152,10 +152,10 @@ class HopperTile:
         )
 
 
-# One tile per head dim, whatever the lengths: the bits of a row must not depend on the other rows.
-# Scores, P and O of a tile take keys / 2 + keys / 4 + value_dim / 2 registers of a consumer thread,
-# which has 160 with three warpgroups, else 232. To tune for another card:
-# `python -m tests.bench attention_prefill`.
+# One tile per head dim, whatever the lengths: the bits of a row must not depend on the other rows
+# (`few_rows` has the same bits). Scores, P and O of a tile take keys / 2 + keys / 4 + value_dim / 2
+# registers of a consumer thread, which has 160 with three warpgroups, else 232. To tune for another
+# card: `python -m tests.bench attention_prefill`.
 _TILES = (
     HopperTile(64, consumers=3, keys=128, stages=4, q_stages=2),
     HopperTile(96, consumers=3, keys=112, stages=2, q_stages=1),
