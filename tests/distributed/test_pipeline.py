@@ -223,8 +223,8 @@ def test_the_experts_of_all_stages_are_counted(in_threads, tmp_path):
 def test_every_stage_has_as_many_blocks_as_the_poorest(in_threads, monkeypatch):
     """Five layers: the first stage has three of them, and its blocks are larger."""
 
-    def poor(config, model):
-        found = resolve(config, model)
+    def poor(config, model, **given):
+        found = resolve(config, model, **given)
         return replace(found, scheduler=replace(found.scheduler, num_blocks=40))
 
     monkeypatch.setattr("engine.parallel.stage.resolve", poor)
