@@ -88,7 +88,7 @@ def test_the_budget_is_the_engines(device, num_ranks, monkeypatch):
         num_stages=1,
     )
     sizes = (8192, 256, True) if device.is_cuda else (512, 16, False)
-    found = resolving._memory(EngineConfig(), model, *sizes)
+    found = resolving._memory(EngineConfig(), model, *sizes, num_features=0)
     expected = default_budget(config, "bfloat16", device.kind, total, weights, num_ranks=num_ranks)
     assert replace(found, others=0) == expected and expected.collectives == buffers
     assert found.others == 0 or not device.is_cuda

@@ -2,12 +2,12 @@
 // single tokens. Its results have the bits of attention_prefill_consumer_sm90.cuh.
 //
 // A row's sums have the same order: key tiles of the same size from the last to the first, the same
-// softmax and epilogue, and tensor-core products over the same 16 columns or keys at a time, for
-// which mma.sync and wgmma return the same bits in both 16-bit dtypes.
+// softmax and epilogue, and tensor-core products over the same 16 columns or keys at a time. For
+// these, mma.sync and wgmma return the same bits in both 16-bit dtypes.
 //
-// Each warp computes all of S, which costs less than exchanging P, and its own columns of O; heads
-// of few columns leave warps idle. Tiles of 64 rows would be nearly empty, and their latency would
-// leave memory idle: two CTAs share a multiprocessor.
+// Each warp computes all of S, which costs less than exchanging P, and its own columns of O. With
+// few columns some warps are idle. Tiles of 64 rows would be nearly empty, and waiting for memory
+// would leave it idle, so two CTAs share a multiprocessor.
 #pragma once
 
 #include "attention_prefill/attention_prefill_softmax_sm90.cuh"
@@ -26,7 +26,7 @@ struct Consumer {
   ScoreRule rule;
   PipelineState<kQStages> q_ring;
   PipelineState<kStages> k_ring, v_ring;
-#if PAGE_CODES           // for the members' names see Consumer of many rows
+#if PAGE_CODES           // named as in attention_prefill_consumer_sm90.cuh
   const float* k_scale;  // (K,)
   ScoreRule rule_of_keys;
 #endif

@@ -108,7 +108,8 @@ struct SharedMemory {
     }
     for (int i = 0; i < kStages; ++i) {
       mbarrier_init(k_full + 8 * i, kHasCodes ? kConvertingThreads : 1);
-      // Ordinary loads of few rows read what the lanes of a warp zeroed.
+      // With few rows every lane of the warp that zeroes the end of V arrives; one would suffice,
+      // but compute-sanitizer then reports races.
       mbarrier_init(v_full + 8 * i, kHasCodes ? kConvertingThreads : kFewRows ? 32 : 1);
       mbarrier_init(k_empty + 8 * i, kReleases + helpers);
       mbarrier_init(v_empty + 8 * i, kReleases);

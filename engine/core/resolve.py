@@ -153,10 +153,7 @@ def resolve(
         model.config, model.dtype, config.block_size, config.kv_cache_dtype, config.state_dtype
     )
     _check_states(config, model, geometry)
-    memory = _memory(config, model, tokens, seqs, has_graphs)
-    rows = batch_sizes(seqs)[-1] if has_graphs else 0
-    features = feature_bytes(model.config, model.dtype, num_features, tokens, rows)
-    memory = replace(memory, activations=memory.activations + features)
+    memory = _memory(config, model, tokens, seqs, has_graphs, num_features)
     if geometry.has_states and config.max_num_seqs is None:
         seqs = _num_seqs_with_states(seqs, geometry, memory, reasons)
     per_block = 0
@@ -423,7 +420,12 @@ def _num_slots(
 
 
 def _memory(
-    config: EngineConfig, model: ServedModel, tokens: int, seqs: int, has_graphs: bool
+    config: EngineConfig,
+    model: ServedModel,
+    tokens: int,
+    seqs: int,
+    has_graphs: bool,
+    num_features: int,
 ) -> MemoryBudget:
     total, free = device_memory(model.device)
     if not model.device.is_cuda:  # ranks and stages share host memory
@@ -432,13 +434,16 @@ def _memory(
         free = free // count
     query_len = 1 + config.max_draft_tokens
     buffers = buffer_bytes(model.num_ranks) if model.device.is_cuda else 0
+    rows = batch_sizes(seqs)[-1] * query_len if has_graphs else 0
+    features = feature_bytes(model.config, model.dtype, num_features, tokens, rows)
     return MemoryBudget(
         total=total,
         others=max(0, total - free - model.weight_bytes - buffers),
         weights=model.weight_bytes,
         activations=_activation_bytes(
             model.config, model.dtype, tokens, seqs, has_graphs, query_len
-        ),
+        )
+        + features,
         utilization=config.memory_utilization or _UTILIZATION[model.device.kind],
         collectives=buffers,
     )
@@ -465,8 +470,8 @@ def _draft_sizes(
     num_spare = seqs * num_spare_blocks(config.block_size, config.max_draft_tokens)
     num_layers = len(set(draft.feature_layers))
     rows = batch_sizes(seqs)[-1] * (1 + config.max_draft_tokens) if has_graphs else 0
-    # In a pipeline those of each running request's last step are kept: of the steps in flight, the
-    # one just read, and the one being computed.
+    # A pipeline keeps those of every step in flight, of the one just read, and of the one that it
+    # computes.
     num_steps = 2 if model.num_stages == 1 else model.num_stages + 2
     features = feature_bytes(model.config, model.dtype, num_layers, tokens, rows, num_steps)
     return DraftSizes(draft.config, draft.dtype, draft.weight_bytes, per_block, num_spare, features)

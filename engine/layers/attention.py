@@ -302,14 +302,17 @@ class Attention:
         is_alike = p.deterministic and p.pattern is None and array_module(q) is not np
         if not (p.decodes or is_alike) or (p.chunk and batch.query_len > 1):
             return self._attend_in_one(q, batch, k_pages, v_pages)
-        options = {"num_splits": 1} if is_alike else {}
+        splits = 1 if is_alike else None
         if batch.num_decodes == 0:
-            return self._prefill(q, batch, k_pages, v_pages, **options)
+            return self._prefill(q, batch, k_pages, v_pages, num_splits=splits)
         out = empty_like(q)
-        decode = self._decode_alike if is_alike else self._decode
-        decode(q, batch, k_pages, v_pages, out)
+        if is_alike:
+            self._check_no_tree(batch)
+            self._prefill(q, batch, k_pages, v_pages, out, decodes=True, num_splits=1)
+        else:
+            self._decode(q, batch, k_pages, v_pages, out)
         if batch.num_decodes < batch.num_sequences:
-            self._prefill(q, batch, k_pages, v_pages, out, **options)
+            self._prefill(q, batch, k_pages, v_pages, out, num_splits=splits)
         return out
 
     def _attend_in_one(self, q: Any, batch: ForwardBatch, k_pages: Any, v_pages: Any) -> Any:
@@ -350,26 +353,6 @@ class Attention:
     def _check_no_tree(self, batch: ForwardBatch) -> None:
         if batch.tree_mask is not None:
             raise ContractError("a batch with a tree_mask needs deterministic=False; got True")
-
-    def _decode_alike(
-        self, q: Any, batch: ForwardBatch, k_pages: Any, v_pages: Any, out: Any
-    ) -> None:
-        """Compute decodes with the prefill kernel, in the order of its sums."""
-        self._check_no_tree(batch)
-        n = batch.num_decodes
-        num_tokens = batch.num_decode_tokens
-        kernels.attention_prefill(
-            q[:num_tokens],
-            k_pages,
-            v_pages,
-            cu_seqlens_q=batch.cu_seqlens_q[: n + 1],
-            block_tables=batch.block_tables[:n],
-            context_lens=batch.context_lens[:n],
-            max_seqlen_q=batch.query_len,
-            num_splits=1,
-            out=out[:num_tokens],
-            **self._rule(k_pages),
-        )
 
     def _decode(
         self,
@@ -414,22 +397,27 @@ class Attention:
         v_pages: Any,
         out: Any = None,
         *,
+        decodes: bool = False,
         num_splits: int | None = None,
     ) -> Any:
+        """Run the prefill kernel for the decodes, or for all other sequences."""
         n = batch.num_decodes
-        num_decode_tokens = batch.num_decode_tokens
+        num_tokens = batch.num_decode_tokens
+        sequences = slice(n) if decodes else slice(n, None)
+        tokens = slice(num_tokens) if decodes else slice(num_tokens, None)
+        starts = batch.cu_seqlens_q[: n + 1] if decodes else batch.prefill_cu_seqlens_q
         return kernels.attention_prefill(
-            q[num_decode_tokens:],
+            q[tokens],
             k_pages,
             v_pages,
-            cu_seqlens_q=batch.prefill_cu_seqlens_q,
-            block_tables=batch.block_tables[n:],
-            context_lens=batch.context_lens[n:],
+            cu_seqlens_q=starts,
+            block_tables=batch.block_tables[sequences],
+            context_lens=batch.context_lens[sequences],
             **self._rule(k_pages),
             **self._pattern(),
-            max_seqlen_q=batch.max_seqlen_q,
+            max_seqlen_q=batch.query_len if decodes else batch.max_seqlen_q,
             num_splits=num_splits,
-            out=None if out is None else out[num_decode_tokens:],
+            out=None if out is None else out[tokens],
         )
 
 

@@ -283,14 +283,12 @@ class StageWorker:
         # Through pinned memory: a copy from any other would wait for the previous step.
         named = {name: array for name, array in vars(host).items() if isinstance(array, np.ndarray)}
         batch = replace(host, on_host=host, **HostToDeviceCopy(model.device, named).arrays)
-        earlier: list[Any] = []
-        if self._stage:
-            delta, residual, *earlier = self._receive(step)
-            batch = replace(batch, entering=(delta, residual))
+        entering, earlier = self._receive(step)
         shape = host.num_tokens, model.config.hidden_size
         xp = model.device.xp
         own = {layer: xp.empty(shape, np_dtype(model.dtype)) for layer in self._feature_layers}
-        leaving = model.run_stage(replace(batch, features=own), self._pages.layers)
+        batch = replace(batch, entering=entering, features=own)
+        leaving = model.run_stage(batch, self._pages.layers)
         self._sender.send(step, *leaving, *earlier, *own.values())
 
     def _move(self, arrays: list[Any]) -> list[Any]:
@@ -324,11 +322,7 @@ class StageWorker:
         model.device.activate()
         [data] = self._move(arrays)
         key = GraphKey(size, max_context_len, query_len, bool(is_tree))
-        entering = None
-        earlier: list[Any] = []
-        if self._stage:
-            delta, residual, *earlier = self._receive(step)
-            entering = delta, residual
+        entering, earlier = self._receive(step)
         with model.kernels.active():
             leaving, own = self._graphs.follow(key, data, entering, num_tokens)
             self._sender.send(step, *leaving, *earlier, *own)
@@ -337,8 +331,13 @@ class StageWorker:
         stage = self._the_model().decoder.stage
         self._feature_layers = [layer for layer in numbers if stage.first <= layer < stage.last]
 
-    def _receive(self, step: int) -> list[Any]:
-        """Return the activations of a step from the previous stage, on the device."""
+    def _receive(self, step: int) -> tuple[tuple[Any, Any] | None, list[Any]]:
+        """Return what the previous stage sends of a step: its (delta, residual), and features.
+
+        The first stage has none.
+        """
+        if not self._stage:
+            return None, []
         assert self._previous is not None
         message = None
         while message is None:
@@ -352,7 +351,8 @@ class StageWorker:
         if kind != ACTIVATIONS or numbers != [step]:
             raise RankError(f"{self._previous.name} sent step {numbers} instead of step {step}")
         model = self._the_model()
-        return from_wire(model.device, model.dtype, arrays)
+        delta, residual, *features = from_wire(model.device, model.dtype, arrays)
+        return (delta, residual), features
 
     def _experts(self, numbers: list[int], arrays: list[Any]) -> None:
         model = self._the_model()

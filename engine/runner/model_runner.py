@@ -140,6 +140,7 @@ class ModelRunner:
     """
 
     _graphs_type: type[DecodeGraphs] = DecodeGraphs
+    _tap_type: type[FeatureTap] = FeatureTap
 
     def __init__(
         self,
@@ -156,7 +157,7 @@ class ModelRunner:
         self.kv_cache = kv_cache
         self.sampler = Sampler()
         self.graphs: DecodeGraphs | None = None
-        self.features = FeatureTap(model, feature_layers)
+        self.features = self._tap_type(model, feature_layers)
         self._block_size = kv_cache.geometry.block_size
         self._pages = kv_cache.layers
         self._swap = swap

@@ -40,10 +40,10 @@ class PipelinedRunner(ModelRunner):
     """A `ModelRunner` for a `PipelinedModel`, with the same parameters."""
 
     _graphs_type = StageGraphs
+    _tap_type = StageFeatureTap
 
     def __init__(self, model: Any, *args: Any, **options: Any) -> None:
         super().__init__(model, *args, **options)
-        self.features = StageFeatureTap(model, options.get("feature_layers", ()))
         self._stages = model
         # Steps announced but not yet computed by this stage; oldest first.
         self._announced: deque[_Announced] = deque()

@@ -12,7 +12,7 @@ from engine.testing.bench_case import BenchCase
 from engine.testing.cases_attention import cu_seqlens, normal_on
 
 _HEAD_DIM, _BLOCK_SIZE = 128, 16
-_HEADS = {"qwen3-0.6b": (16, 8), "llama-3.1-8b": (32, 8)}  # of queries, of keys and values
+_HEADS = {"qwen3-0.6b": (16, 8), "llama-3.1-8b": (32, 8)}  # heads of queries, heads of keys
 _BATCHES = ((1, 192), (1, 2048), (1, 16384), (16, 192), (16, 2048), (64, 512), (256, 192),
             (256, 1024))  # fmt: skip
 

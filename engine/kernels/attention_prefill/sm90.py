@@ -9,7 +9,7 @@ from typing import Any
 from engine.dtypes import KV_CODE_DTYPES, dtype_name
 from engine.kernels._attention import ScoreRule, are_aligned, are_tensor_map_rows
 from engine.kernels._attention_pattern import PARAMS, BlockSparse, Pattern, arguments
-from engine.kernels._chip import HOPPER_DTYPES, is_hopper, sm_count
+from engine.kernels._chip import HOPPER, HOPPER_DTYPES, is_hopper, sm_count
 from engine.kernels._elementwise import element_strides
 from engine.kernels._launch import Kernel, ceil_div
 from engine.kernels._module import ModuleSpec
@@ -51,8 +51,6 @@ _COMBINE = Kernel(
 
 _CODE_STAGES = 4  # kCodeStages in CUDA
 _FEW_ROWS = 16
-_SHARED_BYTES = 227 * 1024  # most of a CTA
-_HALF_SHARED_BYTES = 113 * 1024  # most of each of two CTAs; CUDA adds 1 KiB to each
 _WHERE = ("cu_seqlens_q", "cu_seqlens_k", "block_tables", "context_lens", "k_scale", "v_scale")
 
 
@@ -117,7 +115,7 @@ class HopperTile:
     @property
     def blocks(self) -> int:
         """CTAs that share a multiprocessor."""
-        return 2 if self.is_few and self.shared_bytes <= _HALF_SHARED_BYTES else 1
+        return 2 if self.is_few and self.shared_bytes <= HOPPER.shared_per_block(2) else 1
 
     def few_rows(self, *, is_alone: bool) -> HopperTile:
         """Return the tile for few rows whose results have the bits of this one's.
@@ -129,7 +127,7 @@ class HopperTile:
             replace(self, consumers=1, stages=stages, q_stages=2, is_few=True)
             for stages in (4, 3, 2)
         ]
-        fits = [tile for tile in tiles if tile.shared_bytes <= _SHARED_BYTES]
+        fits = [tile for tile in tiles if tile.shared_bytes <= HOPPER.shared_bytes]
         shares = [] if is_alone else [tile for tile in tiles if tile.blocks == 2]
         return (shares or fits)[0]
 
@@ -298,8 +296,8 @@ def launch(
     key_tiles = ceil_div(longest, tile.keys)
     tiles = pairs * ceil_div(tokens, tile_tokens)
     splits = min(num_splits or choose_num_splits(tiles, key_tiles, sm_count()), key_tiles)
-    are_equal = not causal and splits == 1 and not tile.is_few  # work tiles take the same time
-    cut = choose_cut(tokens, tile_tokens, pairs, tile.consumers, sm_count()) if are_equal else None
+    can_cut = not causal and splits == 1 and not tile.is_few  # work tiles take the same time
+    cut = choose_cut(tokens, tile_tokens, pairs, tile.consumers, sm_count()) if can_cut else None
     work = cut_into_tiles(tokens, tile_tokens, pairs, splits, cut)
     rows = total_q * num_heads
     partial = workspace(splits * rows * (value_dim + 1)) if splits > 1 else None
