@@ -1,9 +1,10 @@
 // The consumer warpgroups of gemm_fp8_sm90.cu and gemm_int8_sm90.cu: wgmma on codes, scales, then
 // the epilogue.
 //
-// Each stage's sums are added in float outside the tensor cores, which keep only about 14 bits of a
+// Each slab's sums are added in float outside the tensor cores, which keep only about 14 bits of a
 // sum of e4m3 products. With groups, this is also where their scales are applied. Sums of int8
-// products are exact.
+// products are exact. The slabs of a stage keep separate sums, added in ascending order: for the
+// same share of k and finite scales, kDepth changes no bit of the result.
 #pragma once
 
 #include "gemm/gemm_consumer_sm90.cuh"
@@ -18,17 +19,17 @@ static_assert(!kBlocks || kScaleBlock % kTileN == 0, "a tile has columns of one 
 constexpr bool kBlocks = false;
 #endif
 constexpr bool kGroups = kBlocks || kCodes == 2;  // x has a scale per group of 128 values of k
-static_assert(!kGroups || kDepth == 1, "a stage is one group");
-// Whether registers can hold the sums of two stages in addition to the tile's.
+static_assert(kDepth <= 2, "in_pairs multiplies one or two slabs per stage");
+// Whether registers can hold the sums of two slabs in addition to the tile's.
 constexpr bool kInPairs = kMmaTilesM == 1 && (kWarpgroupCols < 128 || kClusterK == 1);
 
-// Accumulator type of a stage of k.
+// Accumulator type of a slab.
 template <int kCodes>
-struct StageSum {
+struct SlabSum {
   using type = float;
 };
 template <>
-struct StageSum<2> {
+struct SlabSum<2> {
   using type = int;
 };
 
@@ -61,7 +62,8 @@ struct GroupScales {
       odd = e.num_gates > 0 ? (block_of(col + 8) - block_of(col)) * s.num_groups : 0;
     }
   }
-  // Moves on to the group that the previous call loaded, and loads the next one.
+  // Moves on to the group that the previous call loaded, and loads the next one. A slab past k, all
+  // zeros filled in by TMA, keeps the last group's scales.
   __device__ __forceinline__ void advance() {
     x_scale = next_x;
     if constexpr (kBlocks) even_scale = next_even, odd_scale = next_odd;
@@ -88,19 +90,19 @@ struct GroupFactors {
   }
 };
 
-// Multiplies the slab at these addresses.
+// Multiplies the slab at these addresses; `acc` starts at zero.
 template <typename Sum>
 __device__ __forceinline__ void multiply_slab(Sum (&acc)[kWarpgroupCols / 2], unsigned x,
-                                              unsigned w, bool accumulate) {
+                                              unsigned w) {
   const uint64_t a = wgmma_descriptor(x), b = wgmma_descriptor(w);
 #pragma unroll
   for (int step = 0; step < kSlabK / 32; ++step)
-    wgmma_codes<kWarpgroupCols>(acc, a + step * 2, b + step * 2, accumulate || step > 0);
+    wgmma_codes<kWarpgroupCols>(acc, a + step * 2, b + step * 2, step > 0);
 }
 
-// Sums this CTA's share of k, one stage at a time.
-struct StageMultiplier {
-  using Part = typename StageSum<kCodes>::type[kWarpgroupCols / 2];  // one m-tile's sums of a stage
+// Sums this CTA's share of k, one slab at a time.
+struct SlabMultiplier {
+  using Part = typename SlabSum<kCodes>::type[kWarpgroupCols / 2];  // one m-tile's sums of a slab
 
   const Pipeline& p;
   const TileScheduler& s;
@@ -115,13 +117,11 @@ struct StageMultiplier {
     mbarrier_wait(full + state.stage * 8, state.phase);
   }
 
-  // Starts m-tile j of the stage.
-  __device__ __forceinline__ void start(int j, Part& part) const {
+  // Starts m-tile j of a slab of the stage.
+  __device__ __forceinline__ void start(int j, int slab, Part& part) const {
     wgmma_fence();
-#pragma unroll
-    for (int d = 0; d < kDepth; ++d)
-      multiply_slab(part, rows + state.stage * p.stage_x + d * p.slab_x + j * kMmaM * 128,
-                    p.w + state.stage * kStageW + d * kBytesW, d > 0);
+    multiply_slab(part, rows + state.stage * p.stage_x + slab * p.slab_x + j * kMmaM * 128,
+                  p.w + state.stage * kStageW + slab * kBytesW);
     wgmma_commit();
   }
 
@@ -140,60 +140,67 @@ struct StageMultiplier {
   }
 
   __device__ __forceinline__ GroupFactors factors() const {
-    const GroupFactors of_stage(scales);
+    const GroupFactors of_slab(scales);
     if constexpr (kGroups) scales.advance();
-    return of_stage;
+    return of_slab;
   }
 
-  // Adds each stage after its products: while one warpgroup adds, another one multiplies.
+  // Adds each slab after its products: while one warpgroup adds, another one multiplies.
   __device__ __forceinline__ void one_by_one(int count, Sums& acc) {
 #pragma unroll 1
-    for (int i = 0; i < count; ++i) {
+    for (int i = 0; i < count; i += kDepth) {
       wait();
-      const GroupFactors of_stage = factors();
 #pragma unroll
-      for (int j = 0; j < kMmaTilesM; ++j) {
-        Part part;
-        start(j, part);
-        wgmma_wait<0>();
-        wgmma_pin(part);
-        if (j == kMmaTilesM - 1) release();
-        add(j, part, of_stage, acc);
+      for (int slab = 0; slab < kDepth; ++slab) {
+        const GroupFactors of_slab = factors();
+#pragma unroll
+        for (int j = 0; j < kMmaTilesM; ++j) {
+          Part part;
+          start(j, slab, part);
+          wgmma_wait<0>();
+          wgmma_pin(part);
+          if (slab == kDepth - 1 && j == kMmaTilesM - 1) release();
+          add(j, part, of_slab, acc);
+        }
       }
       state.advance(p.stages);
     }
   }
 
-  // Multiplies the next stage while the current one's sums are added.
+  // Multiplies the next slab while the current one's sums are added. A stage is awaited before its
+  // first slab, and released after its last one. kSlab: the slab's index in its stage.
+  template <int kSlab>
   __device__ __forceinline__ void next(Part& part) {
-    wait();
-    start(0, part);
-    state.advance(p.stages);
+    if constexpr (kSlab == 0) wait();
+    start(0, kSlab, part);
+    if constexpr (kSlab == kDepth - 1) state.advance(p.stages);
   }
-  template <int kInFlight>
+  template <int kSlab, int kInFlight>
   __device__ __forceinline__ void finish(Part& part, Sums& acc) {
-    const GroupFactors of_stage = factors();
+    const GroupFactors of_slab = factors();
     wgmma_wait<kInFlight>();
     wgmma_pin(part);
-    release();
-    add(0, part, of_stage, acc);
+    if constexpr (kSlab == kDepth - 1) release();
+    add(0, part, of_slab, acc);
   }
   __device__ __forceinline__ void in_pairs(int count, Sums& acc) {
+    constexpr int kEven = 0, kOdd = kDepth - 1;  // indices of the pair's slabs in their stages
     Part even, odd;
-    next(even);
+    next<kEven>(even);
 #pragma unroll 1
     for (; count > 2; count -= 2) {
-      next(odd);
-      finish<1>(even, acc);
-      next(even);
-      finish<1>(odd, acc);
+      next<kOdd>(odd);
+      finish<kEven, 1>(even, acc);
+      next<kEven>(even);
+      finish<kOdd, 1>(odd, acc);
     }
+    // Always 2 with kDepth == 2, but if ptxas knows that, it serialises the wgmmas (C7514).
     if (count == 2) {
-      next(odd);
-      finish<1>(even, acc);
-      finish<0>(odd, acc);
+      next<kOdd>(odd);
+      finish<kEven, 1>(even, acc);
+      finish<kOdd, 0>(odd, acc);
     } else {
-      finish<0>(even, acc);
+      finish<kEven, 0>(even, acc);
     }
   }
 };
@@ -210,18 +217,18 @@ __device__ __forceinline__ void multiply_codes(const Pipeline& p, const TileSche
   for (int j = 0; j < kMmaTilesM; ++j)
 #pragma unroll
     for (int i = 0; i < kWarpgroupCols / 2; ++i) acc[j][i] = 0.0f;
-  GroupScales group(scales, e, row, col, s.m, s.n, s.first_k);
+  GroupScales group(scales, e, row, col, s.m, s.n, s.first_k * kDepth);
   if constexpr (kGroups) group.advance(), group.advance();
-  StageMultiplier multiplier{p,
-                             s,
-                             warpgroup,
-                             is_warmup,
-                             is_warmup ? p.idle : p.full,
-                             p.x + warpgroup * kMmaTilesM * kMmaM * kSlabRowBytes,
-                             state,
-                             group,
-                             state.stage};
-  const int count = is_warmup ? 1 : s.last_k - s.first_k;
+  SlabMultiplier multiplier{p,
+                            s,
+                            warpgroup,
+                            is_warmup,
+                            is_warmup ? p.idle : p.full,
+                            p.x + warpgroup * kMmaTilesM * kMmaM * kSlabRowBytes,
+                            state,
+                            group,
+                            state.stage};
+  const int count = (is_warmup ? 1 : s.last_k - s.first_k) * kDepth;  // slabs
   if constexpr (kInPairs)
     multiplier.in_pairs(count, acc);
   else

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -178,13 +180,27 @@ def test_rows_are_summed_alike_by_every_tile(cp, monkeypatch, has_blocks):
         np.testing.assert_array_equal(results[-1], results[0])
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("has_blocks", BLOCKS)
+def test_depth_changes_no_bit(cp, monkeypatch, has_blocks):
+    """The slabs of a stage keep separate sums, each with its own group's scales."""
+    arrays = cases.to_module(cp, *inputs(40, 640, 2048, "bfloat16", has_blocks)[:3])
+    for config in w8_configs(has_blocks=has_blocks):
+        results = []
+        for depth in (1, config.depth):
+            chosen = replace(config, depth=depth)
+            monkeypatch.setattr(w8, "choose_w8_hopper", lambda *_, chosen=chosen, **__: chosen)
+            results.append(to_numpy(kernels.gemm_fp8(*arrays)))
+        np.testing.assert_array_equal(*results)
+
+
 @pytest.mark.parametrize("has_blocks", BLOCKS)
 def test_deterministic_choice(has_blocks):
-    """No candidate splits k or has several groups of codes a stage; the modules are prepared."""
+    """No candidate splits k; the modules are prepared."""
     for n, k in ((1024, 3072), (4096, 4096), (28672, 4096), (4096, 14336), (100, 64)):
         for m in (1, 16, 64, 256, 4096):
             chosen = choose_w8_hopper(m, n, k, 132, has_blocks=has_blocks, deterministic=True)
-            assert chosen.cluster_k == chosen.depth == 1
+            assert chosen.cluster_k == 1
             assert chosen.tile_m == 64 or m > 64
             default = choose_w8_hopper(m, n, k, 132, has_blocks=has_blocks)
             assert default in w8_configs(has_blocks=has_blocks)
@@ -193,7 +209,7 @@ def test_deterministic_choice(has_blocks):
     assert few.tile_n == 16
     prepared = w8_hopper_specs("fp8", "bfloat16")
     more = w8_hopper_specs("fp8", "bfloat16", deterministic=True)
-    assert set(prepared) < set(more) and len(more) == len(prepared) + 4
+    assert set(prepared) < set(more) and len(more) == len(prepared) + 8
 
 
 @pytest.mark.parametrize("has_blocks", BLOCKS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -94,6 +96,19 @@ def test_every_tile_matches_mirror(cp, monkeypatch, config):
         compare(cp, x, weight, scales, bias=bias, activation="silu", pdl=True)
         if config.gates:
             compare(cp, x, weight[:256], scales[:256], activation="swiglu")
+
+
+@pytest.mark.gpu
+def test_depth_changes_no_bit(cp, monkeypatch):
+    """The slabs of a stage keep separate sums, each with its own group's scales."""
+    arrays = cases.to_module(cp, *inputs(40, 640, 2048, "bfloat16")[:3])
+    for config in w8_configs(has_blocks=False):
+        results = []
+        for depth in (1, config.depth):
+            chosen = replace(config, depth=depth)
+            monkeypatch.setattr(w8, "choose_w8_hopper", lambda *_, chosen=chosen, **__: chosen)
+            results.append(to_numpy(kernels.gemm_int8(*arrays)))
+        np.testing.assert_array_equal(*results)
 
 
 @pytest.mark.gpu

@@ -19,6 +19,8 @@ __all__ = [
     "HOPPER_CONFIGS",
     "MAX_FEW_ROWS",
     "NARROW_CONFIGS",
+    "SM_BYTES_PER_US",
+    "FewRowsCost",
     "HopperConfig",
     "OutVector",
     "choose_hopper",
@@ -174,6 +176,17 @@ class HopperConfig:
         """Return the number of stages of the busiest CTA."""
         return max(1, self.waves(m, n, sm_count) * self.tile_steps(k))
 
+    def is_supported(self, m: int, n: int, k: int, sm_count: int, *, is_gated: bool) -> bool:
+        """Tell whether a launch may use this tile; `k` counts 16-bit values.
+
+        CTAs share a sum over k only if all tiles are resident at once.
+        """
+        if self.cluster_size > sm_count or (is_gated and not self.gates):
+            return False
+        return self.cluster_k == 1 or (
+            k >= 2 * self.cluster_k * self.depth * _SLAB_K and self.waves(m, n, sm_count) == 1
+        )
+
     def band(self, m: int, n: int, sm_count: int) -> int:
         """Return the rows of super-tiles per band; CTAs compute a band column by column.
 
@@ -233,7 +246,7 @@ MAX_FEW_ROWS = 64
 
 
 @dataclass(frozen=True)
-class _FewRowsCost:
+class FewRowsCost:
     """Cost model, in microseconds on an H200, of a GEMM that is limited by reading the weight.
 
     Attributes
@@ -242,10 +255,10 @@ class _FewRowsCost:
         Bandwidth at which the weight is read.
     launch_us, row_us : float
         Cost per launch, and per row of x.
-    stage_us, column_us : float
-        Cost per stage (64 values of k) of a tile, and per column of the tile in it.
+    slab_us, column_us : float
+        Cost per slab of a tile, and per column of the tile in it.
     row_columns : float
-        Cost per row of x in a stage, relative to a column.
+        Cost per row of x in a slab, relative to a column.
     cluster_us : dict
         Cost per cluster, keyed by the number of CTAs that share a sum over k.
     """
@@ -253,20 +266,36 @@ class _FewRowsCost:
     bytes_per_us: float
     launch_us: float
     row_us: float
-    stage_us: float
+    slab_us: float
     column_us: float
     row_columns: float
     cluster_us: dict[int, float]
+
+    def us(
+        self, config: HopperConfig, m: int, n: int, k: int, sm_count: int, sm_rate: float
+    ) -> float:
+        """Return the estimated time of a skinny GEMM launched with pdl; `k` counts 16-bit values.
+
+        Reading the weight overlaps with the slabs of the busiest multiprocessor, which reads at
+        most `sm_rate` bytes/us. (The fit behind the default choice has no such limit.)
+        """
+        waves = config.waves(m, n, sm_count)
+        slabs = waves * ceil_div(k, _SLAB_K * config.cluster_k)
+        memory = max(2 * n * k / self.bytes_per_us, 2 * waves * config.tile_n * k / sm_rate)
+        columns = config.tile_n + self.row_columns * m
+        work = slabs * (self.slab_us + self.column_us * columns)
+        both: float = (memory**4 + work**4) ** 0.25  # slightly more than the larger one
+        return self.launch_us + self.row_us * m + self.cluster_us[config.cluster_k] + both
 
 
 # Cost model for up to MAX_FEW_ROWS rows of x. Fitted to 19 layers at 1 to 64 rows, in bfloat16,
 # launched with pdl (docs/benchmarks/gemm_skinny.md). `python -m tests.bench gemm` measures the
 # choices.
-_FEW_ROWS_COST = _FewRowsCost(
+_FEW_ROWS_COST = FewRowsCost(
     bytes_per_us=4.49e6,
     launch_us=1.52,
     row_us=0.011,
-    stage_us=0.021,
+    slab_us=0.021,
     column_us=0.00104,
     row_columns=0.21,
     cluster_us={1: 0.0, 2: 0.21, 4: 0.56},
@@ -292,7 +321,7 @@ _NARROW_FEW_ROWS: dict[HopperConfig, float] = {
     HopperConfig(64, 16, depth=2): 0.0,
     HopperConfig(64, 32, depth=2): 0.0,
 }
-_SM_BYTES_PER_US = 3.3e4  # rate at which one multiprocessor reads the weight
+SM_BYTES_PER_US = 3.3e4  # rate at which one multiprocessor reads the weight
 
 HOPPER_CONFIGS: tuple[HopperConfig, ...] = (*_TILES, *_FEW_ROWS)
 NARROW_CONFIGS: tuple[HopperConfig, ...] = (*_NARROW_TILES, *_NARROW_FEW_ROWS)
@@ -329,45 +358,22 @@ def choose_hopper(
     """
 
     def is_possible(config: HopperConfig) -> bool:
-        if config.cluster_size > sm_count or (is_gated and not config.gates):
-            return False
-        return config.cluster_k == 1 or (
-            not deterministic
-            and k >= 2 * config.cluster_k * config.depth * _SLAB_K
-            and config.waves(m, n, sm_count) == 1
-        )
+        may_split = config.cluster_k == 1 or not deterministic
+        return may_split and config.is_supported(m, n, k, sm_count, is_gated=is_gated)
 
     few_rows = _FEW_ROWS | _NARROW_FEW_ROWS if deterministic else _FEW_ROWS
     tiles = _TILES | _NARROW_TILES if deterministic else _TILES
 
     def estimate(config: HopperConfig) -> float:
         if m <= MAX_FEW_ROWS:
-            sm_rate = _SM_BYTES_PER_US if deterministic else math.inf
-            return _few_rows_us(config, m, n, k, sm_count, sm_rate) + few_rows[config]
+            sm_rate = SM_BYTES_PER_US if deterministic else math.inf
+            return _FEW_ROWS_COST.us(config, m, n, k, sm_count, sm_rate) + few_rows[config]
         cost = tiles[config]
         waves = config.waves(m, n, sm_count)
         return cost.launch_us + waves * (cost.tile_us + cost.stage_us * config.tile_steps(k))
 
     configs: Iterable[HopperConfig] = few_rows if m <= MAX_FEW_ROWS else tiles
     return min(filter(is_possible, configs), key=estimate)
-
-
-def _few_rows_us(
-    config: HopperConfig, m: int, n: int, k: int, sm_count: int, sm_rate: float
-) -> float:
-    """Return the estimated time of a skinny GEMM launched with pdl.
-
-    Reading the weight overlaps with the stages of the busiest multiprocessor, which reads at most
-    `sm_rate` bytes/us. (The fit behind the default choice has no such limit.)
-    """
-    cost = _FEW_ROWS_COST
-    waves = config.waves(m, n, sm_count)
-    stages = waves * ceil_div(k, _SLAB_K * config.cluster_k)
-    memory = max(2 * n * k / cost.bytes_per_us, 2 * waves * config.tile_n * k / sm_rate)
-    columns = config.tile_n + cost.row_columns * m
-    work = stages * (cost.stage_us + cost.column_us * columns)
-    both: float = (memory**4 + work**4) ** 0.25  # slightly more than the larger one
-    return cost.launch_us + cost.row_us * m + cost.cluster_us[config.cluster_k] + both
 
 
 def launch_hopper(

@@ -5,13 +5,21 @@ It uses the tiles of gemm_sm90.cu (`sm90.py`), with two codes in place of each 1
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import Any
 
 from engine.kernels._chip import HOPPER_DTYPES
 from engine.kernels._launch import Kernel, ceil_div
 from engine.kernels._module import ModuleSpec
-from engine.kernels.gemm.sm90 import HopperConfig, OutVector, launch_tiles
+from engine.kernels.gemm.sm90 import (
+    MAX_FEW_ROWS,
+    SM_BYTES_PER_US,
+    FewRowsCost,
+    HopperConfig,
+    OutVector,
+    launch_tiles,
+)
 
 __all__ = ["choose_w8_hopper", "launch_w8_hopper", "w8_configs", "w8_hopper_specs"]
 
@@ -24,13 +32,12 @@ _KERNELS = {
     codes: Kernel(f"gemm_{codes}_sm90", _PARAMS, struct="GemmW8Sm90Params")
     for codes in ("fp8", "int8")
 }
-_SLAB_K = 128  # codes of k per 128 bytes, the widest swizzle
 _CODES = {"fp8": 1, "int8": 2}  # values of the macro CODES
 _BLOCK = 128  # rows and columns of a scale block: a tile must not straddle two
 
-# Microseconds on an H200: per launch, per tile without its stages, per stage of a tile. Fitted to
-# six layers of e4m3 at 16 to 4096 rows, launched with pdl. `python -m tests.bench gemm_fp8` times
-# the choices.
+# Costs for over MAX_FEW_ROWS rows of x, in microseconds on an H200: per launch, per tile without
+# its stages, per stage of a tile. Fitted to six layers of e4m3 at 16 to 4096 rows, launched with
+# pdl. `python -m tests.bench gemm_fp8` times the choices.
 _TILES: dict[HopperConfig, tuple[float, float, float]] = {
     HopperConfig(256, 128, cluster_n=2): (0.1, 4.12, 0.64),
     HopperConfig(128, 128): (0.56, 3.01, 0.346),
@@ -43,6 +50,27 @@ _TILES: dict[HopperConfig, tuple[float, float, float]] = {
     HopperConfig(64, 64, cluster_k=4): (1.7, 1.4, 0.4),
 }
 
+# Cost model for up to MAX_FEW_ROWS rows of x, launched with pdl: that of gemm_sm90.cu, whose slabs
+# have as many bytes. Not fitted to 8-bit codes yet.
+_FEW_ROWS_COST = FewRowsCost(
+    bytes_per_us=4.49e6,
+    launch_us=1.52,
+    row_us=0.011,
+    slab_us=0.021,
+    column_us=0.00104,
+    row_columns=0.21,
+    cluster_us={1: 0.0, 2: 0.21, 4: 0.56},
+)
+# Configurations for few rows, and the microseconds to add to that cost.
+_FEW_ROWS: dict[HopperConfig, float] = {
+    HopperConfig(64, 48, depth=2): -0.03,
+    HopperConfig(64, 64, depth=2): -0.11,
+    HopperConfig(64, 128): 0.3,
+    HopperConfig(64, 32, cluster_k=2, depth=2): 0.09,
+    HopperConfig(64, 48, cluster_k=2, depth=2): 0.02,
+    HopperConfig(64, 64, cluster_k=2, depth=2): -0.06,
+    HopperConfig(64, 64, cluster_k=4, depth=2): -0.15,
+}
 
 # Further tiles for `deterministic`, which rules out split-k: narrow ones keep more multiprocessors
 # busy. Extrapolated from the constants above, not fitted.
@@ -50,18 +78,24 @@ _NARROW_TILES: dict[HopperConfig, tuple[float, float, float]] = {
     HopperConfig(64, 32): (1.58, 1.2, 0.13),
     HopperConfig(64, 16): (1.58, 1.2, 0.1),
 }
+_NARROW_FEW_ROWS: dict[HopperConfig, float] = {
+    HopperConfig(64, 16, depth=2): 0.0,
+    HopperConfig(64, 32, depth=2): 0.0,
+}
 
 
 def w8_configs(*, has_blocks: bool, deterministic: bool = False) -> tuple[HopperConfig, ...]:
     """Return the candidate tiles; with block scales, those that do not straddle two blocks.
 
-    With `deterministic`, all sum a row in the same order: the products of a stage (128 codes) on
-    tensor cores, then the stages in ascending order in float32.
+    With `deterministic`, all sum a row in the same order: the products of a slab (128 codes) on
+    tensor cores, then the slabs in ascending order in float32.
     """
-    configs = [*_TILES, *_NARROW_TILES] if deterministic else [*_TILES]
+    configs = [*_TILES, *_FEW_ROWS]
+    if deterministic:
+        configs += [*_NARROW_TILES, *_NARROW_FEW_ROWS]
     return tuple(
         c
-        for c in configs
+        for c in dict.fromkeys(configs)
         if (not has_blocks or _BLOCK % c.tile_n == 0) and not (deterministic and c.cluster_k > 1)
     )
 
@@ -108,18 +142,21 @@ def choose_w8_hopper(
     HopperConfig(tile_m=256, tile_n=128, cluster_m=1, cluster_n=2, cluster_k=1, depth=1)
     """
     pairs = ceil_div(k, 2)
+    few_rows = _FEW_ROWS | _NARROW_FEW_ROWS if deterministic else _FEW_ROWS
+    tiles = _TILES | _NARROW_TILES if deterministic else _TILES
+    candidates = few_rows if m <= MAX_FEW_ROWS else tiles
+    sm_rate = SM_BYTES_PER_US if deterministic else math.inf
 
     def is_possible(config: HopperConfig) -> bool:
-        if config.cluster_size > sm_count or (is_gated and not config.gates):
-            return False
-        if m <= 64 < config.tile_m:  # memory-bound, which the estimate ignores
-            return False
-        return config.cluster_k == 1 or (
-            k >= 2 * config.cluster_k * config.depth * _SLAB_K and config.waves(m, n, sm_count) == 1
+        return config in candidates and config.is_supported(
+            m, n, pairs, sm_count, is_gated=is_gated
         )
 
     def estimate(config: HopperConfig) -> float:
-        launch_us, tile_us, stage_us = (_TILES | _NARROW_TILES)[config]
+        if m <= MAX_FEW_ROWS:
+            us = _FEW_ROWS_COST.us(config, m, n, pairs, sm_count, sm_rate)
+            return us + few_rows[config]
+        launch_us, tile_us, stage_us = tiles[config]
         waves = config.waves(m, n, sm_count)
         return launch_us + waves * (tile_us + stage_us * config.tile_steps(pairs))
 
