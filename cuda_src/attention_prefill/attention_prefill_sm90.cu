@@ -18,6 +18,7 @@
 #include "attention_prefill/attention_prefill_code_producer_sm90.cuh"
 #include "attention_prefill/attention_prefill_epilogue_sm90.cuh"
 #include "attention_prefill/attention_prefill_tile_sm90.cuh"
+#include "common/pdl.cuh"
 #if FEW_ROWS
 #include "attention_prefill/attention_prefill_few_consumer_sm90.cuh"
 #else
@@ -74,11 +75,13 @@ __device__ __forceinline__ Problem make_problem(const AttentionPrefillSm90Params
 template <bool kSoftcap>
 __device__ __forceinline__ void prefill(const AttentionPrefillSm90Params& p,
                                         unsigned char* smem_bytes) {
+  if constexpr (kFewRows) pdl_trigger();
   const SharedMemory smem(smem_bytes);
   const Problem problem = make_problem(p);
   if (threadIdx.x == 0) smem.init_barriers(problem);
   smem.init_queries(problem);
   __syncthreads();
+  if constexpr (kFewRows) pdl_wait();
   if (threadIdx.x < 128 * kConsumerWarpgroups) {
     warpgroup_reg_alloc<kConsumerRegisters>();
     Consumer<kSoftcap> consumer(smem, problem, ScoreRule{p.score_inner, p.score_factor});

@@ -318,6 +318,7 @@ def launch(
         (min(work["total"], tile.blocks * sm_count()),),
         (tile.threads,),
         tile.shared_bytes,
+        pdl=tile.is_few,
         **_maps(q, keys, dtype, tile, group),
         **lengths,
         **shared,

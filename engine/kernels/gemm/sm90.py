@@ -19,7 +19,6 @@ __all__ = [
     "HOPPER_CONFIGS",
     "MAX_FEW_ROWS",
     "NARROW_CONFIGS",
-    "SM_BYTES_PER_US",
     "FewRowsCost",
     "HopperConfig",
     "OutVector",
@@ -272,12 +271,18 @@ class FewRowsCost:
     cluster_us: dict[int, float]
 
     def us(
-        self, config: HopperConfig, m: int, n: int, k: int, sm_count: int, sm_rate: float
+        self,
+        config: HopperConfig,
+        m: int,
+        n: int,
+        k: int,
+        sm_count: int,
+        sm_rate: float = math.inf,
     ) -> float:
         """Return the estimated time of a skinny GEMM launched with pdl; `k` counts 16-bit values.
 
         Reading the weight overlaps with the slabs of the busiest multiprocessor, which reads at
-        most `sm_rate` bytes/us. (The fit behind the default choice has no such limit.)
+        most `sm_rate` bytes/us.
         """
         waves = config.waves(m, n, sm_count)
         slabs = waves * ceil_div(k, _SLAB_K * config.cluster_k)
@@ -321,7 +326,7 @@ _NARROW_FEW_ROWS: dict[HopperConfig, float] = {
     HopperConfig(64, 16, depth=2): 0.0,
     HopperConfig(64, 32, depth=2): 0.0,
 }
-SM_BYTES_PER_US = 3.3e4  # rate at which one multiprocessor reads the weight
+_SM_BYTES_PER_US = 3.3e4  # rate at which one multiprocessor reads the weight
 
 HOPPER_CONFIGS: tuple[HopperConfig, ...] = (*_TILES, *_FEW_ROWS)
 NARROW_CONFIGS: tuple[HopperConfig, ...] = (*_NARROW_TILES, *_NARROW_FEW_ROWS)
@@ -366,7 +371,7 @@ def choose_hopper(
 
     def estimate(config: HopperConfig) -> float:
         if m <= MAX_FEW_ROWS:
-            sm_rate = SM_BYTES_PER_US if deterministic else math.inf
+            sm_rate = _SM_BYTES_PER_US if deterministic else math.inf
             return _FEW_ROWS_COST.us(config, m, n, k, sm_count, sm_rate) + few_rows[config]
         cost = tiles[config]
         waves = config.waves(m, n, sm_count)

@@ -51,6 +51,10 @@ _TILE_THREADS = 128
 _MAX_INT32 = 2**31 - 1
 
 MAX_SKINNY_ROWS = 8
+# Shortest and longest K for which the skinny kernels beat Hopper's tiles with 2 to 8 rows: with
+# longer rows, x leaves them too few stages (docs/benchmarks/gemm_sm90.json).
+_MIN_SKINNY_K = 4096
+_MAX_SKINNY_K = 8192
 _ROWS = 16  # weight rows per warp
 _STEP_PAIRS = 128  # pairs of values of k per step of a warp
 _STAGE_BYTES = 4096
@@ -309,7 +313,9 @@ def _may_skip_tiles(o: W8Operands) -> bool:
         return False
     steps = [o.x.data.ptr, o.weight.data.ptr, o.x.strides[0] if m > 1 else 0]
     steps.append(0 if o.norm_weight is None else o.norm_weight.data.ptr)
-    return all(step % 16 == 0 for step in steps)
+    if any(step % 16 for step in steps):
+        return False
+    return m == 1 or _MIN_SKINNY_K <= k <= _MAX_SKINNY_K or not _is_hopper(o)
 
 
 def _quantized(o: W8Operands) -> W8Operands:
