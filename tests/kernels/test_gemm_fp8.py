@@ -149,7 +149,6 @@ def test_every_tile_matches_mirror(cp, monkeypatch, config, has_blocks):
 @pytest.mark.parametrize("parts", [1, 2, 4, 8])
 def test_every_cut_of_k_matches_mirror(cp, monkeypatch, parts, has_blocks):
     monkeypatch.setattr(w8, "_num_parts", lambda *_: parts)
-    monkeypatch.setattr(w8, "_MIN_SKINNY_K", 0)
     for m, k in ((1, 1040), (8, 1040), (1, 4096), (3, 256)):
         x, weight, scales, bias, residual = inputs(m, 330, k, "bfloat16", has_blocks)
         compare(cp, x, weight, scales, bias=bias, residual=residual)

@@ -51,9 +51,9 @@ _TILE_THREADS = 128
 _MAX_INT32 = 2**31 - 1
 
 MAX_SKINNY_ROWS = 8
-# Shortest and longest K for which the skinny kernels beat Hopper's tiles with 2 to 8 rows: with
-# longer rows, x leaves them too few stages (docs/benchmarks/gemm_sm90.json).
-_MIN_SKINNY_K = 4096
+# More rows of x than _SHORT_X of over _MAX_SKINNY_K values leave the skinny kernels too few stages;
+# Hopper's tiles are faster then. Tuned on a model step: alone, tiles win more often.
+_SHORT_X = 4
 _MAX_SKINNY_K = 8192
 _ROWS = 16  # weight rows per warp
 _STEP_PAIRS = 128  # pairs of values of k per step of a warp
@@ -315,7 +315,7 @@ def _may_skip_tiles(o: W8Operands) -> bool:
     steps.append(0 if o.norm_weight is None else o.norm_weight.data.ptr)
     if any(step % 16 for step in steps):
         return False
-    return m == 1 or _MIN_SKINNY_K <= k <= _MAX_SKINNY_K or not _is_hopper(o)
+    return m <= _SHORT_X or k <= _MAX_SKINNY_K or not _is_hopper(o)
 
 
 def _quantized(o: W8Operands) -> W8Operands:

@@ -164,8 +164,13 @@ class HopperConfig:
 
         If two tiles differ only in `scales_sums`, a format uses the one that decodes faster.
         """
-        scales_sums = form.group >= _SLAB_K and form.offset != "min"
-        if self.tokens * self.mma_tiles <= 64 and scales_sums != self.scales_sums:
+        may_scale = form.group >= _SLAB_K and form.offset != "min"
+        if self.scales_sums and not may_scale:
+            return False
+        needs_registers = self.tokens * self.mma_tiles > 64 or self.blocks > 2
+        if self.scales_sums and needs_registers and (form.bits > 4 or form.group < 2 * _SLAB_K):
+            return False  # they would spill
+        if self.tokens * self.mma_tiles <= 64 and may_scale and not self.scales_sums:
             return False
         return self.stages(form) >= 2  # a consumer holds one stage while it waits for the next
 
@@ -209,10 +214,14 @@ class _Cost:
     slab_us: float
 
 
-# Fitted on an H200 to int4_g128 in bfloat16, on four layers of Llama 3.1 8B at 32 to 8192 rows.
+# Fitted on an H200 to int4_g128 in bfloat16, on four layers of Llama 3.1 8B at 16 to 8192 rows.
 # Tiles of 96 and 128 tokens with two m-tiles, and (32, 1, 2) with scales_sums, were fitted on an
-# H100. Three and six splits reuse the constants of two and four.
+# H100. Except with 64 tokens and two m-tiles, three and six splits reuse the constants of two and
+# four.
 _TILES: dict[HopperConfig, _Cost] = {
+    HopperConfig(16, 1, 2, splits=8, depth=2, blocks=3, scales_sums=True): _Cost(1.2, 1.6, 0.46),
+    HopperConfig(16, 2, 1, splits=4, depth=2, blocks=2, scales_sums=True): _Cost(1.51, 2.3, 0.29),
+    HopperConfig(16, 1, 2, depth=2, blocks=2, scales_sums=True): _Cost(2.75, 1.97, 0.283),
     HopperConfig(32, 2, 1, splits=6, depth=2, blocks=2, scales_sums=True): _Cost(1.51, 3.11, 0.367),
     HopperConfig(32, 2, 1, splits=4, depth=2, blocks=2, scales_sums=True): _Cost(1.51, 3.11, 0.367),
     HopperConfig(32, 2, 1, depth=2, blocks=2, scales_sums=True): _Cost(2.75, 1.97, 0.358),
@@ -224,6 +233,8 @@ _TILES: dict[HopperConfig, _Cost] = {
     HopperConfig(64, 2, 1, splits=2, depth=2, scales_sums=True): _Cost(1.2, 3.11, 0.277),
     HopperConfig(64, 2, 1, splits=3, depth=2): _Cost(1.2, 3.41, 0.3),
     HopperConfig(64, 2, 1, splits=2, depth=2): _Cost(1.2, 3.41, 0.3),
+    HopperConfig(64, 2, 2, splits=6, depth=2, scales_sums=True): _Cost(1.2, 4.5, 0.474),
+    HopperConfig(64, 2, 2, depth=4, scales_sums=True): _Cost(1.2, 3.55, 0.471),
     HopperConfig(64, 2, 2, depth=2): _Cost(1.2, 3.55, 0.518),
     HopperConfig(96, 2, 2): _Cost(1.2, 3.55, 0.6),
     HopperConfig(128, 2, 2): _Cost(1.2, 3.55, 0.69),
