@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import time
@@ -221,9 +222,15 @@ def test_arrays_on_pages_of_their_own():
     assert found[2][1] == found[1][1]
 
 
-@pytest.mark.parametrize("cuda_graphs", [False, True])
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_heads_that_draft(tmp_path, deterministic, cuda_graphs):
+@pytest.mark.parametrize(
+    ("ranks", "stages", "deterministic", "cuda_graphs"),
+    [
+        *itertools.product((2,), (1,), (False, True), (False, True)),
+        *itertools.product((1,), (2,), (False, True), (False, True)),
+        (2, 2, True, False),
+    ],
+)
+def test_heads_that_draft(tmp_path, shared_gpus, ranks, stages, deterministic, cuda_graphs):
     """A head that borrows the embedding and the output layer; tokens are those without it."""
     values = heads.eagle3_json(CONFIG, draft_vocab_size=CONFIG.vocab_size)
     tensors = heads.eagle3_tensors(np.random.default_rng(1), values, CONFIG)
@@ -232,7 +239,8 @@ def test_heads_that_draft(tmp_path, deterministic, cuda_graphs):
     options = {"dtype": "float32", "deterministic": deterministic, "cuda_graphs": cuda_graphs}
     speculative = {"method": "eagle3", "model": str(folder), "num_speculative_tokens": 3}
     speculative["adaptive"] = False
-    assert _tokens(2, **options, speculative_config=speculative) == _tokens(1, **options)
+    found = _tokens(ranks, pipeline_parallel_size=stages, speculative_config=speculative, **options)
+    assert found == _tokens(1, **options)
 
 
 @pytest.mark.parametrize("cuda_graphs", [False, True])
