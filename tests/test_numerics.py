@@ -56,6 +56,16 @@ def test_log_probabilities_compare_like_logits(reference):
     assert 0.04 < found["rms"] < 0.06  # 0.1 of 2.0
 
 
+def test_any_number_of_tokens(reference):
+    """Rows are compared some at a time, whose number need not divide theirs."""
+    rows = np.concatenate([reference, reference])[:-5]
+    found = _noisy(rows, 0.1, 1)
+    whole = Distance.of(found, rows)
+    assert len(rows) % 64 and whole.kl.shape == (len(rows),)
+    last = Distance.of(found[-3:], rows[-3:])
+    np.testing.assert_array_equal(whole.kl[-3:], last.kl)
+
+
 def test_other_shapes_are_refused(reference):
     with pytest.raises(ValueError, match=r"shape \(256, 50\); got \(256, 49\)"):
         Distance.of(reference[:, 1:], reference)

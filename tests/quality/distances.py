@@ -50,8 +50,7 @@ class Distance:
         """Compare `logits` (N, V), or log-probabilities, with the `reference` (N, V)."""
         if logits.shape != reference.shape:
             raise ValueError(f"logits must have the shape {reference.shape}; got {logits.shape}")
-        parts = [np.array(row) for row in zip(*_rows(logits, reference), strict=True)]
-        return cls(*(np.concatenate(part) for part in parts))
+        return cls(*map(np.concatenate, zip(*_rows(logits, reference), strict=True)))
 
 
 def _rows(logits: Any, reference: Any) -> Iterator[tuple[Array, ...]]:
