@@ -9,6 +9,7 @@ import os
 # cost far more than they gain.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
+from collections.abc import MutableMapping
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +24,20 @@ from engine import device
 # from `python -m tests.fuzz` and `--hypothesis-profile=default`.
 settings.register_profile("fixed", derandomize=True, database=None)
 settings.load_profile("fixed")
+
+
+def spread_over_gpus(environ: MutableMapping[str, str], num_gpus: int) -> None:
+    """Let each worker of pytest-xdist begin with another GPU; tests of several still see all."""
+    worker = environ.get("PYTEST_XDIST_WORKER", "")
+    gpus = environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(num_gpus)))).split(",")
+    if not worker or len(gpus) < 2:
+        return
+    first = int(worker.removeprefix("gw")) % len(gpus)
+    environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[first:] + gpus[:first])
+
+
+# Before anything initialises CUDA.
+spread_over_gpus(os.environ, len([*Path("/dev").glob("nvidia[0-9]*")]))
 
 
 # Grid axes that select a kernel; they have no effect on NumPy.
