@@ -13,7 +13,7 @@
 // (attention_prefill_consumer_sm90.cuh). While one warpgroup computes exponentials, the tensor
 // cores work for the others; three warpgroups keep both units busier than two, if registers
 // suffice. Compiled with FEW_ROWS, a CTA has one consumer warpgroup for 16 rows
-// (attention_prefill_few_consumer_sm90.cuh).
+// (attention_prefill_few_consumer_sm90.cuh), and the launch overlaps those before and after it.
 // Mirror: engine/reference/attention_prefill.py
 #include "attention_prefill/attention_prefill_code_producer_sm90.cuh"
 #include "attention_prefill/attention_prefill_epilogue_sm90.cuh"
