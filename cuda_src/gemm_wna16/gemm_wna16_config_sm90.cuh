@@ -71,10 +71,12 @@ constexpr int kSliceVecs = kVecs / kFinishers, kSliceSums = kSliceVecs * 4;
 constexpr int kSliceMmaTiles = kSliceVecs < kMmaTiles ? kSliceVecs : kMmaTiles;
 constexpr int kSliceTokens = kSliceVecs / kSliceMmaTiles * 8;
 constexpr int kSliceRows = kWarpgroups * kSliceMmaTiles * kMmaM;
+static_assert(kSliceVecs % kSliceMmaTiles == 0, "a slice has as many tokens of each m-tile");
 
 // Staging of results: one row per token, padded so that the lanes of a warp use different banks.
 constexpr int kChunk = kSliceTokens < CHUNK ? kSliceTokens : CHUNK;
 constexpr int kStagingRow = kSliceRows + 4;
+static_assert(kSliceTokens % kChunk == 0, "a slice is staged in whole chunks");
 
 // Large tiles have a second store path, for 16-bit results without residual: each warpgroup stages
 // 64 tokens by 64 rows. Two m-tiles are excluded: the path cannot handle gate and up in separate
