@@ -305,7 +305,7 @@ def _launch(o: W8Operands) -> None:
 
 
 def _may_skip_tiles(o: W8Operands) -> bool:
-    """Tell whether a skinny kernel supports the GEMM."""
+    """Tell whether a skinny kernel supports the GEMM, and beats Hopper's tiles."""
     m, k = o.x.shape
     if m > MAX_SKINNY_ROWS or o.deterministic or o.dtype not in HOPPER_DTYPES or k % 16:
         return False
