@@ -120,10 +120,10 @@ format: $(VENV)/.installed-dev   ## reformat
 docs: $(VENV)/.installed-dev   ## the site, in build/site (outputs of the course: after `make notebooks`)
 	$(BIN)/python docs/site
 
-# Processes that share the GPUs; most take about 1 GB of GPU memory.
-GPU_WORKERS ?= 8
+# Processes that share the GPUs; 0: this one.
+GPU_WORKERS ?= 0
 
-gpu-test: $(VENV)/.installed-dev   ## the GPU tests, on all GPUs; fails where there is none
+gpu-test: $(VENV)/.installed-dev   ## the GPU tests; fails where there is no GPU
 	ENGINE_REQUIRE_GPU=1 $(BIN)/python -m pytest -q -m gpu -n $(GPU_WORKERS) --dist worksteal
 
 clean:           ## remove the environment and caches

@@ -90,7 +90,7 @@ struct GroupFactors {
   }
 };
 
-// Multiplies the slab at these addresses; `acc` starts at zero.
+// Multiplies the slab at these addresses, overwriting `acc`.
 template <typename Sum>
 __device__ __forceinline__ void multiply_slab(Sum (&acc)[kWarpgroupCols / 2], unsigned x,
                                               unsigned w) {

@@ -185,10 +185,11 @@ def test_rows_are_summed_alike_by_every_tile(cp, monkeypatch, has_blocks):
 def test_depth_changes_no_bit(cp, monkeypatch, has_blocks):
     """The slabs of a stage keep separate sums, each with its own group's scales."""
     arrays = cases.to_module(cp, *inputs(40, 640, 2048, "bfloat16", has_blocks)[:3])
-    for config in w8_configs(has_blocks=has_blocks):
+    deep = [config for config in w8_configs(has_blocks=has_blocks) if config.depth > 1]
+    assert deep
+    for config in deep:
         results = []
-        for depth in (1, config.depth):
-            chosen = replace(config, depth=depth)
+        for chosen in (config, replace(config, depth=1)):
             monkeypatch.setattr(w8, "choose_w8_hopper", lambda *_, chosen=chosen, **__: chosen)
             results.append(to_numpy(kernels.gemm_fp8(*arrays)))
         np.testing.assert_array_equal(*results)

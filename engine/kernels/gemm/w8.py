@@ -51,10 +51,10 @@ _TILE_THREADS = 128
 _MAX_INT32 = 2**31 - 1
 
 MAX_SKINNY_ROWS = 8
-# More rows of x than _SHORT_X of over _MAX_SKINNY_K values leave the skinny kernels too few stages;
-# Hopper's tiles are faster then. Tuned on a model step: alone, tiles win more often.
-_SHORT_X = 4
-_MAX_SKINNY_K = 8192
+# Rows of over _LONG_K values leave the skinny kernels few stages, so Hopper's tiles take more than
+# _MAX_LONG_ROWS of them. Tuned on a model step in fp8: alone, tiles win more often.
+_LONG_K = 8192
+_MAX_LONG_ROWS = 4
 _ROWS = 16  # weight rows per warp
 _STEP_PAIRS = 128  # pairs of values of k per step of a warp
 _STAGE_BYTES = 4096
@@ -315,7 +315,7 @@ def _may_skip_tiles(o: W8Operands) -> bool:
     steps.append(0 if o.norm_weight is None else o.norm_weight.data.ptr)
     if any(step % 16 for step in steps):
         return False
-    return m <= _SHORT_X or k <= _MAX_SKINNY_K or not _is_hopper(o)
+    return m <= _MAX_LONG_ROWS or k <= _LONG_K or not _is_hopper(o)
 
 
 def _quantized(o: W8Operands) -> W8Operands:

@@ -165,12 +165,12 @@ class HopperConfig:
         If two tiles differ only in `scales_sums`, a format uses the one that decodes faster.
         """
         may_scale = form.group >= _SLAB_K and form.offset != "min"
-        if self.scales_sums and not may_scale:
-            return False
-        needs_registers = self.tokens * self.mma_tiles > 64 or self.blocks > 2
-        if self.scales_sums and needs_registers and (form.bits > 4 or form.group < 2 * _SLAB_K):
-            return False  # they would spill
-        if self.tokens * self.mma_tiles <= 64 and may_scale and not self.scales_sums:
+        if self.scales_sums:
+            is_tight = self.tokens * self.mma_tiles > 64 or self.blocks > 2
+            spills = is_tight and (form.bits > 4 or form.group < 2 * _SLAB_K)  # registers
+            if spills or not may_scale:
+                return False
+        elif may_scale and self.tokens * self.mma_tiles <= 64:
             return False
         return self.stages(form) >= 2  # a consumer holds one stage while it waits for the next
 
