@@ -31,6 +31,8 @@ class MemoryBudget:
         The draft model or head, excluding its pages for these blocks.
     collectives : int
         Buffers of the collectives between tensor-parallel ranks.
+    links : int
+        Activations that the previous pipeline stage writes to this device.
     states : int
         State slots of recurrent layers.
     """
@@ -42,6 +44,7 @@ class MemoryBudget:
     utilization: float = 0.9
     drafts: int = 0
     collectives: int = 0
+    links: int = 0
     states: int = 0
 
     def __post_init__(self) -> None:
@@ -52,18 +55,20 @@ class MemoryBudget:
     def left(self) -> int:
         """Bytes left for the pages; negative if the other users already exceed the share."""
         used = self.others + self.weights + self.activations + self.drafts
-        return int(self.total * self.utilization) - used - self.collectives - self.states
+        used += self.collectives + self.links + self.states
+        return int(self.total * self.utilization) - used
 
     def __str__(self) -> str:
         share = f"{100 * self.utilization:.3g}%"
         drafts = f", what proposes drafts {format_bytes(self.drafts)}" if self.drafts else ""
         size = format_bytes(self.collectives)
         buffers = f", buffers of collectives {size}" if self.collectives else ""
+        links = f", links of stages {format_bytes(self.links)}" if self.links else ""
         states = f", states {format_bytes(self.states)}" if self.states else ""
         return (
             f"{format_bytes(self.total)} in total, of which {share} may be used; "
             f"others use {format_bytes(self.others)}, weights {format_bytes(self.weights)}, "
-            f"activations {format_bytes(self.activations)}{drafts}{buffers}{states}; "
+            f"activations {format_bytes(self.activations)}{drafts}{buffers}{links}{states}; "
             f"left for the KV cache: {format_bytes(self.left)}"
         )
 

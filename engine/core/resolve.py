@@ -13,6 +13,7 @@ from engine.cache.memory_pool import device_memory, format_bytes
 from engine.cache.state_plan import CacheSizes, fitting_num_seqs, plan_num_slots
 from engine.config import ModelConfig
 from engine.device import Device
+from engine.distributed.links import SlotShape
 from engine.drafts import MAX_STATE_QUERY_LEN
 from engine.engine_config import EngineConfig
 from engine.errors import ConfigError
@@ -24,7 +25,14 @@ from engine.scheduler.config import SchedulerConfig
 from engine.speculative.config import SpeculativeConfig
 from engine.speculative.draft_pages import num_spare_blocks
 
-__all__ = ["ResolvedConfig", "budget_with_states", "default_budget", "default_num_seqs", "resolve"]
+__all__ = [
+    "ResolvedConfig",
+    "budget_with_states",
+    "can_link",
+    "default_budget",
+    "default_num_seqs",
+    "resolve",
+]
 
 # Keep a CPU step from lasting seconds; fill the chip on a GPU.
 _BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
@@ -226,6 +234,16 @@ def resolve(
         config.speculative_config,
         reasons,
     )
+
+
+def can_link(config: EngineConfig, *, is_cuda: bool) -> bool:
+    """Tell whether pipeline stages may be linked (`engine.distributed.links`).
+
+    Each is one GPU of this host.
+    """
+    is_local = config.pipeline_address is None and config.distributed_executor_backend != "ray"
+    has_stages = config.pipeline_parallel_size > 1 and config.tensor_parallel_size == 1
+    return is_cuda and is_local and has_stages
 
 
 def default_budget(
@@ -436,6 +454,9 @@ def _memory(
     buffers = buffer_bytes(model.num_ranks) if model.device.is_cuda else 0
     rows = batch_sizes(seqs)[-1] * query_len if has_graphs else 0
     features = feature_bytes(model.config, model.dtype, num_features, tokens, rows)
+    hidden_size = model.config.hidden_size
+    num_stages = config.pipeline_parallel_size
+    slots = SlotShape.of(num_stages, num_features, tokens, hidden_size, model.dtype)
     return MemoryBudget(
         total=total,
         others=max(0, total - free - model.weight_bytes - buffers),
@@ -446,6 +467,7 @@ def _memory(
         + features,
         utilization=config.memory_utilization or _UTILIZATION[model.device.kind],
         collectives=buffers,
+        links=slots.num_bytes if can_link(config, is_cuda=model.device.is_cuda) else 0,
     )
 
 

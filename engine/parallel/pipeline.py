@@ -4,11 +4,15 @@ Every step is announced to all stages when it is launched. They compute their la
 pass on the activations; the last stage computes its layers and samples when the step is due.
 Meanwhile the earlier stages work on later steps, of other requests. So logits never travel, and a
 step's token ids reach the first stage with the announcement.
+
+The GPUs of one host are linked (`engine.distributed.links`): activations and sampled ids go from
+device to device, and the last stage, too, launches a step when it is announced.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import secrets
 import sys
 import weakref
@@ -29,9 +33,11 @@ from engine.cache.state_plan import CacheSizes
 from engine.cache.swap import SwapSpace
 from engine.checks import shown
 from engine.config import ModelConfig
+from engine.core.resolve import can_link
 from engine.device import Device, resolve_device, to_numpy
 from engine.distributed.connection import parse_address
-from engine.distributed.messages import to_text
+from engine.distributed.links import NO_LAST_IDS, LastIds, Links, SlotShape, joined, opened
+from engine.distributed.messages import from_text, to_text
 from engine.engine_config import EngineConfig
 from engine.errors import ConfigError, RankError, RequestError
 from engine.layers.batch import ForwardBatch
@@ -51,6 +57,8 @@ from engine.parallel.stage import (
     EXPERTS,
     FEATURES,
     GRAPH,
+    JOIN,
+    OPEN,
     PLAN,
     PREPARE,
     SHARE,
@@ -68,6 +76,7 @@ __all__ = ["PipelinedModel", "load_stages"]
 
 _LOCAL_SECONDS = 120.0  # startup timeout of stages on this host, which may be busy
 _REMOTE_SECONDS = 600.0  # startup timeout of stages started by Ray or a user
+_LOG = logging.getLogger("engine")
 _NO_MOVES = [np.zeros(0, np.int32)] * NUM_MOVE_ARRAYS
 
 
@@ -81,17 +90,23 @@ class PipelinedModel(Model):
     own : Model
         This stage's layers, or rank 0's shard of them.
     group : StageGroup
+    can_link : bool
+        Whether the stages are GPUs of one host.
 
     Attributes
     ----------
+    links : Links or None
+        See `link`.
     received_features : mapping of int to array
         Layer of another stage -> its input in the last step computed here; see `keep_features`.
     """
 
-    def __init__(self, own: Model, group: StageGroup) -> None:
+    def __init__(self, own: Model, group: StageGroup, *, can_link: bool = False) -> None:
         super().__init__(own.decoder, own.load_config, own.source)
         self.own = own
         self.group = group
+        self.links: Links | None = None
+        self._can_link = can_link
         self.num_ranks = own.num_ranks
         self.num_stages = own.num_stages = group.num_stages
         self._end = weakref.finalize(self, group.end)  # runs at garbage collection too
@@ -103,9 +118,63 @@ class PipelinedModel(Model):
         self.received_features: Features = {}  # those of the last step
         self._adapters = SharedAdapters(partial(group.post, ADAPTERS), group.adapter_errors)
 
+    # ---- links
+
+    def link(self, num_rows: int, max_tokens: int) -> bool:
+        """Let the stages write into each other's memory, if they are GPUs of one host.
+
+        Call it once the layers of `keep_features` are known, before graphs are captured.
+
+        Parameters
+        ----------
+        num_rows : int
+            Length of `RequestRows.last_ids`.
+        max_tokens : int
+            Maximum tokens per step.
+
+        Returns
+        -------
+        bool
+            False if they cannot; then messages carry activations and ids.
+        """
+        if not self._can_link:
+            return False
+        features = len(self._feature_layers)
+        sizes = self.num_stages, features, max_tokens, self.config.hidden_size, self.dtype
+        links, error = opened(self.device, SlotShape.of(*sizes), has_previous=True)
+        numbers = [num_rows, max_tokens, features]
+        answers = self.group.ask("opening links", OPEN, numbers)
+        plain = [count for _, [count], _ in answers]
+        activations, ids = ([bytes(arrays[i]) for _, _, arrays in answers] for i in range(2))
+        errors = [from_text(arrays[2]) for _, _, arrays in answers]
+        if not any([error, *errors]):
+            assert links is not None
+            following = [*activations[1:], links.handles[0]]
+            answers = self.group.ask(
+                "joining links", JOIN, plain, [np.frombuffer(h, np.uint8) for h in following]
+            )
+            errors = [from_text(array) for _, _, [array] in answers]
+            error = joined(links, b"", ids[0], min(plain))
+        if reason := next(filter(None, [error, *errors]), ""):
+            _LOG.warning("activations go through host memory, since %s", reason)
+            self.group.send("dropping links", JOIN)
+            if links is not None:
+                links.close()
+            return False
+        assert links is not None
+        self.links = links
+        self.group.on_ending = links.abort
+        return True
+
+    def post_ids(self, last_ids: Any) -> int:
+        """Send the ids just sampled to the first stage; see `Links.post_ids`."""
+        return 0 if self.links is None else self.links.post_ids(last_ids)
+
     # ---- steps
 
-    def announce(self, moves: Any, batch: ForwardBatch | None) -> None:
+    def announce(
+        self, moves: Any, batch: ForwardBatch | None, last_ids: LastIds = NO_LAST_IDS
+    ) -> None:
         """Announce a step to the other stages: its block moves, and its batch if it has one.
 
         This stage executes both later, in the same order.
@@ -114,14 +183,15 @@ class PipelinedModel(Model):
         ----------
         moves : Moves
         batch : ForwardBatch or None
-            On the host, with all token ids.
+            On the host, with all token ids but those that the device holds.
+        last_ids : LastIds
         """
-        self._announce(moves_to_arrays(moves), batch)
+        self._announce(moves_to_arrays(moves), batch, last_ids)
 
-    def announce_graph(self, moves: Any, staged: StagedStep) -> None:
+    def announce_graph(self, moves: Any, staged: StagedStep, posted: int = 0) -> None:
         """Announce a step that all stages compute with graphs. See `announce`."""
         key = staged.key
-        numbers = [key.size, key.max_context_len, key.query_len, int(key.is_tree)]
+        numbers = [key.size, key.max_context_len, key.query_len, int(key.is_tree), posted]
         step = self._next_step(staged.num_tokens)
         what = f"step {step} ({staged.num_tokens} tokens, as a graph)"
         arrays = [*self._all_moves(moves_to_arrays(moves)), staged.data]
@@ -161,8 +231,10 @@ class PipelinedModel(Model):
         """Whether the previous stage has sent the activations of another step."""
         return self.group.has_activations
 
-    def entering(self, num_tokens: int) -> tuple[Any, Any]:
+    def entering(self, num_tokens: int, num_padded: int | None = None) -> tuple[Any, Any]:
         """Return the previous stage's (delta, residual) of the oldest announced step.
+
+        `num_padded`: tokens that a graph computes, if it is one.
 
         Raises
         ------
@@ -172,10 +244,16 @@ class PipelinedModel(Model):
         step, count = self._announced[0]
         if count != num_tokens:
             raise RankError(f"step {step} has {count} tokens; got {num_tokens}")
-        sent = self.group.activations(step)
+        if self.links is None:
+            sent = self.group.activations(step)
+            self.device.activate()
+            received = from_wire(self.device, self.dtype, sent)
+        else:
+            received = self.links.receive(step, num_tokens, num_padded or num_tokens)
+            # A draft head reads features when the slot belongs to a later step.
+            received[2:] = [array.copy() for array in received[2:]]
         self._announced.popleft()
-        self.device.activate()
-        delta, residual, *features = from_wire(self.device, self.dtype, sent)
+        delta, residual, *features = received
         self.received_features = dict(zip(self._feature_layers, features, strict=True))
         return delta, residual
 
@@ -318,9 +396,15 @@ class PipelinedModel(Model):
             found |= zip(layers.tolist(), loads, strict=True)
         return dict(sorted(found.items()))
 
+    def end_stages(self) -> None:
+        """End the other stages, and free the memory to which they write."""
+        self._end()
+        if self.links is not None:
+            self.links.close()
+
     def close(self) -> None:
         """Free the weights, and end the other stages."""
-        self._end()
+        self.end_stages()
         self._close_own()
         super().close()
 
@@ -340,16 +424,22 @@ class PipelinedModel(Model):
 
     # ---- helpers
 
-    def _announce(self, moves: Sequence[Any], batch: ForwardBatch | None) -> None:
+    def _announce(
+        self,
+        moves: Sequence[Any],
+        batch: ForwardBatch | None,
+        last_ids: LastIds = NO_LAST_IDS,
+    ) -> None:
         step = self._next_step(0 if batch is None else batch.num_tokens)
         moves = self._all_moves(moves)
         if batch is None:
             self.group.send(f"step {step}", STEP, [step, 0], moves)
             return
         numbers, arrays = batch_to_message(batch)
-        arrays = [*moves, to_numpy(batch.token_ids), *arrays]
+        posted, tokens, rows = last_ids
+        arrays = [*moves, tokens, rows, to_numpy(batch.token_ids), *arrays]
         what = f"step {step} ({batch.num_tokens} tokens)"
-        self.group.send(what, STEP, [step, 1, *numbers], arrays)
+        self.group.send(what, STEP, [step, 1, posted, *numbers], arrays)
 
     def _next_step(self, num_tokens: int) -> int:
         """Return the number of the next step; 0 tokens: there is nothing to compute."""
@@ -376,6 +466,9 @@ class PipelinedModel(Model):
     def _entered(self, batch: ForwardBatch) -> ForwardBatch:
         """Return the batch with the activations of the previous stage."""
         if not self._announced:  # a measurement: no step with this batch was announced
+            if self.links is not None and self.device.is_cuda:
+                # Nobody reads a measurement's result, after which its slot would be free.
+                self.device.xp.cuda.get_current_stream().synchronize()
             self._announce(_NO_MOVES, batch)
         return replace(batch, entering=self.entering(batch.num_tokens))
 
@@ -409,7 +502,7 @@ class _StageWorkers:
 
     def close(self) -> None:
         if (model := self._model()) is not None:
-            model._end()
+            model.end_stages()
         if self._ranks is not None:
             self._ranks.close()
 
@@ -470,7 +563,7 @@ def load_stages(model: Any, config: EngineConfig, loading: Mapping[str, Any]) ->
                 given["device"] = f"cuda:{gpus[-1][0]}"
             own = load(name, **given, stage=stages[-1])
         group.wait_until_ready()
-        return PipelinedModel(own, group)
+        return PipelinedModel(own, group, can_link=can_link(config, is_cuda=place.is_cuda))
     except BaseException:
         group.end()
         if own is not None:

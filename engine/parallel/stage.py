@@ -29,6 +29,7 @@ from engine.cache.state_plan import CacheSizes
 from engine.cache.swap import SwapSpace, move_blocks
 from engine.core.resolve import resolve
 from engine.distributed.connection import Address, Connection, Listener, connect
+from engine.distributed.links import Links, SlotShape, joined, num_fused_tokens, opened
 from engine.distributed.log_stream import use_bounded_stderr
 from engine.distributed.messages import from_text, to_text
 from engine.distributed.peer import FAIL, PING, PING_SECONDS, Peer
@@ -57,7 +58,7 @@ READY, ANSWER = range(5, 7)  # from a stage to the engine
 # From the engine to the stages.
 WELCOME, PLAN, PREPARE, SHARE, STEP, EXPERTS, ADAPTERS, CAPTURE, GRAPH = range(7, 16)
 ADAPTER_READ = 16  # from a stage to the engine, at any time
-FEATURES = 17  # from the engine to the stages
+FEATURES, OPEN, JOIN = range(17, 20)  # from the engine to the stages
 
 _RETRY_SECONDS = 0.2  # pause between connection attempts
 _WAIT_SECONDS = 0.5  # wait for a message before checking the other processes
@@ -148,12 +149,14 @@ class StageWorker:
         self._previous: Peer | None = None  # the stage that sends this one its input
         self._link: Connection | None = None  # connection to the next stage
         self._sender: ActivationSender | None = None
+        self._links: Links | None = None  # take the place of both, if the stages share a host
         self._model: Model | None = None
         self._adapters: HeldAdapters | None = None
         self._pages: KVCache | None = None
         self._swap: SwapSpace | None = None
         self._graphs: StageGraphs | None = None
         self._feature_layers: list[int] = []  # this stage's layers whose inputs it sends
+        self._num_earlier = 0  # features that it passes on
         self._listener = Listener(connection.own_host, 0, secret, self._accept) if stage else None
         port = self._listener.port if self._listener else 0
         hello = {"port": port, "version": __version__, "pid": os.getpid()}
@@ -169,6 +172,8 @@ class StageWorker:
             CAPTURE: self._capture,
             GRAPH: self._graph,
             FEATURES: self._keep_features,
+            OPEN: self._open_links,
+            JOIN: self._join_links,
         }
 
     def run(self) -> None:
@@ -204,6 +209,8 @@ class StageWorker:
         for each in (self._connection, previous, self._link, *ends):
             if each is not None:
                 each.close()
+        if self._links is not None:
+            self._links.abort()
 
     # ---- messages from the engine
 
@@ -269,27 +276,42 @@ class StageWorker:
         self._connection.send(ANSWER)
 
     def _step(self, numbers: list[int], arrays: list[Any]) -> None:
-        assert self._pages is not None and self._sender is not None
-        step, has_batch, *others = numbers
+        assert self._pages is not None
+        step, has_batch, *described = numbers
         self._doing = f"step {step}"
         arrays = self._move(arrays)
         if not has_batch:
             return
-        token_ids, *rest = arrays
+        posted, *others = described
+        tokens, rows, token_ids, *rest = arrays
         host = batch_from_message(token_ids, others, rest)
         self._doing = f"step {step} ({host.num_tokens} tokens)"
         model = self._the_model()
         model.device.activate()
         # Through pinned memory: a copy from any other would wait for the previous step.
         named = {name: array for name, array in vars(host).items() if isinstance(array, np.ndarray)}
-        batch = replace(host, on_host=host, **HostToDeviceCopy(model.device, named).arrays)
-        entering, earlier = self._receive(step)
+        copied = HostToDeviceCopy(model.device, {**named, "tokens": tokens, "rows": rows}).arrays
+        on_device = copied.pop("tokens"), copied.pop("rows")
+        batch = replace(host, on_host=host, **copied)
+        if posted and self._links is not None and self._links.last_ids is not None:
+            self._links.wait_for_ids(posted)
+            tokens, rows = on_device
+            batch.token_ids[tokens] = self._links.last_ids[rows]
+        entering, earlier = self._receive(step, host.num_tokens, host.num_tokens)
         shape = host.num_tokens, model.config.hidden_size
         xp = model.device.xp
         own = {layer: xp.empty(shape, np_dtype(model.dtype)) for layer in self._feature_layers}
         batch = replace(batch, entering=entering, features=own)
         leaving = model.run_stage(batch, self._pages.layers)
-        self._sender.send(step, *leaving, *earlier, *own.values())
+        self._send(step, [*leaving, *earlier, *own.values()])
+
+    def _send(self, step: int, activations: list[Any]) -> None:
+        """Send the delta, the residual stream and the features of a step to the next stage."""
+        if self._links is not None:
+            self._links.send(step, activations)
+            return
+        assert self._sender is not None
+        self._sender.send(step, *activations)
 
     def _move(self, arrays: list[Any]) -> list[Any]:
         """Execute the moves at the head of a step's arrays; return the rest."""
@@ -308,36 +330,82 @@ class StageWorker:
         with model.kernels.loading(), model.kernels.active():
             has_states = self._pages.num_slots > 0
             self._graphs = stage_graphs(
-                model, self._pages.layers, numbers, self._feature_layers, has_states=has_states
+                model,
+                self._pages.layers,
+                numbers,
+                self._feature_layers,
+                has_states=has_states,
+                last_ids=None if self._links is None else self._links.last_ids,
             )
             self._graphs.capture()
         self._connection.send(ANSWER)
 
     def _graph(self, numbers: list[int], arrays: list[Any]) -> None:
-        if self._graphs is None or self._sender is None:
+        if self._graphs is None:
             raise RankError(f"stage {self._stage} was told of a graph before it had any")
-        step, num_tokens, size, max_context_len, query_len, is_tree = numbers
+        step, num_tokens, size, max_context_len, query_len, is_tree, posted = numbers
         self._doing = f"step {step} ({num_tokens} tokens, as a graph)"
         model = self._the_model()
         model.device.activate()
         [data] = self._move(arrays)
         key = GraphKey(size, max_context_len, query_len, bool(is_tree))
-        entering, earlier = self._receive(step)
+        entering, earlier = self._receive(step, num_tokens, key.num_tokens)
+        if self._links is not None:
+            self._links.wait_for_ids(posted)
         with model.kernels.active():
             leaving, own = self._graphs.follow(key, data, entering, num_tokens)
-            self._sender.send(step, *leaving, *earlier, *own)
+            self._send(step, [*leaving, *earlier, *own])
+
+    def _open_links(self, numbers: list[int], arrays: list[Any]) -> None:
+        """Allocate what the other stages write to; answer with its handles."""
+        self._doing = "opening links"
+        num_rows, max_tokens, num_features = numbers
+        model = self._the_model()
+        config = model.config
+        shape = SlotShape.of(
+            model.num_stages, num_features, max_tokens, config.hidden_size, model.dtype
+        )
+        has_previous = self._stage > 0
+        self._links, error = opened(
+            model.device, shape, has_previous=has_previous, num_ids=0 if has_previous else num_rows
+        )
+        if self._links is not None and self._links.last_ids is not None:
+            # CuPy compiles indexing by an array on first use: trigger it now, not in a step.
+            first = model.device.xp.zeros(1, np.int64)
+            self._links.last_ids[first] = self._links.last_ids[first]
+        num_plain = num_fused_tokens(model.decoder.layers, max_tokens)
+        handles = (b"", b"") if self._links is None else self._links.handles
+        sent = [np.frombuffer(handle, np.uint8) for handle in handles]
+        self._connection.send(ANSWER, [num_plain], [*sent, to_text(error)])
+
+    def _join_links(self, numbers: list[int], arrays: list[Any]) -> None:
+        """Map the next stage's memory; without arrays, drop the links."""
+        if not arrays:
+            self._links = None
+            return
+        self._doing = "joining links"
+        assert self._links is not None
+        num_plain = min(numbers[: self._stage], default=0)
+        error = joined(self._links, bytes(arrays[self._stage]), b"", num_plain)
+        self._connection.send(ANSWER, (), [to_text(error)])
 
     def _keep_features(self, numbers: list[int], arrays: list[Any]) -> None:
         stage = self._the_model().decoder.stage
+        self._num_earlier = sum(layer < stage.first for layer in numbers)
         self._feature_layers = [layer for layer in numbers if stage.first <= layer < stage.last]
 
-    def _receive(self, step: int) -> tuple[tuple[Any, Any] | None, list[Any]]:
+    def _receive(
+        self, step: int, num_tokens: int, num_padded: int
+    ) -> tuple[tuple[Any, Any] | None, list[Any]]:
         """Return what the previous stage sends of a step: its (delta, residual), and features.
 
-        The first stage has none.
+        The first stage has none. `num_padded`: tokens that the previous stage computes.
         """
         if not self._stage:
             return None, []
+        if self._links is not None:
+            delta, residual, *features = self._links.receive(step, num_tokens, num_padded)
+            return (delta, residual), features[: self._num_earlier]
         assert self._previous is not None
         message = None
         while message is None:

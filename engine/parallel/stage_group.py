@@ -58,6 +58,8 @@ class StageGroup:
         Reason for the group's end; "" if it has not ended, or ended normally.
     on_end : callable
         Called when the group has ended, after its connections.
+    on_ending : callable
+        Called once before they are closed, from any thread.
 
     Raises
     ------
@@ -73,6 +75,7 @@ class StageGroup:
         self.failure = ""
         self.doing = "starting"
         self.on_end: Callable[[], object] = tuple
+        self.on_ending: Callable[[], object] = tuple
         self._secret = secret
         self._peers: dict[int, Peer] = {}
         self._hellos: dict[int, dict[str, Any]] = {}
@@ -295,6 +298,8 @@ class StageGroup:
             if self._is_closing:
                 return
             self._is_closing = True
+            with contextlib.suppress(Exception):  # the device may have failed
+                self.on_ending()
             self._listener.close()
             for peer in (*self._peers.values(), *filter(None, [self._link])):
                 peer.connection.close()

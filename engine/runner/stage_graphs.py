@@ -46,12 +46,18 @@ class StagedStep(NamedTuple):
         Without padding.
     is_plain : bool
         Whether the last stage's graph samples, too.
+    rows : (B,) int64
+        Request row of each sequence.
+    positions : (B,) int32
+        Position of the id that it samples for each; -1: the host will know and send it.
     """
 
     key: GraphKey
     data: Any
     num_tokens: int
     is_plain: bool
+    rows: IntArray
+    positions: IntArray
 
 
 class StageGraphs(DecodeGraphs):
@@ -120,7 +126,9 @@ class StageGraphs(DecodeGraphs):
             buffer = staging.fill_all(rows, key.size, query_len, tokens, stops, states)
         num_new_blocks = staging.fill_blocks(buffer, rows, key.size)
         data = staging.static.used(buffer, num_new_blocks).copy()
-        return StagedStep(key, data, len(rows) * query_len, columns is not None)
+        positions = np.full_like(stops, -1) if output.num_draft_tokens else stops
+        is_plain = columns is not None
+        return StagedStep(key, data, len(rows) * query_len, is_plain, rows, positions)
 
     def launch_staged(self, staged: StagedStep, entering: Entering) -> DeviceToHostCopy | None:
         """Compute a step in the last stage.
@@ -235,6 +243,7 @@ def stage_graphs(
     feature_layers: Sequence[int],
     *,
     has_states: bool,
+    last_ids: Any = None,
 ) -> StageGraphs:
     """Return the graphs of a stage that is not the last one, not captured yet.
 
@@ -250,6 +259,8 @@ def stage_graphs(
         The stage's layers whose inputs are kept.
     has_states : bool
         Whether any stage has recurrent layers.
+    last_ids : array, optional
+        `Links.last_ids`; without it, the host sends all ids.
     """
     num_rows, max_blocks, block_size, max_model_len, *query_lens = numbers
     table = RequestRows(
@@ -260,6 +271,8 @@ def stage_graphs(
         has_states=has_states,
         has_adapters=model.num_adapter_slots > 0,
     )
+    if last_ids is not None:
+        table.last_ids = last_ids
     sampling = SamplingTable(1, model.config.vocab_size, (), model.device)
     return StageGraphs(
         model,

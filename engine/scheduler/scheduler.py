@@ -32,7 +32,7 @@ from engine.scheduler.output import BatchSize, InFlightSteps, ScheduledSequence,
 from engine.scheduler.preemption import prefers_swap
 from engine.scheduler.prefixes_in_flight import PrefixesInFlight
 from engine.scheduler.request_queues import RequestQueues
-from engine.scheduler.spreading import requests_not_due
+from engine.scheduler.spreading import chained_not_due, requests_not_due
 from engine.scheduler.stats import SchedulerStats, collect
 
 __all__ = ["Scheduler"]
@@ -247,9 +247,12 @@ class Scheduler:
         self._has_drafts = True
         return True
 
-    def requests_not_due(self, num_groups: int) -> set[Request]:
+    def requests_not_due(self, num_groups: int, *, chains_steps: bool = False) -> set[Request]:
         """Return the requests to exclude from a pipeline's next step (module `spreading`)."""
-        return requests_not_due(self._queues.running, num_groups)
+        running = self._queues.running
+        if not chains_steps:
+            return requests_not_due(running, num_groups)
+        return chained_not_due(running, num_groups, self._in_flight)
 
     # ---- one step
 

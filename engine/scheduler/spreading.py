@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from engine.request import Request
+from engine.scheduler.output import ScheduleOutput
 
-__all__ = ["requests_not_due"]
+__all__ = ["chained_not_due", "requests_not_due"]
 
 
 def requests_not_due(running: Iterable[Request], num_groups: int) -> set[Request]:
@@ -35,3 +36,37 @@ def requests_not_due(running: Iterable[Request], num_groups: int) -> set[Request
             ready.append(request)
     most = -(-(len(pending) + len(ready)) // num_groups)
     return pending.union(ready[most:])
+
+
+def chained_not_due(
+    running: Iterable[Request], num_groups: int, in_flight: Sequence[ScheduleOutput]
+) -> set[Request]:
+    """Return the running requests to leave out of the next step, if the device has their last ids.
+
+    A step may then follow one that has not been read, so as many groups as stages keep all stages
+    at work. A request is left out if two of its steps have not been read, or one, if the host needs
+    its ids. Of the others, those of the last ``num_groups - 1`` steps are left out, whose groups
+    take turns with this one, unless nobody else is due; and all but the first few of the rest, so
+    that groups get equally large.
+
+    Parameters
+    ----------
+    running : iterable of Request
+    num_groups : int
+    in_flight : sequence of ScheduleOutput
+        Steps not yet read, oldest first.
+    """
+    others = in_flight[len(in_flight) - min(num_groups - 1, len(in_flight)) :]
+    in_others = {sequence.request for output in others for sequence in output.sequences}
+    left_out: set[Request] = set()
+    due: list[Request] = []
+    of_others: list[Request] = []
+    for request in running:
+        if request.num_pending_tokens > (not request.spec.needs_host_ids):
+            left_out.add(request)
+        elif request.num_tokens - request.num_computed_tokens == 1:
+            (of_others if request in in_others else due).append(request)
+    most = -(-(len(left_out) + len(due) + len(of_others)) // num_groups)
+    if not due:
+        return left_out.union(of_others[most:])
+    return left_out.union(of_others, due[most:])

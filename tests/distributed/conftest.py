@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
+from typing import ClassVar
 
+import numpy as np
 import pytest
 
+from engine.distributed import links
 from engine.distributed.collectives import SharedMemoryCollectives
 from engine.distributed.group import Group
 from engine.distributed.segment import Segment
@@ -42,9 +46,62 @@ def on_ranks():
     return run
 
 
-@pytest.fixture
-def in_threads(monkeypatch):
-    """Let stages be threads of this process, which start at once; the sockets are the same."""
+class HostInbox:
+    """An `Inbox` in host memory, for stages that are threads: the thread waits, not a stream."""
+
+    by_handle: ClassVar = {}
+    _numbers = itertools.count()
+
+    def __init__(self, place, num_bytes):
+        self.memory = np.full(num_bytes, 0xFF, np.uint8)  # NaN, and no id
+        self.handle = next(self._numbers).to_bytes(8, "little")
+        self.by_handle[self.handle] = self
+        self.count = 0
+        self.changed = threading.Condition()
+
+    def wait(self, count):
+        with self.changed:
+            assert self.changed.wait_for(lambda: self.count >= count, 60.0), "nobody has posted"
+
+    def abort(self):
+        self.post(2**31 - 1)
+
+    def post(self, count):
+        with self.changed:
+            assert count > self.count or self.count == 2**31 - 1, "a count must grow"
+            self.count = max(self.count, count)
+            self.changed.notify_all()
+
+    def close(self):
+        self.by_handle.pop(self.handle, None)
+
+
+class HostOutbox:
+    """The sending end of a `HostInbox`."""
+
+    def __init__(self, place, handle):
+        self._inbox = HostInbox.by_handle[handle]
+        self.post = self._inbox.post
+
+    def write(self, offset, array):
+        data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        self._inbox.memory[offset : offset + data.size] = data
+
+    def close(self):
+        pass
+
+
+@pytest.fixture(params=["messages", "links"])
+def in_threads(request, monkeypatch):
+    """Let stages be threads of this process, which start at once; the sockets are the same.
+
+    With "links" they write into each other's memory, as GPUs of one host do.
+    """
+    if request.param == "links":
+        monkeypatch.setattr(links, "Inbox", HostInbox)
+        monkeypatch.setattr(links, "Outbox", HostOutbox)
+        for module in ("core.resolve", "parallel.pipeline"):
+            monkeypatch.setattr(f"engine.{module}.can_link", lambda config, is_cuda: True)
 
     def run(*arguments):
         with contextlib.suppress(Exception):  # the engine is told

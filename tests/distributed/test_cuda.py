@@ -135,14 +135,43 @@ def test_bits_do_not_depend_on_how_steps_are_launched():
     assert _tokens(2, dtype="float32", cuda_graphs=True, async_scheduling=False) == first
 
 
+@pytest.mark.parametrize("is_linked", [False, True])
 @pytest.mark.parametrize("cuda_graphs", [False, True])
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_tokens_of_two_pipeline_stages_are_those_of_one_gpu(dtype, is_async, cuda_graphs):
-    """Each on a GPU; activations go through the host."""
+def test_tokens_of_two_pipeline_stages_are_those_of_one_gpu(
+    dtype, is_async, cuda_graphs, is_linked, monkeypatch
+):
+    """Each on a GPU; activations go from one to the other, or through the host."""
+    if not is_linked:
+        monkeypatch.setattr(pipeline, "can_link", lambda config, is_cuda: False)
     options = {"dtype": dtype, "deterministic": True, "cuda_graphs": cuda_graphs}
-    found = _tokens(1, pipeline_parallel_size=2, async_scheduling=is_async, **options)
-    assert found == _tokens(1, **options)
+    stages = {"pipeline_parallel_size": 2, "async_scheduling": is_async}
+    assert _tokens(1, **stages, **options) == _tokens(1, **options)
+    with _engine(1, **stages, **options) as engine:
+        assert engine.runner.is_linked == is_linked
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_a_stage_that_dies_or_stops_ends_the_engine(is_stopped):
+    """Though this device waits for its activations, and the others for its memory."""
+    seconds = 4.0
+    engine = _engine(1, pipeline_parallel_size=2, collective_timeout=seconds)
+    assert engine.runner.is_linked
+    engine.add_request("a", [1, 2, 3], SamplingParams(max_tokens=400, ignore_eos=True))
+    for _ in range(5):
+        engine.step()
+    [pid] = engine.model.group.pids
+    os.kill(pid, signal.SIGSTOP if is_stopped else signal.SIGKILL)
+    start = time.monotonic()
+    message = "stage 0" if is_stopped else "stage 0 was killed by SIGKILL"
+    with pytest.raises(RankError, match=message):
+        while engine.has_unfinished_requests():
+            engine.step()
+    engine.close()
+    assert time.monotonic() - start < seconds + 8
+    free, total = device.cupy().cuda.runtime.memGetInfo()
+    assert free > 0.2 * total  # the device answers
 
 
 @pytest.mark.parametrize("config", [CONFIG, MOE], ids=["dense", "experts"])

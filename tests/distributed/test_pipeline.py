@@ -175,10 +175,12 @@ def test_longrope(in_threads, is_async):
     assert found[2] == found[1]
 
 
+@pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
-def test_preemption_and_shared_prefixes(in_threads, mode):
+def test_preemption_and_shared_prefixes(in_threads, mode, is_async):
     """Few blocks: requests in flight are preempted, recomputed or swapped, and share prefixes."""
     options = {"num_blocks": 12, "preemption_mode": mode, "debug": True}
+    options |= {"async_scheduling": is_async}
     options |= {"swap_space_gb": 0.01} if mode == "swap" else {}
     found = {}
     for stages in (1, 2):
@@ -235,8 +237,9 @@ def test_every_stage_has_as_many_blocks_as_the_poorest(in_threads, monkeypatch):
         assert engine.config.reasons["num_blocks"] == "40: the least of 2 stages"
 
 
+@pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("drafts", [{}, {"method": "ngram", "prompt_lookup_min": 1}], ids=str)
-def test_random_operations(in_threads, drafts):
+def test_random_operations(in_threads, drafts, is_async):
     """Requests come, end and are aborted at random; blocks are few."""
     rng, found = np.random.default_rng(0), {}
     plan = [
@@ -245,7 +248,7 @@ def test_random_operations(in_threads, drafts):
     ]
     for stages in (1, 2):
         options = {"speculative_config": drafts | {"adaptive": False}} if drafts else {}
-        options = options if stages > 1 else {}
+        options = {"async_scheduling": is_async, **options} if stages > 1 else {}
         with _engine(stages, num_blocks=20, swap_space_gb=0.001, debug=True, **options) as engine:
             outputs, alive = {}, []
             for turn, (what, length, count) in enumerate(plan):
@@ -283,8 +286,12 @@ def test_random_operations(in_threads, drafts):
     assert num_whole > 15
 
 
+@pytest.mark.parametrize("in_threads", ["messages"], indirect=True)
 def test_steps_overlap(in_threads, monkeypatch):
-    """While one stage computes a step, the stage before it computes a later one."""
+    """While one stage computes a step, the stage before it computes a later one.
+
+    With links it is a stream that waits, not the thread that announces the steps.
+    """
     spans = {0: [], 1: []}
 
     def slowed(name, stage):

@@ -97,10 +97,11 @@ def test_every_kind_of_request(in_threads, alone, counts, stages, is_async, look
     assert counts[2] == (stages - 1) * (counts[0] + counts[1])
 
 
+@pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
-def test_preemption_and_shared_prefixes(in_threads, counts, mode):
+def test_preemption_and_shared_prefixes(in_threads, counts, mode, is_async):
     """Tables in all stages are rewritten."""
-    options = {"num_blocks": 12, "preemption_mode": mode}
+    options = {"num_blocks": 12, "preemption_mode": mode, "async_scheduling": is_async}
     options |= {"swap_space_gb": 0.01} if mode == "swap" else {}
     found = {}
     for stages in (1, 2):

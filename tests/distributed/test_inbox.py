@@ -1,0 +1,135 @@
+"""Memory of one process that another one writes: streams wait for it, and stop when told."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from engine import device
+from engine.distributed.inbox import Inbox, Outbox
+from engine.errors import DeviceError
+
+pytestmark = pytest.mark.gpu
+
+# A process that sends (step + 1) * 1..n to the slots 0 and 1 in turn when it is told the step.
+SENDER = """
+import sys
+import numpy as np
+from engine.device import Device, cupy
+from engine.distributed.inbox import Outbox
+
+handle, index, size = bytes.fromhex(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+outbox = Outbox(Device("cuda", index), handle)
+print("ready", flush=True)
+for line in sys.stdin:
+    step = int(line)
+    numbers = cupy().arange(1, size + 1, dtype=np.int64) * (step + 1)
+    outbox.write(step % 2 * numbers.nbytes, numbers)
+    numbers.fill(-1)  # later work on the stream may overwrite the source
+    outbox.post(step + 1)
+cupy().cuda.get_current_stream().synchronize()
+outbox.close()
+"""
+
+
+@pytest.fixture
+def cuda():
+    chosen, reason = device.resolve_device("auto")
+    if not chosen.is_cuda:
+        pytest.skip(f"no GPU: {reason}")
+    return chosen
+
+
+def _sender(inbox, index, size):
+    """Start the process on GPU `index`; return it once it has mapped the memory."""
+    command = [sys.executable, "-c", SENDER, inbox.handle.hex(), str(index), str(size)]
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+    )
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+@pytest.mark.parametrize("size", [1, 3_000_000])
+def test_what_is_launched_before_it_is_there_reads_it(cuda, size):
+    """Also from the same GPU; 3,000,000 numbers take longer than the counter."""
+    xp = cuda.xp
+    inbox = Inbox(cuda, 16 * size)
+    slots = inbox.memory.view(np.int64).reshape(2, size)
+    slots.fill(-7)
+    last = xp.cuda.runtime.getDeviceCount() - 1
+    process = _sender(inbox, last, size)
+    stream = xp.cuda.Stream(non_blocking=True)
+    for first in range(0, 20, 2):
+        found = xp.zeros((2, size), np.int64)
+        xp.cuda.get_current_stream().synchronize()
+        with stream:
+            for step in (first, first + 1):
+                inbox.wait(step + 1)
+                found[step % 2] = slots[step % 2]
+            done = stream.record()
+        time.sleep(0.01)
+        assert not done.done
+        process.stdin.write(f"{first}\n{first + 1}\n")
+        stream.synchronize()
+        numbers = xp.arange(1, size + 1)
+        for step in (first, first + 1):
+            assert bool((found[step % 2] == numbers * (step + 1)).all())
+    process.stdin.close()
+    assert process.wait(60) == 0
+
+
+def test_abort_ends_waits_from_another_thread(cuda):
+    inbox = Inbox(cuda, 64)
+    stream = cuda.xp.cuda.Stream(non_blocking=True)
+    timer = threading.Timer(0.5, inbox.abort)
+    start = time.monotonic()
+    timer.start()
+    with stream:
+        inbox.wait(1)
+        inbox.wait(2)
+    stream.synchronize()
+    assert 0.4 < time.monotonic() - start < 5.0
+    timer.join()
+    with stream:
+        inbox.wait(10**6)
+    stream.synchronize()
+    inbox.close()
+    inbox.abort()  # nothing is left to wait for
+
+
+def test_memory_returns_and_the_current_device_stays(cuda):
+    """A finalizer runs in any thread, whose device may be another one."""
+    runtime = cuda.xp.cuda.runtime
+    last = runtime.getDeviceCount() - 1
+    cuda.xp.cuda.Device(last).use()
+    try:
+        Inbox(cuda, 64)
+        cuda.xp.cuda.Device(last).use()
+        free = _free_bytes(cuda)
+        inbox = Inbox(cuda, 256 << 20)
+        assert free - _free_bytes(cuda) >= 256 << 20
+        cuda.xp.cuda.Device(last).use()
+        inbox.close()
+        assert runtime.getDevice() == last
+        assert free - _free_bytes(cuda) < 16 << 20
+    finally:
+        cuda.activate()
+
+
+def _free_bytes(place):
+    with place.xp.cuda.Device(place.index):
+        return place.xp.cuda.runtime.memGetInfo()[0]
+
+
+def test_what_cannot_be_mapped_is_an_error(cuda):
+    with pytest.raises(DeviceError, match=r"cannot map the memory of another device"):
+        Outbox(cuda, bytes(64))
+    total = cuda.xp.cuda.runtime.memGetInfo()[1]
+    with pytest.raises(DeviceError, match=rf"{2 * total + 256} bytes on {cuda} cannot be"):
+        Inbox(cuda, 2 * total)
