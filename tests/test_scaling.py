@@ -174,9 +174,22 @@ def test_a_pipeline_across_hosts_uses_the_network():
     )
     constants = Constants()
     sent = 2 * 8192  # bytes of two vectors
-    assert inside == pytest.approx(2 * constants.stage_us + sent / constants.stage_rate / 1e3)
+    assert inside == pytest.approx(2 * constants.message_us + sent / constants.message_rate / 1e3)
     more = constants.network_us + sent / constants.network_rate / 1e3
     assert across == pytest.approx(inside + more)
+
+
+def test_single_gpus_of_a_host_are_linked():
+    """Their activations take another way, and as many groups as stages keep them at work."""
+    speed = _speed(Division(pipeline=2))
+    constants = Constants()
+    sent = 2 * 8192 / find_card("h200").link_rate / 1e3
+    assert speed.token(1000).transfers == pytest.approx(2 * constants.stage_us + sent)
+    apart = Speed(_model(), Division(pipeline=2), 1)
+    assert apart.token(1000).transfers > 2 * constants.message_us
+    work = Workload(256)
+    weights = [each.requests(work, 256)[1].weights for each in (speed, apart)]
+    assert weights[1] == pytest.approx(1.5 * weights[0], rel=0.1)
 
 
 def test_two_replicas_have_twice_the_rate_of_half_the_requests():

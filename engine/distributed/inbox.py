@@ -4,7 +4,9 @@ An `Inbox` is memory on one process's device, with a counter. The `Outbox` of an
 arrays to it over NVLink or PCIe (CUDA IPC), and then sets the counter. Streams wait for the
 counter, not hosts: the receiver can launch what reads an array long before it is there.
 
-The sender must not overwrite what the receiver still reads; the caller keeps them in step.
+The sender must not overwrite what the receiver still reads; the caller keeps them in step. While a
+stream waits, the driver loads no kernels: the sender must not depend on what the receiver's host
+does next.
 """
 
 from __future__ import annotations

@@ -98,10 +98,11 @@ class Constants:
         Host work per step with prompts, and per layer.
     collectives : tuple of Collective
         Available algorithms; the fastest one for a size is used.
-    stage_us, stage_rate : float
-        What a step costs each pipeline stage beyond its share of one GPU's step, in us: messages
-        between the processes of the stages and host work. GB/s of activations between two stages,
-        which pass through the memory of the host.
+    stage_us : float
+        What a step costs each pipeline stage beyond its share of one GPU's step, in us, if stages
+        write into each other's memory.
+    message_us, message_rate : float
+        The same if they send messages, and GB/s of activations in them.
     network_rate, network_us : float
         GB/s per GPU between two hosts, and latency in us.
     """
@@ -136,7 +137,8 @@ class Constants:
     host_prompt_us: float = 1500.0
     host_prompt_layer_us: float = 130.0
     collectives: tuple[Collective, ...] = OURS
-    stage_us: float = 816.0
-    stage_rate: float = 1.94
+    stage_us: float = 22.0
+    message_us: float = 816.0
+    message_rate: float = 1.94
     network_rate: float = 50.0
     network_us: float = 20.0

@@ -82,15 +82,22 @@ class Speed:
     def _stages(self) -> list[ModelConfig]:
         return stages(self.model.config, self.division)
 
+    @property
+    def _is_linked(self) -> bool:
+        """Whether stages are single GPUs of one host, which write into each other's memory."""
+        return self.division.tensor == 1 and self.division.pipeline <= self.gpus_per_host
+
     def stage_times(self, step: Step) -> list[Terms]:
         """Return the time of each pipeline stage, including the transfer to the next one."""
         count = len(self._stages)
+        constants = self.model.constants
+        us = constants.stage_us if self._is_linked else constants.message_us
         found = []
         for index, local in enumerate(self._stages):
             is_last = index == count - 1
             terms = self.model.stage_terms(local, step, self.division, is_last=is_last)
             if count > 1:
-                terms += Terms(transfers=self.model.constants.stage_us)
+                terms += Terms(transfers=us)
             found.append(terms if is_last else terms + self._transfer(index, step))
         return found
 
@@ -102,7 +109,8 @@ class Speed:
         constants = self.model.constants
         hidden = self.model.config.hidden_size
         num_bytes = 2 * step.num_tokens * hidden * itemsize(self.model.dtype)
-        us = num_bytes / constants.stage_rate / 1e3
+        rate = self.model.card.link_rate if self._is_linked else constants.message_rate
+        us = num_bytes / rate / 1e3
         if (stage + 1) * self.division.tensor % self.gpus_per_host == 0:  # on another host
             us += constants.network_us + num_bytes / constants.network_rate / 1e3
         return Terms(transfers=us)
@@ -170,10 +178,11 @@ class Speed:
     def _decodes(self, num_seqs: int, context: float) -> Terms:
         """Return the time of one token of `num_seqs` sequences, split over the pipeline stages.
 
-        One group of sequences more than stages is in flight, so that the host works ahead.
+        Unless stages are linked, one group of sequences more than stages is in flight, so that the
+        host works ahead.
         """
         num_stages = self.division.pipeline
-        num_groups = num_stages + 1 if num_stages > 1 else 1
+        num_groups = num_stages if num_stages == 1 or self._is_linked else num_stages + 1
         count = min(num_groups, num_seqs)
         step = Step.decode(math.ceil(num_seqs / count), context)
         if count < num_stages:  # too few sequences to keep all stages busy

@@ -23,7 +23,6 @@ FITTED = (
     *("read_packed_experts", "read_page_codes", "tensor_16", "tensor_8", "tensor_packed"),
     *("packed_tile", "super_tile"),
     *("packed_rows", "launch_us", "elementwise_us", "sequence_us", "route_us", "step_us"),
-    *("stage_us", "stage_rate"),
 )  # fmt: skip
 """Names of the fitted constants; the others are measured separately."""
 

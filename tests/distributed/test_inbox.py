@@ -62,6 +62,7 @@ def test_what_is_launched_before_it_is_there_reads_it(cuda, size):
     inbox = Inbox(cuda, 16 * size)
     slots = inbox.memory.view(np.int64).reshape(2, size)
     slots.fill(-7)
+    xp.zeros((2, size), np.int64)[0] = slots[0]  # a kernel loaded below would wait for the device
     last = xp.cuda.runtime.getDeviceCount() - 1
     process = _sender(inbox, last, size)
     stream = xp.cuda.Stream(non_blocking=True)
