@@ -250,11 +250,6 @@ class EngineConfig:
             )
         if size == 1:
             return
-        if self.cuda_graphs and self.tensor_parallel_size > 1:
-            raise ConfigError(
-                f"cuda_graphs must be False or left out with pipeline_parallel_size={size} and "
-                f"tensor_parallel_size={self.tensor_parallel_size}; got True"
-            )
         try:
             if where is not None:
                 parse_address(where)

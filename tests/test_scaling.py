@@ -173,20 +173,15 @@ def test_a_pipeline_across_hosts_uses_the_network():
         Speed(_model(), Division(8, 2), host).token(1000).transfers for host in (16, 8)
     )
     constants = Constants()
-    sent = 2 * 8192  # bytes of two vectors
-    assert inside == pytest.approx(2 * constants.message_us + sent / constants.message_rate / 1e3)
-    more = constants.network_us + sent / constants.network_rate / 1e3
-    assert across == pytest.approx(inside + more)
+    sent = 2 * 8192 / 1e3  # KB of two vectors
+    assert inside == pytest.approx(2 * constants.stage_us + sent / find_card("h200").link_rate)
+    messages = 2 * constants.message_us + sent / constants.message_rate
+    network = constants.network_us + sent / constants.network_rate
+    assert across == pytest.approx(messages + network)
 
 
-def test_single_gpus_of_a_host_are_linked():
-    """Their activations take another way, and as many groups as stages keep them at work."""
-    speed = _speed(Division(pipeline=2))
-    constants = Constants()
-    sent = 2 * 8192 / find_card("h200").link_rate / 1e3
-    assert speed.token(1000).transfers == pytest.approx(2 * constants.stage_us + sent)
-    apart = Speed(_model(), Division(pipeline=2), 1)
-    assert apart.token(1000).transfers > 2 * constants.message_us
+def test_as_many_groups_as_stages_keep_linked_stages_at_work():
+    speed, apart = (Speed(_model(), Division(pipeline=2), host) for host in (2, 1))
     work = Workload(256)
     weights = [each.requests(work, 256)[1].weights for each in (speed, apart)]
     assert weights[1] == pytest.approx(1.5 * weights[0], rel=0.1)

@@ -237,13 +237,12 @@ def resolve(
 
 
 def can_link(config: EngineConfig, *, is_cuda: bool) -> bool:
-    """Tell whether pipeline stages may be linked (`engine.distributed.links`).
+    """Tell whether pipeline stages may be linked: they use GPUs of this host.
 
-    Each is one GPU of this host.
+    See `engine.distributed.links`.
     """
     is_local = config.pipeline_address is None and config.distributed_executor_backend != "ray"
-    has_stages = config.pipeline_parallel_size > 1 and config.tensor_parallel_size == 1
-    return is_cuda and is_local and has_stages
+    return is_cuda and is_local and config.pipeline_parallel_size > 1
 
 
 def default_budget(
@@ -356,9 +355,6 @@ def _or_default(
 
 def _has_graphs(config: EngineConfig, model: ServedModel, reasons: dict[str, str]) -> bool:
     device = model.device
-    if config.cuda_graphs is None and model.num_stages > 1 and model.num_ranks > 1:
-        reasons["cuda_graphs"] = "False: there are several pipeline stages of several ranks"
-        return False
     # TODO(37): tests/distributed/test_cuda.py fails with both on two GPUs, for a reason not known.
     if device.is_cuda and model.num_ranks > 1 and model.kernels.overrides:
         if config.cuda_graphs:

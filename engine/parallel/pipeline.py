@@ -332,11 +332,12 @@ class PipelinedModel(Model):
         return self.own.local_model
 
     def share_graphs(self, graphs: DecodeGraphs, max_model_len: int, max_draft_tokens: int) -> None:
-        """Let the other stages begin to capture graphs for the same steps."""
+        """Let the other stages, and the ranks of this one, begin to capture the same graphs."""
         assert self._pages is not None
         size = self._pages.geometry.block_size
         numbers = [*graphs.table_shape, size, max_model_len, 1, 1 + max_draft_tokens]
         self.group.send("capturing graphs", CAPTURE, numbers)
+        self.own.share_graphs(graphs, max_model_len, max_draft_tokens)
 
     def wait_for_graphs(self) -> None:
         """Wait until they have captured them: the first step would count that as its own time."""

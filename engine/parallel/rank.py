@@ -267,13 +267,13 @@ class RankWorker:
         self._graphs.capture()
 
     def _graph(self, numbers: list[int], arrays: list[Any]) -> None:
-        step, size, max_context_len, query_len, is_tree, has_adapters = numbers
+        step, size, max_context_len, query_len, is_tree, has_adapters, has_delta = numbers
         self._group.set_doing(f"step {step} ({size * query_len} tokens, as a graph)")
         if self._graphs is None:
             raise RankError(f"rank {self._group.rank} was told of a graph before it had any")
         kinds = self._model.adapter_kinds if has_adapters else ()
-        key = GraphKey(size, max_context_len, query_len, bool(is_tree), kinds)
-        self._graphs.follow(key, arrays[0])
+        key = GraphKey(size, max_context_len, query_len, bool(is_tree), kinds, bool(has_delta))
+        self._graphs.repeat_or_follow(key, arrays[0])
 
     def _the_pages(self, which: int = 0) -> KVCache:
         if which not in self._pages:

@@ -330,13 +330,15 @@ class StageWorker:
         with model.kernels.loading(), model.kernels.active():
             has_states = self._pages.num_slots > 0
             self._graphs = stage_graphs(
-                model,
+                model.local_model,
                 self._pages.layers,
                 numbers,
                 self._feature_layers,
                 has_states=has_states,
                 last_ids=None if self._links is None else self._links.last_ids,
             )
+            *_, max_model_len, least, most = numbers
+            model.share_graphs(self._graphs, max_model_len, most - least)
             self._graphs.capture()
         self._connection.send(ANSWER)
 

@@ -344,11 +344,17 @@ class StageGroup:
         try:
             self._peers[stage].connection.send(kind, numbers, arrays)
         except OSError as error:
-            self._find_failure(2 * _GRACE_SECONDS)
+            self.find_failure(2 * _GRACE_SECONDS)
             raise self.fail(f"the connection to stage {stage} was lost: {error}") from error
 
-    def _find_failure(self, seconds: float) -> None:
-        """Wait for the cause of a lost connection: last words, or the end of a process."""
+    def find_failure(self, seconds: float) -> None:
+        """Wait for the cause of what has gone wrong: last words, or the end of a process.
+
+        Raises
+        ------
+        RankError
+            Names it, if it is known within `seconds`.
+        """
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             self.check()

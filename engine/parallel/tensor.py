@@ -341,7 +341,9 @@ class TensorParallelModel(Model):
     @property
     def local_model(self) -> Model:
         """This rank's shard, whose steps are not announced."""
-        return Model(self.decoder, self.load_config, self.source)
+        shard = Model(self.decoder, self.load_config, self.source)
+        shard.num_stages = self.num_stages
+        return shard
 
     def share_graphs(self, graphs: DecodeGraphs, max_model_len: int, max_draft_tokens: int) -> None:
         """Let the workers capture the same graphs, and replay them when rank 0 does."""
@@ -400,7 +402,7 @@ class TensorParallelModel(Model):
     def _announce_graph(self, key: GraphKey, staged: Any) -> None:
         self._num_steps += 1
         numbers = [key.size, key.max_context_len, key.query_len, int(key.is_tree)]
-        numbers.append(int(bool(key.adapters)))
+        numbers += [int(bool(key.adapters)), int(key.has_delta)]
         what = f"step {self._num_steps} ({key.num_tokens} tokens, as a graph)"
         self.driver.send(what, GRAPH, [self._num_steps, *numbers], [staged])
 

@@ -33,6 +33,8 @@ from engine.scheduler.output import ScheduleOutput
 
 __all__ = ["PipelinedRunner", "make_runner"]
 
+_FAILURE_SECONDS = 2.0  # time in which a stage reports that one of its ranks has died
+
 
 class _Announced(NamedTuple):
     """A step that this stage has not computed yet."""
@@ -115,7 +117,8 @@ class PipelinedRunner(ModelRunner):
         Raises
         ------
         RankError
-            If the stages are linked, and the step does not end in `collective_timeout` seconds.
+            If a rank or another stage has failed; with links, also if the step does not end in
+            `collective_timeout` seconds.
         """
         if self.is_linked:
             return self._read_linked(step, timeout)
@@ -128,12 +131,16 @@ class PipelinedRunner(ModelRunner):
     def _read_linked(self, step: LaunchedStep, timeout: float | None) -> StepResult:
         group = self._stages.group
         try:
-            return super().read(step, min(group.timeout, timeout or group.timeout))
+            result = super().read(step, min(group.timeout, timeout or group.timeout))
         except StepTimeoutError as error:
             if timeout is not None and timeout < group.timeout:
                 raise
             doing = f"a step did not end within {group.timeout:g} s{group.describe()}"
             raise group.fail(doing) from error
+        if result.failed and self._stages.num_ranks > 1:
+            # Activations are NaN if a rank of another stage has died: its stage says so soon.
+            group.find_failure(_FAILURE_SECONDS)
+        return result
 
     def release(self, requests: Iterable[Request]) -> None:
         """Release these requests' rows, after computing the announced steps that use them."""

@@ -220,16 +220,21 @@ class StageGraphs(DecodeGraphs):
     ) -> tuple[GraphKey, StagingBuffer]:
         """Copy a staged step and its activations to the static inputs; return its key here."""
         buffer = self._inputs.load(data)
-        if entering is None:
-            return replace(key, has_delta=False), buffer
+        key = replace(key, has_delta=entering is not None and entering[0] is not None)
+        if entering is not None:
+            self._load_entering(entering, num_tokens, key.num_tokens)
+        if self.on_send is not None:
+            self.on_send(key, data)
+        return key, buffer
+
+    def _load_entering(self, entering: Entering, num_tokens: int, num_padded: int) -> None:
         for array, given in zip(self._entering, entering, strict=True):
             if given is not None:
                 # Flat: of one row, CuPy would compile a kernel instead of copying memory.
                 array[:num_tokens].reshape(-1)[:] = given.reshape(-1)
                 # Layers write to these arrays: what they leave for padding would grow step by step.
-                padding = array[num_tokens : key.num_tokens]
+                padding = array[num_tokens:num_padded]
                 padding.view(f"u{padding.itemsize}").fill(0)  # any device can fill integers
-        return replace(key, has_delta=entering[0] is not None), buffer
 
     def _guessed(self, key: GraphKey) -> GraphKey:
         is_fused = getattr(self._model.decoder.layers[0], "is_fused", lambda num_tokens: False)

@@ -84,8 +84,8 @@ class Speed:
 
     @property
     def _is_linked(self) -> bool:
-        """Whether stages are single GPUs of one host, which write into each other's memory."""
-        return self.division.tensor == 1 and self.division.pipeline <= self.gpus_per_host
+        """Whether all stages are on one host, where they write into each other's memory."""
+        return self.division.tensor * self.division.pipeline <= self.gpus_per_host
 
     def stage_times(self, step: Step) -> list[Terms]:
         """Return the time of each pipeline stage, including the transfer to the next one."""

@@ -219,11 +219,12 @@ def test_drafts_with_stages(method, deterministic, cuda_graphs):
 
 @pytest.mark.parametrize("options", [{}, {"config": MOE, "enable_expert_parallel": True}])
 @pytest.mark.parametrize(("ranks", "stages"), [(2, 2), (4, 1), (1, 4), (4, 2), (2, 4), (4, 4)])
-def test_ranks_and_stages_together(ranks, stages, options, shared_gpus):
+@pytest.mark.parametrize("cuda_graphs", [False, True])
+def test_ranks_and_stages_together(ranks, stages, options, cuda_graphs, shared_gpus):
     """Every combination has the tokens of one GPU."""
     if ranks == 1:
         options = {key: value for key, value in options.items() if key == "config"}
-    common = {"dtype": "float32", "deterministic": True, "cuda_graphs": False}
+    common = {"dtype": "float32", "deterministic": True, "cuda_graphs": cuda_graphs}
     common |= {"config": options.get("config", CONFIG), "collective_timeout": 60.0}
     found = _tokens(ranks, pipeline_parallel_size=stages, **{**common, **options})
     assert found == _tokens(1, **common)

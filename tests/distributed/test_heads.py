@@ -88,6 +88,7 @@ def test_drafts_and_tokens(request, head, deterministic, is_async, has_graphs):
         ("mtp", (2, 1), True, False),
         ("mtp", (3, 1), False, True),
         ("mtp", (2, 2), True, False),
+        ("mtp", (2, 2), True, True),
     ],
 )
 def test_stages(request, in_threads, head, sizes, is_async, has_graphs):

@@ -64,25 +64,25 @@ def test_what_is_launched_before_it_is_there_reads_it(cuda, size):
     slots.fill(-7)
     xp.zeros((2, size), np.int64)[0] = slots[0]  # a kernel loaded below would wait for the device
     last = xp.cuda.runtime.getDeviceCount() - 1
-    process = _sender(inbox, last, size)
     stream = xp.cuda.Stream(non_blocking=True)
-    for first in range(0, 20, 2):
-        found = xp.zeros((2, size), np.int64)
-        xp.cuda.get_current_stream().synchronize()
-        with stream:
+    with _sender(inbox, last, size) as process:
+        for first in range(0, 20, 2):
+            found = xp.zeros((2, size), np.int64)
+            xp.cuda.get_current_stream().synchronize()
+            with stream:
+                for step in (first, first + 1):
+                    inbox.wait(step + 1)
+                    found[step % 2] = slots[step % 2]
+                done = stream.record()
+            time.sleep(0.01)
+            assert not done.done
+            process.stdin.write(f"{first}\n{first + 1}\n")
+            stream.synchronize()
+            numbers = xp.arange(1, size + 1)
             for step in (first, first + 1):
-                inbox.wait(step + 1)
-                found[step % 2] = slots[step % 2]
-            done = stream.record()
-        time.sleep(0.01)
-        assert not done.done
-        process.stdin.write(f"{first}\n{first + 1}\n")
-        stream.synchronize()
-        numbers = xp.arange(1, size + 1)
-        for step in (first, first + 1):
-            assert bool((found[step % 2] == numbers * (step + 1)).all())
-    process.stdin.close()
-    assert process.wait(60) == 0
+                assert bool((found[step % 2] == numbers * (step + 1)).all())
+        process.stdin.close()
+        assert process.wait(60) == 0
 
 
 def test_abort_ends_waits_from_another_thread(cuda):

@@ -93,10 +93,10 @@ def test_ids_arrive_with_their_count(on_host):
 def test_which_stages_are_linked():
     one_host = {"pipeline_parallel_size": 2}
     assert can_link(EngineConfig(**one_host), is_cuda=True)
+    assert can_link(EngineConfig(**one_host, tensor_parallel_size=2), is_cuda=True)
     for others, is_cuda in (
         ({}, False),
         ({"pipeline_parallel_size": 1}, True),
-        ({"tensor_parallel_size": 2}, True),
         ({"pipeline_address": "10.0.0.1:29500"}, True),
         ({"distributed_executor_backend": "ray"}, True),
     ):
@@ -258,6 +258,29 @@ def test_a_closed_engine_keeps_no_links(in_threads):
     own = engine.model.links.handles[0]
     engine.close()
     assert own not in HostInbox.by_handle
+
+
+@linked
+def test_results_of_nothing_look_for_a_dead_rank(in_threads, monkeypatch):
+    """A rank of another stage that dies leaves NaN, long before its stage can say so."""
+    with make_engine(pipeline_parallel_size=2) as engine:
+        engine.add_request("a", [1, 2, 3], SamplingParams(max_tokens=12, temperature=0.0))
+        group, read = engine.model.group, ModelRunner.read
+
+        def failed(self, step, timeout=None):
+            result = read(self, step, timeout)
+            result.failed = {sequence.request: "NaN" for sequence in step.output.sequences}
+            return result
+
+        def say(seconds):
+            assert seconds > 0
+            raise group.fail("stage 0 failed; its last words: rank 1 was killed")
+
+        monkeypatch.setattr(ModelRunner, "read", failed)
+        monkeypatch.setattr(group, "find_failure", say)
+        monkeypatch.setattr(engine.model, "num_ranks", 2)
+        with pytest.raises(RankError, match="rank 1 was killed"):
+            run(engine)
 
 
 @linked

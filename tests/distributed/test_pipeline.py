@@ -572,10 +572,6 @@ def test_the_command_of_a_stage(monkeypatch, capsys):
     ("options", "message"),
     [
         ({"pipeline_parallel_size": 0}, r"pipeline_parallel_size must be a whole number in"),
-        (
-            {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "cuda_graphs": True},
-            "cuda_graphs must be False or left out with pipeline_parallel_size=2 and tensor_para",
-        ),
         ({"pipeline_address": "a:1"}, "pipeline_address must be left out with one stage"),
         (
             {"pipeline_parallel_size": 2, "pipeline_address": "nowhere"},

@@ -97,6 +97,20 @@ def test_every_kind_of_request(in_threads, alone, counts, stages, is_async, look
     assert counts[2] == (stages - 1) * (counts[0] + counts[1])
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(("ranks", "stages"), [(2, 2), (2, 3)])
+def test_ranks_of_stages(in_threads, alone, counts, ranks, stages, deterministic):
+    """The ranks of each stage, which are processes, follow its graphs."""
+    options = {"tensor_parallel_size": ranks, "deterministic": deterministic}
+    with _engine(stages, async_scheduling=True, max_num_batched_tokens=40, **options) as engine:
+        add_every_kind_of_request(engine)
+        found = run(engine)
+    if deterministic:
+        assert found == alone
+    assert found.keys() == alone.keys()
+    assert counts[0] + counts[1] > 20 and counts[2] == (stages - 1) * (counts[0] + counts[1])
+
+
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 def test_preemption_and_shared_prefixes(in_threads, counts, mode, is_async):
