@@ -253,6 +253,7 @@ def default_budget(
     weight_bytes: int,
     draft: DraftSizes | None = None,
     num_ranks: int = 1,
+    num_stages: int = 1,
 ) -> MemoryBudget:
     """Return the memory budget of an engine with default options, given `total` bytes.
 
@@ -267,10 +268,13 @@ def default_budget(
         Sized for `default_num_seqs(kind)` requests.
     num_ranks : int
         GPUs that share each layer; `model` is one rank's shard.
+    num_stages : int
+        Pipeline stages on one host; `model` is one stage's part.
     """
     seqs = default_num_seqs(kind)
     tokens = max(_BATCHED_TOKENS[kind], seqs)
     has_graphs = kind == "cuda"
+    slots = SlotShape.of(num_stages, 0, tokens, model.hidden_size, dtype)
     budget = MemoryBudget(
         total,
         0,
@@ -278,6 +282,7 @@ def default_budget(
         _activation_bytes(model, dtype, tokens, seqs, has_graphs),
         _UTILIZATION[kind],
         collectives=buffer_bytes(num_ranks) if kind == "cuda" else 0,
+        links=slots.num_bytes if kind == "cuda" and num_stages > 1 else 0,
     )
     return budget if draft is None else draft.added_to(budget, tokens, seqs, has_graphs)
 

@@ -27,7 +27,7 @@ __all__ = ["Inbox", "Outbox"]
 
 _COUNTER_BYTES = 256  # bytes of the counter at the head of the memory, with padding
 _LEAST_BYTES = 2 << 20  # smallest allocation; other processes map whole allocations of the driver
-_ABORTED = 2**31 - 1  # counter that ends every wait
+_ABORTED = 2**63 - 1  # counter that ends every wait
 _LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
 _IS_REACHED = 0  # CU_STREAM_WAIT_VALUE_GEQ
 
@@ -73,8 +73,8 @@ class Inbox:
         cupy.cuda.get_current_stream().synchronize()
         self.memory = whole[_COUNTER_BYTES : _COUNTER_BYTES + num_bytes]
         # Source of the counter that `abort` writes: it must stay pinned until the copy has ended.
-        self._host = cupy.cuda.alloc_pinned_memory(4)
-        np.frombuffer(self._host, np.int32, 1)[:] = _ABORTED
+        self._host = cupy.cuda.alloc_pinned_memory(8)
+        np.frombuffer(self._host, np.int64, 1)[:] = _ABORTED
         try:
             self.handle = bytes(runtime.ipcGetMemHandle(address))
         except runtime.CUDARuntimeError as error:
@@ -94,7 +94,7 @@ class Inbox:
         with cupy.cuda.Device(self._place.index):
             stream = cupy.cuda.Stream(non_blocking=True)
             kind = cupy.cuda.runtime.memcpyHostToDevice
-            cupy.cuda.runtime.memcpyAsync(self._address, self._host.ptr, 4, kind, stream.ptr)
+            cupy.cuda.runtime.memcpyAsync(self._address, self._host.ptr, 8, kind, stream.ptr)
             stream.synchronize()
 
 
@@ -158,14 +158,14 @@ def _unmap(place: Device, address: int) -> None:
 
 @cache
 def _stream_calls() -> tuple[Any, Any]:
-    """Return the driver's (wait, write) of 32-bit values; CuPy does not have them."""
+    """Return the driver's (wait, write) of 64-bit values; CuPy does not have them."""
     try:
         driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
-        calls = driver.cuStreamWaitValue32_v2, driver.cuStreamWriteValue32_v2
+        calls = driver.cuStreamWaitValue64_v2, driver.cuStreamWriteValue64_v2
     except (OSError, AttributeError) as error:
         raise DeviceError(f"the driver has no waits on a stream: {error}") from error
     for call in calls:
-        call.argtypes = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint
+        call.argtypes = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint
     return calls
 
 

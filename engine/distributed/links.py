@@ -18,7 +18,7 @@ import numpy as np
 from engine.device import Device
 from engine.distributed.inbox import Inbox, Outbox
 from engine.dtypes import np_dtype
-from engine.errors import DeviceError
+from engine.errors import ContractError, DeviceError
 
 __all__ = ["NO_LAST_IDS", "LastIds", "Links", "SlotShape", "joined"]
 __all__ += ["num_fused_tokens", "opened"]
@@ -159,10 +159,20 @@ class Links:
         """Send the delta or None, the residual stream and the features of a step, each (T, N).
 
         Later work on the current stream may overwrite them.
+
+        Raises
+        ------
+        ContractError
+            If they do not fit a slot.
         """
         assert self._next is not None
         for index, array in enumerate(activations):
             if array is not None:
+                if array.shape[0] > self._shape.max_tokens:
+                    raise ContractError(
+                        f"activations must have at most {self._shape.max_tokens} tokens, which "
+                        f"the links hold; got {array.shape[0]}"
+                    )
                 self._next.write(self._shape.offset(step, index), array)
         self._next.post(step)
 

@@ -29,6 +29,7 @@ from engine.runner.model_runner import LaunchedStep, ModelRunner, note_replayed
 from engine.runner.request_rows import IntArray
 from engine.runner.result import StepResult
 from engine.runner.stage_graphs import StagedStep, StageGraphs
+from engine.runner.transfer import DeviceToHostCopy
 from engine.scheduler.output import ScheduleOutput
 
 __all__ = ["PipelinedRunner", "make_runner"]
@@ -109,6 +110,9 @@ class PipelinedRunner(ModelRunner):
         self._announced.append(_Announced(step, inputs, staged))
         if self.is_linked:
             self._compute_oldest()
+            if output.sequences and step.tokens is None:
+                # A step that was read must have ended: its slot belongs to a later one then.
+                step.ended = DeviceToHostCopy(self.model.device, {})
         return step
 
     def read(self, step: LaunchedStep, timeout: float | None = None) -> StepResult:
@@ -130,8 +134,11 @@ class PipelinedRunner(ModelRunner):
 
     def _read_linked(self, step: LaunchedStep, timeout: float | None) -> StepResult:
         group = self._stages.group
+        limit = min(group.timeout, timeout or group.timeout)
         try:
-            result = super().read(step, min(group.timeout, timeout or group.timeout))
+            if step.ended is not None:
+                step.ended.wait(limit)
+            result = super().read(step, limit)
         except StepTimeoutError as error:
             if timeout is not None and timeout < group.timeout:
                 raise

@@ -37,7 +37,8 @@ class PlanRow:
     reason : str
         Reason why the division is impossible; "" if it is possible.
     weights, activations, collectives, pages : int
-        Bytes on the fullest GPU; `pages` is negative if the rest does not fit.
+        Bytes on the fullest GPU: `collectives` includes what the previous stage writes; `pages` is
+        negative if the rest does not fit.
     states : int
         Bytes of the state slots of recurrent layers on that GPU.
     max_num_seqs : int
@@ -297,12 +298,13 @@ def _memory(model: StepModel, division: Division, max_model_len: int, max_num_se
             model.card.memory,
             weights,
             num_ranks=division.tensor,
+            num_stages=division.pipeline,
         )
         geometry = KVGeometry.of_model(local, model.dtype, _BLOCK)
         (budget, seqs) = budget_with_states(budget, geometry, max_num_seqs)
         per_token = max(1, geometry.bytes_per_token * model.page_itemsize // 2)
         tokens = max(0, budget.left) // (per_token * _BLOCK) * _BLOCK
-        sizes = budget.activations, budget.collectives, budget.left
+        sizes = budget.activations, budget.collectives + budget.links, budget.left
         row = PlanRow(division, "", weights, *sizes, budget.states, seqs, tokens)
         found.append((budget.left / per_token, index, row))
     return min(found)[2]

@@ -64,11 +64,11 @@ class HostInbox:
             assert self.changed.wait_for(lambda: self.count >= count, 60.0), "nobody has posted"
 
     def abort(self):
-        self.post(2**31 - 1)
+        self.post(2**63 - 1)
 
     def post(self, count):
         with self.changed:
-            assert count > self.count or self.count == 2**31 - 1, "a count must grow"
+            assert count > self.count or self.count == 2**63 - 1, "a count must grow"
             self.count = max(self.count, count)
             self.changed.notify_all()
 

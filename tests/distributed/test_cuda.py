@@ -152,6 +152,38 @@ def test_tokens_of_two_pipeline_stages_are_those_of_one_gpu(
         assert engine.runner.is_linked == is_linked
 
 
+def test_a_slow_last_stage_is_waited_for():
+    """The chunks of a prompt sample nothing; the first stage must not overwrite those not read."""
+    prompt = [i * i % 997 for i in range(450)]
+    params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+    found = {}
+    for stages in (1, 2):
+        options = {"max_num_batched_tokens": 16, "dtype": "float32", "deterministic": True}
+        with _engine(1, pipeline_parallel_size=stages, **options) as engine:
+            if stages > 1:
+                _slow_down(engine.model.own)
+            engine.add_request("a", prompt, params)
+            while engine.has_unfinished_requests():
+                for output in engine.step():
+                    found[stages] = output.outputs[0].token_ids
+    assert found[2] == found[1] and len(found[2]) == 8
+
+
+def _slow_down(model):
+    """Let the device do nothing for some milliseconds before each step of this model."""
+    cupy = device.cupy()
+    code = """extern "C" __global__ void pause() {
+        for (long long start = clock64(); clock64() - start < 8000000;) {}
+    }"""
+    pause, forward = cupy.RawKernel(code, "pause"), model.forward
+
+    def slow(batch, pages):
+        pause((1,), (1,), ())
+        return forward(batch, pages)
+
+    model.forward = slow
+
+
 @pytest.mark.parametrize("is_stopped", [False, True])
 def test_a_stage_that_dies_or_stops_ends_the_engine(is_stopped):
     """Though this device waits for its activations, and the others for its memory."""

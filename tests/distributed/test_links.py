@@ -16,7 +16,7 @@ from engine.device import CPU
 from engine.distributed import links
 from engine.distributed.links import Links, SlotShape, num_fused_tokens
 from engine.engine_config import EngineConfig
-from engine.errors import DeviceError, RankError, StepTimeoutError
+from engine.errors import ContractError, DeviceError, RankError, StepTimeoutError
 from engine.parallel.pipeline import PipelinedModel
 from engine.runner.model_runner import ModelRunner
 from engine.scheduler.spreading import chained_not_due
@@ -78,6 +78,13 @@ def test_activations_arrive_by_step(on_host):
     # One token of a graph for two: the previous stage has computed a delta.
     first.send(7, [arrays[:1] for arrays in sent[6]])
     np.testing.assert_array_equal(last.receive(7, 1, 2)[0], sent[6][0][:1])
+
+
+def test_more_tokens_than_a_slot_holds_are_refused(on_host):
+    first, _ = _connected(SlotShape.of(2, 0, 8, 16, "float32"))
+    rows = np.zeros((9, 16), np.float32)
+    with pytest.raises(ContractError, match=r"at most 8 tokens, which the links hold; got 9"):
+        first.send(1, [rows, rows])
 
 
 def test_ids_arrive_with_their_count(on_host):
