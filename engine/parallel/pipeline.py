@@ -244,9 +244,9 @@ class PipelinedModel(Model):
         step, count = self._announced[0]
         if count != num_tokens:
             raise RankError(f"step {step} has {count} tokens; got {num_tokens}")
+        self.device.activate()
         if self.links is None:
             sent = self.group.activations(step)
-            self.device.activate()
             received = from_wire(self.device, self.dtype, sent)
         else:
             received = self.links.receive(step, num_tokens, num_padded or num_tokens)

@@ -134,13 +134,13 @@ class PipelinedRunner(ModelRunner):
 
     def _read_linked(self, step: LaunchedStep, timeout: float | None) -> StepResult:
         group = self._stages.group
-        limit = min(group.timeout, timeout or group.timeout)
+        limit = group.timeout if timeout is None else min(group.timeout, timeout)
         try:
             if step.ended is not None:
                 step.ended.wait(limit)
             result = super().read(step, limit)
         except StepTimeoutError as error:
-            if timeout is not None and timeout < group.timeout:
+            if limit < group.timeout:
                 raise
             doing = f"a step did not end within {group.timeout:g} s{group.describe()}"
             raise group.fail(doing) from error

@@ -202,8 +202,7 @@ def test_a_stage_that_dies_or_stops_ends_the_engine(is_stopped):
             engine.step()
     engine.close()
     assert time.monotonic() - start < seconds + 8
-    free, total = device.cupy().cuda.runtime.memGetInfo()
-    assert free > 0.2 * total  # the device answers
+    assert int(device.cupy().arange(10).sum()) == 45  # the device answers
 
 
 @pytest.mark.parametrize("config", [CONFIG, MOE], ids=["dense", "experts"])
