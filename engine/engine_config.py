@@ -135,7 +135,8 @@ class EngineConfig:
         "HOST:PORT" that stages on other hosts connect to (`engine stage`); the engine then starts
         none itself.
     collective_timeout : float
-        Seconds after which a collective that some process has not joined ends all processes.
+        Seconds after which a collective that some process has not joined, or a step of pipeline
+        stages that has not ended, ends all processes.
     lora_modules : mapping of str to str, or sequence of str, optional
         LoRA adapters to read at the start (`load`'s `enable_lora`): name -> path, or "NAME=PATH".
     debug : bool, optional
@@ -233,6 +234,11 @@ class EngineConfig:
         object.__setattr__(self, "logits_processors", processors)
         object.__setattr__(self, "lora_modules", _modules(self.lora_modules))
         self._check_pipeline()
+
+    @property
+    def is_one_host(self) -> bool:
+        """Whether this process starts all ranks and stages on its host."""
+        return self.pipeline_address is None and self.distributed_executor_backend != "ray"
 
     def _check_pipeline(self) -> None:
         """Reject options that contradict the number of pipeline stages."""

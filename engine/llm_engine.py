@@ -35,7 +35,7 @@ from engine.outputs import RequestOutput
 from engine.parallel.make_engine import make_engine
 from engine.request import Request
 from engine.runner.model_runner import LaunchedStep
-from engine.runner.pipelined_runner import PipelinedRunner, make_runner
+from engine.runner.pipelined_runner import make_runner
 from engine.runner.result import StepResult
 from engine.sampling_params import SamplingParams
 from engine.scheduler.admission import QueueFullError
@@ -137,11 +137,11 @@ class LLMEngine:
         # Steps in flight between two `step` calls: one with async scheduling, plus one per
         # additional pipeline stage.
         self._max_in_flight = int(config.async_scheduling) + model.num_stages - 1
-        is_linked = isinstance(self.runner, PipelinedRunner) and self.runner.is_linked
         # Whether a pipeline's step may follow one of the same requests that has not been read;
         # drafts are proposed for tokens that the host knows.
         has_drafts = config.speculative is not None
-        self._chains_steps = config.async_scheduling and is_linked and not has_drafts
+        is_async = config.async_scheduling
+        self._chains_steps = is_async and self.runner.is_linked and not has_drafts
         runs = model.kernels.runs  # a closed model is still counted
         self.collector = StatsCollector(
             model.expert_load, model.expert_runs, kernel_runs=lambda: dict(runs)

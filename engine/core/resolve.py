@@ -241,8 +241,7 @@ def can_link(config: EngineConfig, *, is_cuda: bool) -> bool:
 
     See `engine.distributed.links`.
     """
-    is_local = config.pipeline_address is None and config.distributed_executor_backend != "ray"
-    return is_cuda and is_local and config.pipeline_parallel_size > 1
+    return is_cuda and config.is_one_host and config.pipeline_parallel_size > 1
 
 
 def default_budget(

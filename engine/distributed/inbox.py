@@ -1,7 +1,7 @@
 """Device memory that another process of this host writes, and streams that wait for it.
 
 An `Inbox` is memory on one process's device, with a counter. The `Outbox` of another process copies
-arrays to it over NVLink or PCIe (CUDA IPC), and then sets the counter. Streams wait for the
+arrays to it (CUDA IPC; run over NVLink only), and then sets the counter. Streams wait for the
 counter, not hosts: the receiver can launch what reads an array long before it is there.
 
 The sender must not overwrite what the receiver still reads; the caller keeps them in step. While a
@@ -70,6 +70,7 @@ class Inbox:
         owned = cupy.cuda.UnownedMemory(address, size, None, place.index)
         whole = cupy.ndarray((size,), np.uint8, cupy.cuda.MemoryPointer(owned, 0))
         whole[:_COUNTER_BYTES].fill(0)
+        self.wait(0)  # raises if the device cannot
         cupy.cuda.get_current_stream().synchronize()
         self.memory = whole[_COUNTER_BYTES : _COUNTER_BYTES + num_bytes]
         # Source of the counter that `abort` writes: it must stay pinned until the copy has ended.
@@ -87,7 +88,7 @@ class Inbox:
         _check(wait(stream, self._address, count, _IS_REACHED), "wait for another GPU")
 
     def abort(self) -> None:
-        """End all waits, also later ones; callable from any thread."""
+        """End all waits, also later ones, unless the sender posts again; from any thread."""
         if not self.close.alive:
             return
         cupy = device.cupy()
@@ -125,6 +126,7 @@ class Outbox:
             raise DeviceError(message) from error
         self.close = weakref.finalize(self, _unmap, place, self._address)
         self.close.atexit = False
+        self.post(0)  # raises if the device cannot
 
     def write(self, offset: int, array: Any) -> None:
         """Copy a contiguous array to bytes from `offset` on, on the current stream."""

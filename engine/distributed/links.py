@@ -226,11 +226,18 @@ class Links:
             if inbox is not None:
                 inbox.abort()
 
+    def disconnect(self) -> None:
+        """Unmap the memory of the other stages."""
+        for outbox in (self._next, self._first):
+            if outbox is not None:
+                outbox.close()
+
     def close(self) -> None:
-        """Free the memory; no stage may write to it any more."""
-        for box in (self._next, self._first, self._entering, self._ids):
-            if box is not None:
-                box.close()
+        """Free the memory; no stage may have it mapped any more, or have a process."""
+        self.disconnect()
+        for inbox in (self._entering, self._ids):
+            if inbox is not None:
+                inbox.close()
 
 
 def opened(

@@ -54,6 +54,7 @@ from engine.parallel.rank import batch_to_message, fingerprint, num_threads, pag
 from engine.parallel.stage import (
     ADAPTERS,
     CAPTURE,
+    DROP,
     EXPERTS,
     FEATURES,
     GRAPH,
@@ -157,7 +158,8 @@ class PipelinedModel(Model):
             error = joined(links, b"", ids[0], min(plain))
         if reason := next(filter(None, [error, *errors]), ""):
             _LOG.warning("activations go through host memory, since %s", reason)
-            self.group.send("dropping links", JOIN)
+            for are_unmapped in (0, 1):
+                self.group.ask("dropping links", DROP, [are_unmapped])
             if links is not None:
                 links.close()
             return False
@@ -166,10 +168,6 @@ class PipelinedModel(Model):
         self.group.on_ending = links.abort
         return True
 
-    def post_ids(self, last_ids: Any) -> int:
-        """Send the ids just sampled to the first stage; see `Links.post_ids`."""
-        return 0 if self.links is None else self.links.post_ids(last_ids)
-
     # ---- steps
 
     def announce(
@@ -177,7 +175,7 @@ class PipelinedModel(Model):
     ) -> None:
         """Announce a step to the other stages: its block moves, and its batch if it has one.
 
-        This stage executes both later, in the same order.
+        This stage executes both afterwards, in the same order.
 
         Parameters
         ----------
@@ -359,8 +357,8 @@ class PipelinedModel(Model):
     def write_adapter(self, adapter: LoraAdapter, slot: int) -> None:
         """Copy an adapter to a slot in all stages.
 
-        This stage may not have computed all announced steps yet: none of them uses the slot, since
-        the request that did has been released.
+        Steps in flight may still use the slot, for a request that has ended: they were launched
+        before, and streams keep the order. Steps that this stage has not launched do not use it.
         """
         self._adapters.write(adapter, slot)
         self.own.write_adapter(adapter, slot)
@@ -596,8 +594,7 @@ def _group(config: EngineConfig, is_cuda: bool) -> StageGroup:
         else:
             where = f"{group.address[0]}:{group.address[1]}"
             print(f"engine: waiting for {size - 1} stages at {where}", file=sys.stderr)
-        is_local = placed is None and config.pipeline_address is None
-        group.wait_for_stages(_LOCAL_SECONDS if is_local else _REMOTE_SECONDS)
+        group.wait_for_stages(_LOCAL_SECONDS if config.is_one_host else _REMOTE_SECONDS)
     except BaseException:
         group.end()
         raise
@@ -625,8 +622,7 @@ def _gpus(config: EngineConfig, place: Device) -> list[list[int]]:
     size = config.pipeline_parallel_size
     num_ranks = config.tensor_parallel_size
     first = list(range(num_ranks))
-    is_local = config.pipeline_address is None and config.distributed_executor_backend != "ray"
-    if not (is_local and place.is_cuda):
+    if not (config.is_one_host and place.is_cuda):
         return [first] * size
     count = place.xp.cuda.runtime.getDeviceCount()
     if count < size * num_ranks:

@@ -58,7 +58,7 @@ READY, ANSWER = range(5, 7)  # from a stage to the engine
 # From the engine to the stages.
 WELCOME, PLAN, PREPARE, SHARE, STEP, EXPERTS, ADAPTERS, CAPTURE, GRAPH = range(7, 16)
 ADAPTER_READ = 16  # from a stage to the engine, at any time
-FEATURES, OPEN, JOIN = range(17, 20)  # from the engine to the stages
+FEATURES, OPEN, JOIN, DROP = range(17, 21)  # from the engine to the stages
 
 _RETRY_SECONDS = 0.2  # pause between connection attempts
 _WAIT_SECONDS = 0.5  # wait for a message before checking the other processes
@@ -149,7 +149,7 @@ class StageWorker:
         self._previous: Peer | None = None  # the stage that sends this one its input
         self._link: Connection | None = None  # connection to the next stage
         self._sender: ActivationSender | None = None
-        self._links: Links | None = None  # take the place of both, if the stages share a host
+        self._links: Links | None = None  # in place of `_previous` and `_sender`
         self._model: Model | None = None
         self._adapters: HeldAdapters | None = None
         self._pages: KVCache | None = None
@@ -174,6 +174,7 @@ class StageWorker:
             FEATURES: self._keep_features,
             OPEN: self._open_links,
             JOIN: self._join_links,
+            DROP: self._drop_links,
         }
 
     def run(self) -> None:
@@ -201,9 +202,9 @@ class StageWorker:
             self._close()
             if self._model is not None:
                 self._model.close()
+            self._has_ended = True  # until now `_beat` ends a process that hangs
 
     def _close(self) -> None:
-        self._has_ended = True
         previous = self._previous.connection if self._previous is not None else None
         ends = self._sender, self._listener, self._adapters
         for each in (self._connection, previous, self._link, *ends):
@@ -373,18 +374,26 @@ class StageWorker:
         )
         if self._links is not None and self._links.last_ids is not None:
             # CuPy compiles indexing by an array on first use: trigger it now, not in a step.
-            first = model.device.xp.zeros(1, np.int64)
-            self._links.last_ids[first] = self._links.last_ids[first]
+            for count in (1, 2):  # it has other kernels for one id
+                rows = model.device.xp.zeros(count, np.int64)
+                self._links.last_ids[rows] = self._links.last_ids[rows]
         num_plain = num_fused_tokens(model.decoder.layers, max_tokens)
         handles = (b"", b"") if self._links is None else self._links.handles
         sent = [np.frombuffer(handle, np.uint8) for handle in handles]
         self._connection.send(ANSWER, [num_plain], [*sent, to_text(error)])
 
-    def _join_links(self, numbers: list[int], arrays: list[Any]) -> None:
-        """Map the next stage's memory; without arrays, drop the links."""
-        if not arrays:
+    def _drop_links(self, numbers: list[int], arrays: list[Any]) -> None:
+        """Unmap the next stage's memory, and once all stages have, free this one's."""
+        [are_unmapped] = numbers
+        if self._links is not None and not are_unmapped:
+            self._links.disconnect()
+        elif self._links is not None:
+            self._links.close()
             self._links = None
-            return
+        self._connection.send(ANSWER)
+
+    def _join_links(self, numbers: list[int], arrays: list[Any]) -> None:
+        """Map the next stage's memory."""
         self._doing = "joining links"
         assert self._links is not None
         num_plain = min(numbers[: self._stage], default=0)

@@ -50,7 +50,8 @@ class StageGroup:
     address : (host, port)
         Address to listen on; port 0 picks a free port.
     timeout : float
-        Seconds after which a stage that does not send its activations counts as stuck.
+        Seconds after which a stage that does not send its activations, or with links a step that
+        does not end, counts as stuck.
 
     Attributes
     ----------
@@ -59,7 +60,7 @@ class StageGroup:
     on_end : callable
         Called when the group has ended, after its connections.
     on_ending : callable
-        Called once before they are closed, from any thread.
+        Called before they are closed, from any thread, and when the processes have ended.
 
     Raises
     ------
@@ -298,15 +299,19 @@ class StageGroup:
             if self._is_closing:
                 return
             self._is_closing = True
-            with contextlib.suppress(Exception):  # the device may have failed
-                self.on_ending()
+            self._call_on_ending()
             self._listener.close()
             for peer in (*self._peers.values(), *filter(None, [self._link])):
                 peer.connection.close()
             end_processes(self._processes.values(), _END_SECONDS)
+            self._call_on_ending()  # until now they could undo it
             self.on_end()
 
     # ---- helpers
+
+    def _call_on_ending(self) -> None:
+        with contextlib.suppress(Exception):  # the device may have failed
+            self.on_ending()
 
     def _accept(self, connection: Connection) -> None:
         """Accept a stage's connection: HELLO opens the one for messages, LINK for activations."""

@@ -138,8 +138,11 @@ class ModelRunner:
     features : FeatureTap
         Passes on the inputs of these layers.
     adapters : AdapterPlaces
+    is_linked : bool
+        Whether it is the last stage of a pipeline whose GPUs are linked.
     """
 
+    is_linked = False
     _graphs_type: type[DecodeGraphs] = DecodeGraphs
     _tap_type: type[FeatureTap] = FeatureTap
 

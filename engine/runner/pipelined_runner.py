@@ -52,11 +52,6 @@ class PipelinedRunner(ModelRunner):
     ----------
     max_num_batched_tokens : int
         Maximum tokens per step.
-
-    Attributes
-    ----------
-    is_linked : bool
-        Whether a step may follow one whose ids only the devices know.
     """
 
     _graphs_type = StageGraphs
@@ -66,7 +61,7 @@ class PipelinedRunner(ModelRunner):
         super().__init__(model, *args, **options)
         self._stages = model
         num_rows = len(self._table.owners)
-        self.is_linked: bool = model.link(num_rows, max_num_batched_tokens)
+        self.is_linked = model.link(num_rows, max_num_batched_tokens)
         # Count to wait for before the first stage may read a row's last id; see `Links.post_ids`.
         self._posted = np.zeros(num_rows, np.int64)
         # Steps announced but not yet computed by this stage; oldest first.
@@ -144,8 +139,8 @@ class PipelinedRunner(ModelRunner):
                 raise
             doing = f"a step did not end within {group.timeout:g} s{group.describe()}"
             raise group.fail(doing) from error
-        if result.failed and self._stages.num_ranks > 1:
-            # Activations are NaN if a rank of another stage has died: its stage says so soon.
+        if result.failed and not result.token_ids and self._stages.num_ranks > 1:
+            # All logits are NaN if a rank of another stage has died: its stage says so soon.
             group.find_failure(_FAILURE_SECONDS)
         return result
 
@@ -182,7 +177,8 @@ class PipelinedRunner(ModelRunner):
                     self._note_ids(staged.rows, staged.positions)
             if inputs is not None:
                 self._compute(step, inputs)
-                self.sample(step)  # the host knows all earlier ids; the next step may be a graph
+                # The host knows all ids that sampling needs; the next step may be a graph.
+                self.sample(step)
         self._announced.popleft()
 
     def _sample(
@@ -202,7 +198,7 @@ class PipelinedRunner(ModelRunner):
         `positions` (B,): of the ids in their sequences; -1: the host sends the next step's.
         """
         if self.is_linked:
-            self._posted[rows] = self._stages.post_ids(self._table.last_ids)
+            self._posted[rows] = self._stages.links.post_ids(self._table.last_ids)
         self._table.last_positions[rows] = positions if self.is_linked else -1
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -78,8 +79,7 @@ class StageGraphs(DecodeGraphs):
         self._loaded: GraphKey | None = None  # non-plain step in the static inputs
         max_size = self._sizes[-1]
         max_query_len = max(options["query_lens"])
-        # Steps are staged long before this stage sends them, so not in buffers for copies.
-        self._staging = GraphInputs(CPU, table, sampling, max_size, max_query_len)
+        self._staging_sizes = sampling, max_size, max_query_len
         self._entering: Entering = (None, None)
         if self._stage.is_first:
             return
@@ -91,6 +91,11 @@ class StageGraphs(DecodeGraphs):
             size: [self._guessed(key) for key in keys] for size, keys in self._by_size.items()
         }
         self._keys = [self._guessed(key) for key in self._keys]
+
+    @cached_property
+    def _staging(self) -> GraphInputs:
+        # Steps are staged long before this stage sends them, so not in buffers for copies.
+        return GraphInputs(CPU, self._table, *self._staging_sizes)
 
     # ---- in the engine's process
 

@@ -21,7 +21,7 @@ __all__ = ["DeviceToHostCopy", "HostToDeviceCopy", "PinnedArrays"]
 
 _ALIGNMENT = 16  # bytes; alignment of every array in a copy
 _POLL_SECONDS = 0.0002
-_NUM_TURNS = 3  # buffers in rotation; enough that no step in flight has to wait for one
+_NUM_TURNS = 3  # buffers in rotation; one more than steps in flight without pipeline stages
 
 
 class _PinnedBuffers:

@@ -257,7 +257,7 @@ def _fitting_row(speed: Speed, work: Workload, max_model_len: int, max_num_seqs:
         division.check(model.config, speed.gpus_per_host, FORMATS.get(model.quantization or ""))
     except ConfigError as error:
         return PlanRow(division, str(error))
-    row = _memory(model, division, max_model_len, max_num_seqs)
+    row = _memory(speed, max_model_len, max_num_seqs)
     if row.pages < 0:
         return replace(row, reason=f"does not fit: {format_bytes(-row.pages)} a GPU are missing")
     if row.num_tokens < work.prompt[1] + work.output[1]:
@@ -285,8 +285,10 @@ def _with_throughput(row: PlanRow, speed: Speed, work: Workload, prompt_len: int
     )
 
 
-def _memory(model: StepModel, division: Division, max_model_len: int, max_num_seqs: int) -> PlanRow:
+def _memory(speed: Speed, max_model_len: int, max_num_seqs: int) -> PlanRow:
     """Return the memory of the fullest GPU: in the stage whose pages hold the fewest tokens."""
+    model = speed.model
+    division = speed.division
     found = []
     for index, local in enumerate(stages(model.config, division)):
         weights = _stage_weights(model, local, index, division) + rope_bytes(local, max_model_len)
@@ -298,7 +300,7 @@ def _memory(model: StepModel, division: Division, max_model_len: int, max_num_se
             model.card.memory,
             weights,
             num_ranks=division.tensor,
-            num_stages=division.pipeline,
+            num_stages=division.pipeline if speed.is_linked else 1,
         )
         geometry = KVGeometry.of_model(local, model.dtype, _BLOCK)
         (budget, seqs) = budget_with_states(budget, geometry, max_num_seqs)

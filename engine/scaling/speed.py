@@ -83,7 +83,7 @@ class Speed:
         return stages(self.model.config, self.division)
 
     @property
-    def _is_linked(self) -> bool:
+    def is_linked(self) -> bool:
         """Whether all stages are on one host, where they write into each other's memory."""
         return self.division.tensor * self.division.pipeline <= self.gpus_per_host
 
@@ -91,7 +91,7 @@ class Speed:
         """Return the time of each pipeline stage, including the transfer to the next one."""
         count = len(self._stages)
         constants = self.model.constants
-        us = constants.stage_us if self._is_linked else constants.message_us
+        us = constants.stage_us if self.is_linked else constants.message_us
         found = []
         for index, local in enumerate(self._stages):
             is_last = index == count - 1
@@ -109,7 +109,7 @@ class Speed:
         constants = self.model.constants
         hidden = self.model.config.hidden_size
         num_bytes = 2 * step.num_tokens * hidden * itemsize(self.model.dtype)
-        rate = self.model.card.link_rate if self._is_linked else constants.message_rate
+        rate = self.model.card.link_rate if self.is_linked else constants.message_rate
         us = num_bytes / rate / 1e3
         if (stage + 1) * self.division.tensor % self.gpus_per_host == 0:  # on another host
             us += constants.network_us + num_bytes / constants.network_rate / 1e3
@@ -182,7 +182,7 @@ class Speed:
         host works ahead.
         """
         num_stages = self.division.pipeline
-        num_groups = num_stages if num_stages == 1 or self._is_linked else num_stages + 1
+        num_groups = num_stages if num_stages == 1 or self.is_linked else num_stages + 1
         count = min(num_groups, num_seqs)
         step = Step.decode(math.ceil(num_seqs / count), context)
         if count < num_stages:  # too few sequences to keep all stages busy

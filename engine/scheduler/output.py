@@ -27,7 +27,7 @@ class ScheduledSequence:
     is_sampled : bool
         Whether they include the sequence's last token, so that a new token is sampled.
     num_pending_tokens : int
-        Trailing tokens, drafts aside, whose ids only the device knows yet: 1 if the previous step,
+        Trailing tokens, drafts aside, whose ids only the device knows yet: 1 if an earlier step,
         still in flight, samples the id; otherwise 0.
     drafts : Drafts or None
         Tokens after the sequence's last one; only in a `DraftedSequence`. That last token and all

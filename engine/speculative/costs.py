@@ -76,7 +76,9 @@ class StepCosts:
         return np.maximum(first + share * (second - first), np.minimum(first, second))
 
 
-def measure_step_costs(runner: Any, query_lens: Sequence[int], max_num_seqs: int) -> StepCosts:
+def measure_step_costs(
+    runner: Any, query_lens: Sequence[int], max_num_seqs: int, max_num_batched_tokens: int
+) -> StepCosts:
     """Time decode steps of a runner before its first request; overwrites its first blocks.
 
     Parameters
@@ -84,14 +86,15 @@ def measure_step_costs(runner: Any, query_lens: Sequence[int], max_num_seqs: int
     runner : ModelRunner
     query_lens : sequence of int
         1, then the query lengths of the captured graphs, ascending.
-    max_num_seqs : int
-        Maximum number of sequences per step.
+    max_num_seqs, max_num_batched_tokens : int
+        Maximum number of sequences, and of tokens, per step.
     """
     if runner.graphs is not None:
         sizes = [n for n in _SIZES if n < max_num_seqs] + [max_num_seqs]
         seconds = [[graph_seconds(runner, n, length) for length in query_lens] for n in sizes]
         return StepCosts(sizes, query_lens, seconds)
     room = runner.kv_cache.num_blocks * runner.kv_cache.geometry.block_size
+    room = min(room, max_num_batched_tokens)
     lens = [n for n in _NUM_TOKENS if n <= max(1, min(room, max(query_lens)))]
     return StepCosts([1], lens, [[_forward_seconds(runner, n) for n in lens]])
 

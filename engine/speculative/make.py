@@ -53,7 +53,8 @@ def make_speculation(
     if runner.graphs is not None:
         graph_lens = sorted({key.query_len for key in runner.graphs.keys})
     lens = graph_lens or [1, 1 + config.num_tokens]
-    costs = measure_step_costs(runner, lens, scheduler.config.max_num_seqs)
+    limits = scheduler.config
+    costs = measure_step_costs(runner, lens, limits.max_num_seqs, limits.max_num_batched_tokens)
     controller = Controller(costs, graph_lens, is_adaptive=config.adaptive)
     return Speculation(
         config, guarded, scheduler, controller, overlaps=overlaps, is_pipelined=is_pipelined

@@ -64,12 +64,15 @@ class HostInbox:
             assert self.changed.wait_for(lambda: self.count >= count, 60.0), "nobody has posted"
 
     def abort(self):
-        self.post(2**63 - 1)
+        self._set(2**63 - 1)
 
     def post(self, count):
+        assert count > self.count or self.count == 2**63 - 1, "a count must grow"
+        self._set(count)  # also after an abort, as a device does
+
+    def _set(self, count):
         with self.changed:
-            assert count > self.count or self.count == 2**63 - 1, "a count must grow"
-            self.count = max(self.count, count)
+            self.count = count
             self.changed.notify_all()
 
     def close(self):

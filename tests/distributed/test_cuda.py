@@ -187,7 +187,7 @@ def _slow_down(model):
 @pytest.mark.parametrize("is_stopped", [False, True])
 def test_a_stage_that_dies_or_stops_ends_the_engine(is_stopped):
     """Though this device waits for its activations, and the others for its memory."""
-    seconds = 4.0
+    seconds = 3.0
     engine = _engine(1, pipeline_parallel_size=2, collective_timeout=seconds)
     assert engine.runner.is_linked
     engine.add_request("a", [1, 2, 3], SamplingParams(max_tokens=400, ignore_eos=True))
@@ -196,7 +196,8 @@ def test_a_stage_that_dies_or_stops_ends_the_engine(is_stopped):
     [pid] = engine.model.group.pids
     os.kill(pid, signal.SIGSTOP if is_stopped else signal.SIGKILL)
     start = time.monotonic()
-    message = "stage 0" if is_stopped else "stage 0 was killed by SIGKILL"
+    ends = rf"a step did not end within {seconds:g} s; stage 0 is in", "was killed by SIGKILL"
+    message = ends[0 if is_stopped else 1]
     with pytest.raises(RankError, match=message):
         while engine.has_unfinished_requests():
             engine.step()

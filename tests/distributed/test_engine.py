@@ -129,7 +129,9 @@ def test_steps_of_decode_graphs(num_drafts):
             limits = engine.config.scheduler
             engine.runner.capture_graphs(limits.max_model_len, limits.max_draft_tokens)
             # Speculation repeats steps to see what they cost.
-            measure_step_costs(engine.runner, sorted({1, 1 + num_drafts}), limits.max_num_seqs)
+            lens = sorted({1, 1 + num_drafts})
+            sizes = limits.max_num_seqs, limits.max_num_batched_tokens
+            measure_step_costs(engine.runner, lens, *sizes)
             for index in range(6):
                 params = SamplingParams(
                     max_tokens=20 + index,

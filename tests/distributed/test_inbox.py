@@ -100,6 +100,18 @@ def test_abort_ends_waits_from_another_thread(cuda):
     with stream:
         inbox.wait(2**40)
     stream.synchronize()
+    with _sender(inbox, 0, 1) as process:  # a later post undoes it
+        process.stdin.write("0\n")
+        process.stdin.close()
+        assert process.wait(60) == 0
+    with stream:
+        inbox.wait(1)
+        inbox.wait(2)
+        done = stream.record()
+    time.sleep(0.05)
+    assert not done.done
+    inbox.abort()
+    stream.synchronize()
     inbox.close()
     inbox.abort()  # nothing is left to wait for
 

@@ -224,23 +224,37 @@ def test_steps_follow_steps_not_read(in_threads, announced, num_requests, has_gr
 
 
 @linked
-def test_without_async_scheduling_the_host_knows_all_ids(in_threads, announced):
-    with make_engine(pipeline_parallel_size=2, async_scheduling=False) as engine:
+@pytest.mark.parametrize(
+    "options",
+    [{"async_scheduling": False}, {"speculative_config": {"method": "ngram"}}],
+    ids=["not async", "drafts"],
+)
+def test_steps_that_need_ids_on_the_host_do_not_follow_steps_not_read(in_threads, options):
+    with make_engine(pipeline_parallel_size=2, **{"async_scheduling": True, **options}) as engine:
         params = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
         engine.add_request("a", [1, 3], params)
-        run(engine)
-        assert engine._chains_steps is False
+        unread = []
+        while engine.has_unfinished_requests():
+            engine.step()
+            unread += [r.num_pending_tokens for r in engine.scheduler._queues.running]
+    assert max(unread) == 1
 
 
 @linked
-@pytest.mark.parametrize("broken", ["Inbox", "Outbox"])
-def test_stages_that_cannot_be_linked_send_messages(in_threads, monkeypatch, caplog, broken):
-    """Memory that cannot be shared or mapped: the reason is logged, the tokens are the same."""
+@pytest.mark.parametrize(
+    ("broken", "which"), [("Inbox", 0), ("Inbox", 2), ("Outbox", 0), ("Outbox", 1), ("Outbox", 2)]
+)
+def test_stages_that_cannot_be_linked_send_messages(in_threads, monkeypatch, caplog, broken, which):
+    """One cannot share or map memory: the reason is logged, the tokens are the same."""
+    numbers = itertools.count()
 
     class Broken(getattr(links, broken)):
         def __init__(self, *arguments):
-            raise DeviceError("no memory is shared today")
+            if next(numbers) == which:
+                raise DeviceError("no memory is shared today")
+            super().__init__(*arguments)
 
+    before = set(HostInbox.by_handle)
     found = {}
     with make_engine(FOUR_LAYERS) as engine:
         engine.add_request("a", [1, 2, 3], SamplingParams(max_tokens=12, temperature=0.0))
@@ -251,10 +265,34 @@ def test_stages_that_cannot_be_linked_send_messages(in_threads, monkeypatch, cap
         make_engine(FOUR_LAYERS, pipeline_parallel_size=3) as engine,
     ):
         assert engine.model.links is None and not engine.runner.is_linked
+        assert set(HostInbox.by_handle) == before
         engine.add_request("a", [1, 2, 3], SamplingParams(max_tokens=12, temperature=0.0))
         found[3] = run(engine)
     assert found[3] == found[1]
     assert "activations go through host memory, since no memory is shared today" in caplog.text
+
+
+@linked
+def test_few_tokens_a_step_and_many_drafts(in_threads):
+    """The costs of drafts are measured within the limits of a step."""
+    drafting = {"method": "ngram", "num_speculative_tokens": 7, "prompt_lookup_min": 1}
+    options = {"max_num_seqs": 1, "max_num_batched_tokens": 2, "speculative_config": drafting}
+    with make_engine(pipeline_parallel_size=2, **options) as engine:
+        engine.add_request("a", [1, 3, 1, 3], SamplingParams(max_tokens=12, temperature=0.0))
+        assert run(engine)["a"]
+
+
+@linked
+def test_waits_end_though_a_stage_posts_while_it_ends(in_threads, monkeypatch):
+    """What a device still executes undoes an abort: it is repeated when the stages have ended."""
+    with make_engine(pipeline_parallel_size=2) as engine:
+        group = engine.model.group
+        own = HostInbox.by_handle[engine.model.links.handles[0]]
+        monkeypatch.setattr(
+            "engine.parallel.stage_group.end_processes", lambda *ignored: own.post(1)
+        )
+        group.fail("stage 0 failed")
+        own.wait(3)
 
 
 @linked
@@ -277,6 +315,7 @@ def test_results_of_nothing_look_for_a_dead_rank(in_threads, monkeypatch):
         def failed(self, step, timeout=None):
             result = read(self, step, timeout)
             result.failed = {sequence.request: "NaN" for sequence in step.output.sequences}
+            result.token_ids = {}
             return result
 
         def say(seconds):
