@@ -137,8 +137,8 @@ class LLMEngine:
         # Steps in flight between two `step` calls: one with async scheduling, plus one per
         # additional pipeline stage.
         self._max_in_flight = int(config.async_scheduling) + model.num_stages - 1
-        # Whether a pipeline's step may follow one of the same requests that has not been read;
-        # drafts are proposed for tokens that the host knows.
+        # Whether a pipeline launches a request's next step before its last one has been read. Not
+        # with drafts: they are proposed after tokens that the host knows.
         has_drafts = config.speculative is not None
         is_async = config.async_scheduling
         self._chains_steps = is_async and self.runner.is_linked and not has_drafts

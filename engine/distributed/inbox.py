@@ -1,7 +1,7 @@
 """Device memory that another process of this host writes, and streams that wait for it.
 
 An `Inbox` is memory on one process's device, with a counter. The `Outbox` of another process copies
-arrays to it (CUDA IPC; run over NVLink only), and then sets the counter. Streams wait for the
+arrays to it (CUDA IPC), and then sets the counter. Streams wait for the
 counter, not hosts: the receiver can launch what reads an array long before it is there.
 
 The sender must not overwrite what the receiver still reads; the caller keeps them in step. While a
@@ -46,6 +46,8 @@ class Inbox:
     memory : (num_bytes,) uint8 array on the device, valid until `close`
     handle : bytes
         For the sender.
+    close : callable
+        Frees the memory; a second call does nothing.
 
     Raises
     ------
@@ -108,6 +110,11 @@ class Outbox:
         This process's device.
     handle : bytes
         `Inbox.handle`.
+
+    Attributes
+    ----------
+    close : callable
+        Unmaps the memory; a second call does nothing.
 
     Raises
     ------

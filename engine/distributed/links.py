@@ -4,8 +4,9 @@ Each stage copies its activations to the next stage's device, and the last stage
 samples to the first one's. The receiving streams wait for them, so every stage launches a step as
 soon as it is announced, and a step may follow one whose ids no host knows yet.
 
-A step's activations are in slot ``step % num_slots``. There is one slot more than steps in flight:
-when a step is announced, the one that used its slot before has been read.
+A step's activations are in slot ``step % num_slots``. There is one slot more than stages, and at
+most as many steps are in flight: when a step is announced, the one that used its slot before has
+been read.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from engine.distributed.inbox import Inbox, Outbox
 from engine.dtypes import np_dtype
 from engine.errors import ContractError, DeviceError
 
-__all__ = ["NO_LAST_IDS", "LastIds", "Links", "SlotShape", "joined"]
-__all__ += ["num_fused_tokens", "opened"]
+__all__ = ["NO_LAST_IDS", "LastIds", "Links", "SlotShape"]
+__all__ += ["join_links", "num_fused_tokens", "open_links"]
 
 _ALIGNMENT = 256  # bytes; alignment of each array in a slot
 
@@ -207,7 +208,7 @@ class Links:
     def post_ids(self, last_ids: Any) -> int:
         """Send `last_ids` to the first stage; return the count to wait for (`wait_for_ids`).
 
-        Of requests whose ids the first stage may be reading, it has the same ids already.
+        The first stage may be reading ids meanwhile: these do not change, it has the same already.
         """
         assert self._first is not None
         self._num_posted += 1
@@ -240,7 +241,7 @@ class Links:
                 inbox.close()
 
 
-def opened(
+def open_links(
     device: Device, shape: SlotShape, *, has_previous: bool, num_ids: int = 0
 ) -> tuple[Links | None, str]:
     """Return a stage's links and "", or None and the reason why it can have none."""
@@ -250,7 +251,7 @@ def opened(
         return None, str(error)
 
 
-def joined(links: Links, following: bytes, ids: bytes, num_plain: int) -> str:
+def join_links(links: Links, following: bytes, ids: bytes, num_plain: int) -> str:
     """Call `Links.connect`; return the reason why it failed, or ""."""
     try:
         links.connect(following, ids, num_plain)

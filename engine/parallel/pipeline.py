@@ -36,7 +36,14 @@ from engine.config import ModelConfig
 from engine.core.resolve import can_link
 from engine.device import Device, resolve_device, to_numpy
 from engine.distributed.connection import parse_address
-from engine.distributed.links import NO_LAST_IDS, LastIds, Links, SlotShape, joined, opened
+from engine.distributed.links import (
+    NO_LAST_IDS,
+    LastIds,
+    Links,
+    SlotShape,
+    join_links,
+    open_links,
+)
 from engine.distributed.messages import from_text, to_text
 from engine.engine_config import EngineConfig
 from engine.errors import ConfigError, RankError, RequestError
@@ -142,7 +149,7 @@ class PipelinedModel(Model):
             return False
         features = len(self._feature_layers)
         sizes = self.num_stages, features, max_tokens, self.config.hidden_size, self.dtype
-        links, error = opened(self.device, SlotShape.of(*sizes), has_previous=True)
+        links, error = open_links(self.device, SlotShape.of(*sizes), has_previous=True)
         numbers = [num_rows, max_tokens, features]
         answers = self.group.ask("opening links", OPEN, numbers)
         plain = [count for _, [count], _ in answers]
@@ -155,9 +162,11 @@ class PipelinedModel(Model):
                 "joining links", JOIN, plain, [np.frombuffer(h, np.uint8) for h in following]
             )
             errors = [from_text(array) for _, _, [array] in answers]
-            error = joined(links, b"", ids[0], min(plain))
+            error = join_links(links, b"", ids[0], min(plain))
         if reason := next(filter(None, [error, *errors]), ""):
             _LOG.warning("activations go through host memory, since %s", reason)
+            if links is not None:
+                links.disconnect()
             for are_unmapped in (0, 1):
                 self.group.ask("dropping links", DROP, [are_unmapped])
             if links is not None:
@@ -466,7 +475,7 @@ class PipelinedModel(Model):
         """Return the batch with the activations of the previous stage."""
         if not self._announced:  # a measurement: no step with this batch was announced
             if self.links is not None and self.device.is_cuda:
-                # Nobody reads a measurement's result, after which its slot would be free.
+                # A measurement's result is not read, so nothing else tells when its slot is free.
                 self.device.xp.cuda.get_current_stream().synchronize()
             self._announce(_NO_MOVES, batch)
         return replace(batch, entering=self.entering(batch.num_tokens))

@@ -273,7 +273,7 @@ class RankWorker:
             raise RankError(f"rank {self._group.rank} was told of a graph before it had any")
         kinds = self._model.adapter_kinds if has_adapters else ()
         key = GraphKey(size, max_context_len, query_len, bool(is_tree), kinds, bool(has_delta))
-        self._graphs.repeat_or_follow(key, arrays[0])
+        self._graphs.replay_staged(key, arrays[0])
 
     def _the_pages(self, which: int = 0) -> KVCache:
         if which not in self._pages:

@@ -29,7 +29,7 @@ from engine.cache.state_plan import CacheSizes
 from engine.cache.swap import SwapSpace, move_blocks
 from engine.core.resolve import resolve
 from engine.distributed.connection import Address, Connection, Listener, connect
-from engine.distributed.links import Links, SlotShape, joined, num_fused_tokens, opened
+from engine.distributed.links import Links, SlotShape, join_links, num_fused_tokens, open_links
 from engine.distributed.log_stream import use_bounded_stderr
 from engine.distributed.messages import from_text, to_text
 from engine.distributed.peer import FAIL, PING, PING_SECONDS, Peer
@@ -202,7 +202,8 @@ class StageWorker:
             self._close()
             if self._model is not None:
                 self._model.close()
-            self._has_ended = True  # until now `_beat` ends a process that hangs
+            # Last, so that `_beat` ends a process that hangs in the lines above.
+            self._has_ended = True
 
     def _close(self) -> None:
         previous = self._previous.connection if self._previous is not None else None
@@ -291,13 +292,15 @@ class StageWorker:
         model.device.activate()
         # Through pinned memory: a copy from any other would wait for the previous step.
         named = {name: array for name, array in vars(host).items() if isinstance(array, np.ndarray)}
-        copied = HostToDeviceCopy(model.device, {**named, "tokens": tokens, "rows": rows}).arrays
-        on_device = copied.pop("tokens"), copied.pop("rows")
-        batch = replace(host, on_host=host, **copied)
-        if posted and self._links is not None and self._links.last_ids is not None:
+        last_ids = None if self._links is None or not posted else self._links.last_ids
+        if last_ids is not None:
+            named |= {"tokens": tokens, "rows": rows}
+        on_device = HostToDeviceCopy(model.device, named).arrays
+        if self._links is not None and last_ids is not None:
             self._links.wait_for_ids(posted)
-            tokens, rows = on_device
-            batch.token_ids[tokens] = self._links.last_ids[rows]
+            rows = on_device.pop("rows")
+            on_device["token_ids"][on_device.pop("tokens")] = last_ids[rows]
+        batch = replace(host, on_host=host, **on_device)
         entering, earlier = self._receive(step, host.num_tokens, host.num_tokens)
         shape = host.num_tokens, model.config.hidden_size
         xp = model.device.xp
@@ -369,7 +372,7 @@ class StageWorker:
             model.num_stages, num_features, max_tokens, config.hidden_size, model.dtype
         )
         has_previous = self._stage > 0
-        self._links, error = opened(
+        self._links, error = open_links(
             model.device, shape, has_previous=has_previous, num_ids=0 if has_previous else num_rows
         )
         if self._links is not None and self._links.last_ids is not None:
@@ -385,11 +388,11 @@ class StageWorker:
     def _drop_links(self, numbers: list[int], arrays: list[Any]) -> None:
         """Unmap the next stage's memory, and once all stages have, free this one's."""
         [are_unmapped] = numbers
-        if self._links is not None and not are_unmapped:
+        if self._links is not None:
             self._links.disconnect()
-        elif self._links is not None:
-            self._links.close()
-            self._links = None
+            if are_unmapped:
+                self._links.close()
+                self._links = None
         self._connection.send(ANSWER)
 
     def _join_links(self, numbers: list[int], arrays: list[Any]) -> None:
@@ -397,7 +400,7 @@ class StageWorker:
         self._doing = "joining links"
         assert self._links is not None
         num_plain = min(numbers[: self._stage], default=0)
-        error = joined(self._links, bytes(arrays[self._stage]), b"", num_plain)
+        error = join_links(self._links, bytes(arrays[self._stage]), b"", num_plain)
         self._connection.send(ANSWER, (), [to_text(error)])
 
     def _keep_features(self, numbers: list[int], arrays: list[Any]) -> None:

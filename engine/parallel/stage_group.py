@@ -304,7 +304,7 @@ class StageGroup:
             for peer in (*self._peers.values(), *filter(None, [self._link])):
                 peer.connection.close()
             end_processes(self._processes.values(), _END_SECONDS)
-            self._call_on_ending()  # until now they could undo it
+            self._call_on_ending()  # Again: what a stage's GPU still executed may have undone it.
             self.on_end()
 
     # ---- helpers

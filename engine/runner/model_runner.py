@@ -113,7 +113,7 @@ class LaunchedStep:
     unsampled: tuple[Any, StepInputs] | None = None  # logits and inputs, until `ModelRunner.sample`
     prompts: list[ScoredPart] = field(default_factory=list)
     failed: dict[Request, str] = field(default_factory=dict)
-    ended: DeviceToHostCopy | None = None  # of nothing: completes with a step that samples nothing
+    ended: DeviceToHostCopy | None = None  # copy of no array, for the end of an unsampled step
 
 
 class ModelRunner:

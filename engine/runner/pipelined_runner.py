@@ -106,7 +106,7 @@ class PipelinedRunner(ModelRunner):
         if self.is_linked:
             self._compute_oldest()
             if output.sequences and step.tokens is None:
-                # A step that was read must have ended: its slot belongs to a later one then.
+                # Once a step has been read, a later one uses its slot: it must have ended.
                 step.ended = DeviceToHostCopy(self.model.device, {})
         return step
 
@@ -140,7 +140,7 @@ class PipelinedRunner(ModelRunner):
             doing = f"a step did not end within {group.timeout:g} s{group.describe()}"
             raise group.fail(doing) from error
         if result.failed and not result.token_ids and self._stages.num_ranks > 1:
-            # All logits are NaN if a rank of another stage has died: its stage says so soon.
+            # If a rank of another stage has died, all logits are NaN; its stage will report it.
             group.find_failure(_FAILURE_SECONDS)
         return result
 

@@ -70,7 +70,7 @@ class WorkerGraphs(StageGraphs):
         """Launch the kernels of a step up to the logits, or to a stage's activations."""
         self._forward(key)
 
-    def repeat_or_follow(self, key: GraphKey, staged: Any) -> None:
+    def replay_staged(self, key: GraphKey, staged: Any) -> None:
         """Replay a step from rank 0's staging buffer; an empty one repeats the previous step."""
         if not staged.size:
             self.replay(key)

@@ -53,16 +53,18 @@ def chained_not_due(
     ----------
     running : iterable of Request
     num_groups : int
+        At least 2.
     in_flight : sequence of ScheduleOutput
         Steps not yet read, oldest first.
     """
-    others = in_flight[len(in_flight) - min(num_groups - 1, len(in_flight)) :]
+    others = in_flight[1 - num_groups :]
     in_others = {sequence.request for output in others for sequence in output.sequences}
     left_out: set[Request] = set()
     due: list[Request] = []
     of_others: list[Request] = []
     for request in running:
-        if request.num_pending_tokens > (not request.spec.needs_host_ids):
+        most_pending = 0 if request.spec.needs_host_ids else 1
+        if request.num_pending_tokens > most_pending:
             left_out.add(request)
         elif request.num_tokens - request.num_computed_tokens == 1:
             (of_others if request in in_others else due).append(request)

@@ -169,7 +169,7 @@ def _requests(group: str, case: _Case, number: int, rate: float, source: str) ->
 
 def _prompts(group: str, case: _Case, rate: float, source: str) -> Point:
     def predict(constants: Constants) -> float:
-        # 8 steps: with stages, the first step reaches the last stage as others end.
+        # These prompts are 8 steps. Each stage after the first adds one, to fill the pipeline.
         fill = 1 + (case.division.pipeline - 1) / 8
         return 1e6 / case.speed(constants).prompts(_PROMPT).total / fill
 

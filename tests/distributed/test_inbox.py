@@ -16,7 +16,8 @@ from engine.errors import DeviceError
 
 pytestmark = pytest.mark.gpu
 
-# A process that sends (step + 1) * 1..n to the slots 0 and 1 in turn when it is told the step.
+# For each step on standard input, this process sends the numbers 1 to `size`, times step + 1, to
+# slot step % 2.
 SENDER = """
 import sys
 import numpy as np
