@@ -37,6 +37,9 @@ constexpr int kStageGroups = kStageK > kGroup ? kStageK / kGroup : 1;
 static_assert(kStageK % kGroup == 0 || kGroup % kStageK == 0, "a stage has whole groups or a part");
 static_assert(kSuperBlock == 0 || kSuperBlock % kStageK == 0, "a stage lies in one super-block");
 static_assert(!kScalesSums || (kGroup >= kSlabK && !kHasMinimum), "whole slabs, and no minimums");
+constexpr int kGroupSlabs = kGroup > kSlabK ? kGroup / kSlabK : 1;
+static_assert(!kScalesSums || kStageK % kGroup == 0, "a stage has whole groups");
+static_assert(kParts == 1 || kPartSlabs % kDepth == 0, "a part has whole stages");
 
 constexpr int kConsumerThreads = kWarpgroups * 128;
 // The producer is one warp, or a whole warpgroup if registers move: setmaxnreg acts on warpgroups.
@@ -79,14 +82,10 @@ constexpr int kStagingRow = kSliceRows + 4;
 static_assert(kSliceTokens % kChunk == 0, "a slice is staged in whole chunks");
 
 // Large tiles have a second store path, for 16-bit results without residual: each warpgroup stages
-// 64 tokens by 64 rows. Two m-tiles are excluded: the path cannot handle gate and up in separate
-// m-tiles.
+// 64 tokens by 64 rows. In a gated product of such a tile, each row tile holds 8 rows of gate (the
+// warp's rows g) and 8 of up (rows g + 8); in all other tiles the first half of the rows is gate.
 constexpr bool kStoresHalves =
     kSplits == 1 && kMmaTiles == 1 && kTokens % 64 == 0 && kTokens >= 128;
-// In a gated product, a warp with two m-tiles holds gate rows in the first and the matching up rows
-// in the second. Otherwise each m-tile holds 8 gate rows (the warp's rows g) and 8 up rows (rows g
-// + 8).
-constexpr bool kPairsTiles = kMmaTiles == 2 && kSplits == 1;
 constexpr int kHalvesTokens = 64, kHalvesBytes = kHalvesTokens * kMmaM * 2;
 static_assert(!kStoresHalves || kWarpgroups * kHalvesBytes <= kChunk * kStagingRow * 4, "staging");
 

@@ -10,8 +10,16 @@
 #include "common/wgmma_weights.cuh"
 
 using Sums = float[kMmaTiles][kTokens / 2];
-// Fragments of a slab. wgmma reads them while the next slab's are decoded.
-using Fragments = uint32_t[kSteps][kMmaTiles][4];
+constexpr int kHalfSteps = kSteps / 2;
+// Fragments of half a slab. wgmma reads them while the next half is decoded.
+using Fragments = uint32_t[kHalfSteps][kMmaTiles][4];
+
+// A lane's codes and scales of the slab that is being decoded.
+struct SlabWords {
+  TileWords words[kMmaTiles];
+  RowScales scales[kMmaTiles];
+  SuperFactors factors[kMmaTiles];  // of the stage's super-block
+};
 
 struct Consumer {
   Shared& smem;
@@ -20,14 +28,13 @@ struct Consumer {
   int warpgroup, warp_idx, lane_idx;
   bool is_gated;
 
-  // Returns the row tile of this warp's m-tile `mma`. A mixed tile holds 8 rows of gate and 8 of
-  // up, from row 8 (tile % 2) of their row tile `tile / 2` on.
+  // Returns the row tile of this warp's m-tile `mma`. In a gated product the tiles of gate precede
+  // those of up. A mixed tile holds 8 rows of gate and 8 of up, from row 8 (tile % 2) of their row
+  // tile `tile / 2` on.
   __device__ __forceinline__ int row_tile(int mma) const {
-    if (kPairsTiles && is_gated) return mma * (kRowTiles / 2) + paired_tile();
     return (warpgroup * kMmaTiles + mma) * 4 + warp_idx % 4;
   }
-  __device__ __forceinline__ int paired_tile() const { return warpgroup * 4 + warp_idx % 4; }
-  __device__ __forceinline__ bool mixes_tiles() const { return !kPairsTiles && is_gated; }
+  __device__ __forceinline__ bool mixes_tiles() const { return kStoresHalves && is_gated; }
 
   // SAFETY: every lane releases a stage, because it has read the weights by ordinary loads; one
   // arrival per warp would suffice, but compute-sanitizer then reports races.
@@ -52,9 +59,9 @@ struct Consumer {
     return small_words<kScaleBytes>(smem.weight[stage] + kAtScales + group * kScaleTileBytes, tile,
                                     kStageGroups * kScaleTileBytes);
   }
-  __device__ __forceinline__ GroupScales super_factors(int stage, int tile) const {
-    if constexpr (kSuperBlock == 0) return GroupScales();
-    return GroupScales::of_super(
+  __device__ __forceinline__ SuperFactors super_factors(int stage, int tile) const {
+    if constexpr (kSuperBlock == 0) return SuperFactors();
+    return SuperFactors(
         small_words<kSuperBytes>(smem.weight[stage] + kAtSuper, tile, kSuperTileBytes));
   }
 
@@ -70,50 +77,50 @@ struct Consumer {
     return mix(load(tile / 2), load(kRowTiles / 2 + tile / 2), tile % 2);
   }
 
-  // Decodes slab `slab`, which is in `stage`, to fragments.
-  __device__ __forceinline__ void decode_slab(int stage, int slab, Fragments& a) const {
-    const int d = kDepth == 1 ? 0 : slab % kDepth;
+  // Decodes half kHalf of slab `d` of a stage to fragments; half 0 loads the slab's words.
+  template <int kHalf>
+  __device__ __forceinline__ void decode_half(int stage, int d, SlabWords& slab,
+                                              Fragments& a) const {
+    constexpr int kFirst = kHalf * kHalfSteps;
 #pragma unroll
     for (int j = 0; j < kMmaTiles; ++j) {
       const int tile = row_tile(j);
-      const TileWords words = load_words(stage, tile, d);
-      RowScales scales;
-      const GroupScales factors = super_factors(stage, tile);
+      if constexpr (kHalf == 0) {
+        slab.words[j] = load_words(stage, tile, d);
+        if (d == 0) slab.factors[j] = super_factors(stage, tile);
+      }
+      RowScales& scales = slab.scales[j];
       const auto load = [&](int step) {
         const uint2 own = group_words(stage, tile, d, step);
         if constexpr (kScalesSums)
           scales.set_offsets(own);
         else
-          scales.set(own, factors);
+          scales.set(own, slab.factors[j]);
       };
-      load(0);
-      decode_weights<0, kScalesSums>(words, scales, a[0][j]);
-      if (kGroup <= 16) load(1);
-      decode_weights<1, kScalesSums>(words, scales, a[1][j]);
-      if (kGroup <= 32) load(2);
-      decode_weights<2, kScalesSums>(words, scales, a[2][j]);
-      if (kGroup <= 16) load(3);
-      decode_weights<3, kScalesSums>(words, scales, a[3][j]);
+      if (kHalf == 0 || kGroup <= 32) load(kFirst);
+      decode_weights<kFirst, kScalesSums>(slab.words[j], scales, a[0][j]);
+      if (kGroup <= 16) load(kFirst + 1);
+      decode_weights<kFirst + 1, kScalesSums>(slab.words[j], scales, a[1][j]);
     }
   }
 
-  __device__ __forceinline__ void start(int stage, int slab, bool is_first, const Fragments& a,
-                                        Sums& acc) const {
-    const int d = kDepth == 1 ? 0 : slab % kDepth;
+  // Starts the products of half `half` of slab `d` of a stage.
+  __device__ __forceinline__ void start(int stage, int d, int half, bool is_first,
+                                        const Fragments& a, Sums& acc) const {
     const uint64_t b = wgmma_descriptor(smem_address(smem.x[0]) + stage * kStageX + d * kSlabX);
     wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step)
+    for (int step = 0; step < kHalfSteps; ++step)
 #pragma unroll
       for (int j = 0; j < kMmaTiles; ++j)
-        wgmma_weights<kTokens>(acc[j], a[step][j], b + step * 2, !is_first || step > 0);
+        wgmma_weights<kTokens>(acc[j], a[step][j], b + (half * kHalfSteps + step) * 2,
+                               !is_first || step > 0);
     wgmma_commit();
   }
 
-  // Loads the scales of the group that contains slab `slab`.
-  __device__ __forceinline__ void load_scales(int stage, int slab,
+  // Loads the scales of the group that contains slab `d` of a stage.
+  __device__ __forceinline__ void load_scales(int stage, int d,
                                               float (&scales)[kMmaTiles][2]) const {
-    const int d = kDepth == 1 ? 0 : slab % kDepth;
 #pragma unroll
     for (int j = 0; j < kMmaTiles; ++j) {
       const int tile = row_tile(j);
@@ -135,9 +142,9 @@ struct Consumer {
     }
   }
 
-  // Returns the first slab of part `index` of k.
+  // Returns the first stage of part `index` of k.
   __device__ __forceinline__ int part_begin(int index) const {
-    return (slabs + kPartSlabs - 1) / kPartSlabs * index / kParts * kPartSlabs;
+    return (slabs + kPartSlabs - 1) / kPartSlabs * index / kParts * (kPartSlabs / kDepth);
   }
   __device__ __forceinline__ void add_part(Sums& part, Sums& acc) const {
 #pragma unroll
@@ -148,64 +155,74 @@ struct Consumer {
     }
   }
 
-  // Sums this CTA's share of k, which is not empty. The next slab is decoded while wgmma multiplies
-  // the current one.
+  __device__ __forceinline__ void wait_full(const PipelineState<kStages>& state) const {
+    mbarrier_wait(smem_address(&smem.full[state.stage]), state.phase);
+  }
+
+  // Sums this CTA's share of k, which is not empty. Half a slab is decoded while wgmma multiplies
+  // the half before it.
   __device__ __forceinline__ void multiply(PipelineState<kStages>& state, Sums& acc) const {
-    constexpr int kGroupSlabs = kGroup > kSlabK ? kGroup / kSlabK : 1;
+    constexpr bool kHasPart = kScalesSums || kParts > 1;
     state.stage = __shfl_sync(~0u, state.stage, 0);  // tells ptxas that it is warp-uniform
-    const int first = first_k * kDepth, last = min(last_k * kDepth, slabs);
-    Sums part;  // sums of a group, or of a part of k
-    if constexpr (kScalesSums || kParts > 1) {
+    Sums part;                                       // sums of a group, or of a part of k
+    if constexpr (kHasPart) {
 #pragma unroll
       for (int j = 0; j < kMmaTiles; ++j)
 #pragma unroll
         for (int i = 0; i < kTokens / 2; ++i) acc[j][i] = 0.0f;
     }
-    Sums& sums = kScalesSums || kParts > 1 ? part : acc;
-    int part_idx = 0, begin = first;  // index and first slab of the current part of k
-    int end = kParts > 1 ? part_begin(1) : last;
-    Fragments even, odd;
-    int slab = first;
-    mbarrier_wait(smem_address(&smem.full[state.stage]), state.phase);
-    decode_slab(state.stage, slab, even);
-    int pending = -1;  // stage to release once its last slab is multiplied; or -1
-    // Returns whether another slab follows.
-    const auto advance = [&](const Fragments& now, Fragments& next) {
+    Sums& sums = kHasPart ? part : acc;
+    int part_idx = 0, begin = first_k;  // index and first stage of the current part of k
+    int end = kParts > 1 ? part_begin(1) : last_k;
+    SlabWords slab;
+    Fragments first, second;
+    wait_full(state);
+    decode_half<0>(state.stage, 0, slab, first);
+#pragma unroll 1
+    for (int k = first_k; k < last_k; ++k) {
       const int stage = state.stage;
-      const bool ends_stage = kDepth == 1 || (slab + 1) % kDepth == 0 || slab + 1 == last;
-      const bool begins = slab == begin || (kScalesSums && slab % kGroupSlabs == 0);
-      const bool ends_group = kScalesSums && ((slab + 1) % kGroupSlabs == 0 || slab + 1 == last);
-      float scales[kMmaTiles][2];
-      if (ends_group) load_scales(stage, slab, scales);
-      start(stage, slab, begins, now, sums);
-      wgmma_wait<1>();  // the previous slab is done: `next` may be overwritten
-      if (pending >= 0) release(pending);
-      pending = ends_stage ? stage : -1;
-      if (ends_stage) state.advance();
-      if (++slab < last) {
-        if (ends_stage) mbarrier_wait(smem_address(&smem.full[state.stage]), state.phase);
-        decode_slab(state.stage, slab, next);
-      }
-      if (ends_group) {
-        wgmma_wait<0>();
-        add_group(scales, part, acc);
-      }
-      if constexpr (kParts > 1) {
-        if (slab == end || slab == last) {
+#pragma unroll
+      for (int d = 0; d < kDepth; ++d) {
+        const bool begins = kScalesSums ? d % kGroupSlabs == 0 : d == 0 && k == begin;
+        start(stage, d, 0, begins, first, sums);
+        wgmma_wait<1>();  // the preceding half is done: `second` may be overwritten
+        if (d == 0 && k > first_k) release((stage == 0 ? kStages : stage) - 1);
+        decode_half<1>(stage, d, slab, second);
+        start(stage, d, 1, false, second, sums);
+        float scales[kMmaTiles][2];
+        const bool ends_group = kScalesSums && (d + 1) % kGroupSlabs == 0;
+        if (ends_group) load_scales(stage, d, scales);
+        wgmma_wait<1>();
+        if (d + 1 < kDepth) {
+          decode_half<0>(stage, d + 1, slab, first);
+        } else {
+          state.advance();
+          if (k + 1 < last_k) {
+            wait_full(state);
+            decode_half<0>(state.stage, 0, slab, first);
+          }
+        }
+        if (ends_group) {
           wgmma_wait<0>();
-          add_part(part, acc);
-          begin = slab, end = part_begin(++part_idx + 1);
+          add_group(scales, part, acc);
         }
       }
-      return slab < last;
-    };
-#pragma unroll 1
-    while (advance(even, odd) && advance(odd, even)) {
+      if constexpr (kParts > 1) {
+        if (k + 1 == end || k + 1 == last_k) {
+          wgmma_wait<0>();
+          add_part(part, acc);
+          begin = k + 1, end = part_begin(++part_idx + 1);
+        }
+      }
     }
     wgmma_wait<0>();
-    release(pending);
+    release((state.stage == 0 ? kStages : state.stage) - 1);
 #pragma unroll
-    for (int j = 0; j < kMmaTiles; ++j) wgmma_pin(acc[j]);
+    for (int j = 0; j < kMmaTiles; ++j) {
+      wgmma_pin(acc[j]);
+#pragma unroll
+      for (int i = 0; i < kTokens / 2; ++i) acc[j][i] *= kWeightDivisor;
+    }
   }
 
   // Adds up the sums of the cluster's CTAs for this CTA's slice, in order. Returns false if this
@@ -249,47 +266,18 @@ struct Consumer {
     return true;
   }
 
-  // In a gated product, turns a slice's gate sums into results. `mma` is the slice's first m-tile.
+  // In a gated product, turns a mixed tile's gate sums into results: rows g are gate, rows g + 8
+  // up.
   __device__ __forceinline__ void combine(const RowEpilogue& e, float* sums, int block,
                                           int mma) const {
-    if constexpr (kPairsTiles)
-      combine_tiles(e, sums, block);
-    else
-      combine_rows(e, sums, block, mma);
-  }
-
-  // Combines rows g (gate) with rows g + 8 (up).
-  __device__ __forceinline__ void combine_rows(const RowEpilogue& e, float* sums, int block,
-                                               int mma) const {
+    const int column = block * (kRows / 2) + row_tile(mma) * 8 + lane_idx / 4;
+    const bool has_bias = e.e.bias != nullptr && column < e.columns;
+    const float gate = has_bias ? to_float(e.e.bias[column]) : 0.0f;
+    const float up = has_bias ? to_float(e.e.bias[e.num_gates + column]) : 0.0f;
 #pragma unroll
-    for (int j = 0; j < kSliceMmaTiles; ++j) {
-      const int column = block * (kRows / 2) + row_tile(mma + j) * 8 + lane_idx / 4;
-      const bool has_bias = e.e.bias != nullptr && column < e.columns;
-      const float gate = has_bias ? to_float(e.e.bias[column]) : 0.0f;
-      const float up = has_bias ? to_float(e.e.bias[e.num_gates + column]) : 0.0f;
-#pragma unroll
-      for (int i = 0; i < kSliceTokens / 8; ++i) {
-        float* v = sums + j * kSliceTokens / 2 + 4 * i;
-        v[0] = silu(v[0] + gate) * (v[2] + up), v[1] = silu(v[1] + gate) * (v[3] + up);
-      }
-    }
-  }
-
-  // Combines the first m-tile (gate) with the second (up); results replace the gate sums.
-  __device__ __forceinline__ void combine_tiles(const RowEpilogue& e, float* sums,
-                                                int block) const {
-    float gate[2] = {}, up[2] = {};  // biases of rows g and g + 8
-    const int first = block * (kRows / 2) + paired_tile() * kTileRows + lane_idx / 4;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int column = first + 8 * i;
-      if (e.e.bias == nullptr || column >= e.columns) continue;
-      gate[i] = to_float(e.e.bias[column]), up[i] = to_float(e.e.bias[e.num_gates + column]);
-    }
-#pragma unroll
-    for (int i = 0; i < kTokens / 2; ++i) {
-      const int row = i / 2 % 2;
-      sums[i] = silu(sums[i] + gate[row]) * (sums[kTokens / 2 + i] + up[row]);
+    for (int i = 0; i < kTokens / 8; ++i) {
+      float* v = sums + 4 * i;
+      v[0] = silu(v[0] + gate) * (v[2] + up), v[1] = silu(v[1] + gate) * (v[3] + up);
     }
   }
 
@@ -361,7 +349,6 @@ struct Consumer {
     const int mma = slice * kSliceVecs % kMmaTiles;
     const int token = tile.token + slice * kSliceVecs / kMmaTiles * 8;
     const int count = min(kSliceTokens, num_tokens - token);
-    if (is_gated) combine(e, sums, tile.block, mma);
 #pragma unroll 1
     for (int first = 0; first < count; first += kChunk) {
 #pragma unroll
@@ -375,21 +362,16 @@ struct Consumer {
 
   // Stages kChunk tokens of each m-tile of a slice; `sums` points to the first m-tile's sums.
   __device__ __forceinline__ void stage(const float* sums) const {
-    const int g = lane_idx / 4, t = lane_idx % 4, rows = mixes_tiles() ? kTileRows / 2 : kTileRows;
-    const bool is_paired = kPairsTiles && is_gated;
+    const int g = lane_idx / 4, t = lane_idx % 4;
 #pragma unroll
     for (int j = 0; j < kSliceMmaTiles; ++j) {
-      if (is_paired && j > 0) break;  // the remaining sums belong to up
-      const int tile =
-          is_paired ? paired_tile() : (warpgroup * kSliceMmaTiles + j) * 4 + warp_idx % 4;
-      const int row = tile * rows + g;
+      const int row = ((warpgroup * kSliceMmaTiles + j) * 4 + warp_idx % 4) * kTileRows + g;
 #pragma unroll
       for (int i = 0; i < kChunk / 8; ++i)
 #pragma unroll
         for (int c = 0; c < 4; ++c)
-          if (c < 2 || !mixes_tiles())
-            smem.staging[(i * 8 + 2 * t + c % 2) * kStagingRow + row + c / 2 * 8] =
-                sums[j * kSliceTokens / 2 + 4 * i + c];
+          smem.staging[(i * 8 + 2 * t + c % 2) * kStagingRow + row + c / 2 * 8] =
+              sums[j * kSliceTokens / 2 + 4 * i + c];
     }
   }
 };

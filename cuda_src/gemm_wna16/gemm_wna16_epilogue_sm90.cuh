@@ -50,10 +50,11 @@ struct RowEpilogue {
     }
   }
 
-  __device__ __forceinline__ void add_bias(int column, Eight& y) const {
+  // Adds the bias of weight rows from `from` on to columns from `column` on.
+  __device__ __forceinline__ void add_bias(int column, int from, Eight& y) const {
 #pragma unroll
     for (int j = 0; j < 8; ++j)
-      if (column + j < columns) y.v[j] += to_float(e.bias[column + j]);
+      if (column + j < columns) y.v[j] += to_float(e.bias[from + j]);
   }
 
   __device__ __forceinline__ void activate_eight(Eight& y) const {
@@ -94,10 +95,10 @@ struct RowEpilogue {
     }
   }
 
-  // Finishes eight columns of row `row`, from `column` on; `y` holds their sums, or gated results.
+  // Finishes eight columns of row `row`, from `column` on; `y` holds their sums.
   __device__ __forceinline__ void finish(int64_t row, int column, Eight y) const {
-    if (num_gates == 0 && e.bias != nullptr) add_bias(column, y);
-    if (num_gates == 0 && e.activation != kIdentity) activate_eight(y);
+    if (e.bias != nullptr) add_bias(column, column, y);
+    if (e.activation != kIdentity) activate_eight(y);
     if (e.is_float) {
       if (e.residual != nullptr) add_residual<float>(row, column, y);
       store<float>(row, column, y);
@@ -105,6 +106,18 @@ struct RowEpilogue {
       if (e.residual != nullptr) add_residual<scalar_t>(row, column, y);
       store<scalar_t>(row, column, y);
     }
+  }
+
+  // Finishes eight columns of a gated product; `gate` and `up` hold their sums.
+  __device__ __forceinline__ void finish_gated(int64_t row, int column, Eight gate,
+                                               Eight up) const {
+    if (e.bias != nullptr) {
+      add_bias(column, column, gate);
+      add_bias(column, num_gates + column, up);
+    }
+#pragma unroll
+    for (int j = 0; j < 8; ++j) gate.v[j] = silu(gate.v[j]) * up.v[j];
+    store<scalar_t>(row, column, gate);
   }
 };
 
@@ -114,14 +127,23 @@ __device__ __forceinline__ void finish_staged(const RowEpilogue& e, const float*
                                               int count, int block, int mma) {
   constexpr int kShift = kSliceRows == 64 ? 3 : kSliceRows == 128 ? 4 : 5;
   static_assert(8 << kShift == kSliceRows, "eights of a row");
-  const bool is_gated = e.num_gates > 0;
-  const int shift = kShift - is_gated, mma_width = is_gated ? kMmaM / 2 : kMmaM;
-  const int first_column = (block * kRows / kMmaM + mma) * mma_width;
-  for (int i = threadIdx.x; i < count << shift; i += kConsumerThreads) {
-    const int row = i >> shift, within = (i & ((1 << shift) - 1)) * 8;
-    // The first warpgroup's m-tiles of other slices may precede those of the second warpgroup.
-    const int skipped =
-        within / (kSliceMmaTiles * mma_width) * (kMmaTiles - kSliceMmaTiles) * mma_width;
+  if (e.num_gates > 0) {  // slices of gated products have all rows
+    constexpr int kWidth = kSliceRows / 2;
+    for (int i = threadIdx.x; i < count << (kShift - 1); i += kConsumerThreads) {
+      const int row = i >> (kShift - 1), within = (i & ((1 << (kShift - 1)) - 1)) * 8;
+      const int column = block * kWidth + within;
+      if (column >= e.columns) continue;
+      const float* gate = staging + row * kStagingRow + within;
+      e.finish_gated(token + row, column, *reinterpret_cast<const Eight*>(gate),
+                     *reinterpret_cast<const Eight*>(gate + kWidth));
+    }
+    return;
+  }
+  const int first_column = block * kRows + mma * kMmaM;
+  for (int i = threadIdx.x; i < count << kShift; i += kConsumerThreads) {
+    const int row = i >> kShift, within = (i & ((1 << kShift) - 1)) * 8;
+    // The first warpgroup's m-tiles of other slices may precede those of the next warpgroup.
+    const int skipped = within / (kSliceMmaTiles * kMmaM) * (kMmaTiles - kSliceMmaTiles) * kMmaM;
     const int column = first_column + within + skipped;
     if (column >= e.columns) continue;
     e.finish(token + row, column,

@@ -9,7 +9,6 @@
 struct Loader {
   Shared& smem;
   const TensorMap *map_x, *map_tail, *map_data, *map_high, *map_scales, *map_supers;
-  int slabs;      // number of slabs along k
   int num_gates;  // row tiles of gate, the first half of a block (up is the second); 0: not gated
   int m, x_part, tail_part;
   int first_k, last_k;  // range of stages along k
@@ -23,8 +22,7 @@ struct Loader {
   // Loads the weight, and announces all bytes of the stage to its mbarrier.
   __device__ __forceinline__ void weight(int stage, int stage_k, const WorkTile& tile) const {
     const unsigned full = smem_address(&smem.full[stage]);
-    const int depth = min(kDepth, slabs - stage_k * kDepth);
-    mbarrier_arrive_expect_tx(full, depth * part(tile) * kSlabRowBytes + kStagePlanes);
+    mbarrier_arrive_expect_tx(full, kDepth * part(tile) * kSlabRowBytes + kStagePlanes);
     if (num_gates == 0) {
       planes<kRowTiles>(stage, stage_k, tile.block * kRowTiles, 0, full);
     } else {
@@ -39,8 +37,7 @@ struct Loader {
     const TensorMap* map = tile.token + kTokens <= m ? map_x : map_tail;
 #pragma unroll
     for (int d = 0; d < kDepth; ++d)
-      if (stage_k * kDepth + d < slabs)
-        tma_load_2d(to + d * kSlabX, map, (stage_k * kDepth + d) * kSlabK, tile.token, full);
+      tma_load_2d(to + d * kSlabX, map, (stage_k * kDepth + d) * kSlabK, tile.token, full);
   }
 
  private:

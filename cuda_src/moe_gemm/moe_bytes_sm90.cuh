@@ -79,6 +79,7 @@ __device__ __forceinline__ float2 code_values(unsigned short codes) {
 
 // Decodes a lane's fragments of a slab.
 struct MoeDecoder {
+  static constexpr float kDivisor = 1.0f;  // fragments hold weights / kDivisor
   const unsigned char* stage;
   int first_row, g, t;  // this lane's row g in the warpgroup's first m-tile
   float scales[kMmaTiles][2];

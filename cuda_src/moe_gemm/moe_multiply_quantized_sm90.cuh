@@ -89,7 +89,11 @@ struct MoeMultiplier {
     wgmma_wait<0>();
     release(pending);
 #pragma unroll
-    for (int j = 0; j < kMmaTiles; ++j) wgmma_pin(acc[j]);
+    for (int j = 0; j < kMmaTiles; ++j) {
+      wgmma_pin(acc[j]);
+#pragma unroll
+      for (int i = 0; i < kTokens / 2; ++i) acc[j][i] *= MoeDecoder::kDivisor;
+    }
   }
 
   // Picks the smallest of a few instruction widths that covers `count` tokens.

@@ -74,6 +74,7 @@ static_assert(!kMergesScale || kGroup == 32, "a slab has two groups");
 
 // Decodes a lane's fragments of a slab.
 struct MoeDecoder {
+  static constexpr float kDivisor = kWeightDivisor;  // fragments hold weights / kDivisor
   const unsigned char* stage;
   int first_tile, lane_idx;  // the warp's row tile in its first m-tile
   TileWords words[kMmaTiles];
@@ -109,9 +110,9 @@ struct MoeDecoder {
     return load_small<kScaleBytes>(stage + kScalePlane + (first_tile + j * 4) * kTileScales +
                                    group * kScaleTileBytes + lane_idx / 4 * kScaleBytes);
   }
-  __device__ __forceinline__ GroupScales super_factors(int j) const {
-    if constexpr (kSuperBlock == 0) return GroupScales();
-    return GroupScales::of_super(load_small<kSuperBytes>(
+  __device__ __forceinline__ SuperFactors super_factors(int j) const {
+    if constexpr (kSuperBlock == 0) return SuperFactors();
+    return SuperFactors(load_small<kSuperBytes>(
         stage + kSuperPlane + (first_tile + j * 4) * kSuperTileBytes + lane_idx / 4 * kSuperBytes));
   }
 

@@ -13,12 +13,7 @@ from engine.kernels._module import ModuleSpec
 from engine.kernels._packed import SAMPLE, check_weight
 from engine.kernels.gemm.operands import Norm, Operands, check_columns
 from engine.kernels.gemm_wna16 import few_rows, sm90
-from engine.kernels.gemm_wna16.gemm_wna16 import (
-    ACTIVATIONS,
-    HALVES,
-    MAX_FEW_ROWS,
-    launch,
-)
+from engine.kernels.gemm_wna16.gemm_wna16 import ACTIVATIONS, HALVES, launch
 from engine.kernels.gemm_wna16.gemm_wna16 import specs as product_specs
 from engine.kernels.permute_columns import permute_columns
 from engine.kernels.rmsnorm import rmsnorm
@@ -125,7 +120,7 @@ def rmsnorm_gemm_wna16(
     norm = Norm(norm_weight, eps, weight_offset)
     # Permuted columns would require a permuted norm weight too.
     fuses = weight.permutation is None and (
-        call["M"] <= MAX_FEW_ROWS or sm90.choose(operands) is None
+        call["M"] <= sm90.max_few_rows(weight.format) or sm90.choose(operands) is None
     )
     config = few_rows.choose(operands, norm) if fuses else None
     if config is not None:

@@ -8,7 +8,7 @@ import pytest
 from engine import kernels, reference
 from engine.device import to_numpy
 from engine.errors import ContractError, DTypeError, ShapeError
-from engine.kernels.gemm_wna16 import few_rows
+from engine.kernels.gemm_wna16 import few_rows, sm90
 from engine.testing import cases
 from engine.testing.cases_gemm import MODEL_LAYERS
 from engine.testing.cases_quantized import PACKED_FORMATS, random_weight, weight_to
@@ -124,6 +124,7 @@ def test_every_way_to_cut(cp, monkeypatch, name, m):
                 if activation and config.row_tiles % 2:
                     continue
                 monkeypatch.setattr(few_rows, "choose", lambda _, config=config: config)
+                monkeypatch.setattr(sm90, "choose", lambda _: None)
                 out, buffer = cases.guarded(cp, (m, columns), x.dtype)
                 kernels.gemm_wna16(gx, gw, activation=activation, pdl=pdl, out=out)
                 assert_close(out, want, reduction=k, name=f"{config}")

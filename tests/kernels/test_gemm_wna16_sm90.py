@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -10,7 +12,9 @@ from engine.device import to_numpy
 from engine.dtypes import dtype_name
 from engine.kernels import _module
 from engine.kernels._chip import sm_count
-from engine.kernels.gemm_wna16 import few_rows, sm90
+from engine.kernels.gemm.operands import Operands
+from engine.kernels.gemm_wna16 import few_rows, portable, sm90
+from engine.kernels.gemm_wna16.gemm_wna16 import launch
 from engine.kernels.gemm_wna16.sm90 import (
     HOPPER_CONFIGS,
     INVARIANT_CONFIGS,
@@ -30,7 +34,7 @@ CONFIGS = [
     pytest.param(
         c,
         id=f"{c.tokens}x{c.rows}-{c.mma_tiles}-{c.splits}"
-        + f"{'-sums' if c.scales_sums else ''}{f'-{c.parts}' if c.parts > 1 else ''}",
+        + f"{'-rounds' if c.rounds_weights else ''}{f'-{c.parts}' if c.parts > 1 else ''}",
     )
     for c in EVERY_CONFIG
 ]
@@ -51,7 +55,7 @@ def _force(monkeypatch, config):
 
 def _want(config, x, weight, **options):
     """Return the mirror's result; weights are rounded to x's dtype if the tile rounds them."""
-    if config.scales_sums:
+    if config.scales_sums(weight.format):
         return reference.gemm_wna16(x, weight, **options)
     return reference.gemm(x, reference.dequantize(weight, dtype_name(x.dtype)), **options)
 
@@ -92,7 +96,7 @@ def test_scales_in_bfloat16(hopper, name, dtype):
 @pytest.mark.grid("config", CONFIGS)
 def test_every_tile_matches_mirror(hopper, monkeypatch, config, name):
     """Odd sizes, fewer rows than a tile, no out-of-bounds writes."""
-    if config not in INVARIANT_CONFIGS and not config.supports(FORMATS[name]):
+    if not config.supports(FORMATS[name]):
         pytest.skip("no such module")
     _force(monkeypatch, config)
     rng = np.random.default_rng(config.tokens + config.rows)
@@ -110,6 +114,24 @@ def test_every_tile_matches_mirror(hopper, monkeypatch, config, name):
         kernels.gemm_wna16(hopper.asarray(x), weight_to(hopper, weight), out=out, pdl=i % 2 == 0)
         assert_close(out, _want(config, x, weight), reduction=k)
         assert _is_untouched(hopper, buffer)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("name", ["q4_k", "q4_1", "q4_0", "int4_g128_zp"])
+def test_scales_of_any_size(hopper, name, dtype):
+    """The largest and the smallest float16, and zeros: nibbles are read as subnormal numbers."""
+    random, x = random_weight(name, 256, 1024), cases.normal((24, 1024), dtype, seed=1)
+    plane = "scales" if random.super_scales is None else "super_scales"
+    old, rng = getattr(random, plane), np.random.default_rng(3)
+    for size in (2.0**-24, 2.0**-14, 1.0, 6e4 if dtype == "bfloat16" else 8.0):
+        scales = np.where(rng.random(old.shape) < 0.1, 0, size).astype(np.float16)
+        if random.format.offset == "zero":
+            scales[..., 1] = old[..., 1]  # zero points are codes
+        weight = replace(random, **{plane: scales})
+        got = kernels.gemm_wna16(hopper.asarray(x), weight_to(hopper, weight), out_dtype=np.float32)
+        want = _want(_chosen(x, weight), x, weight, out_dtype=np.float32)
+        assert_close(got, want, reduction=1024, dtype=dtype)
 
 
 @pytest.mark.gpu
@@ -133,7 +155,7 @@ def test_ctas_that_compute_many_tiles(hopper, monkeypatch, config):
 def test_epilogues(hopper, monkeypatch, config, activation):
     _force(monkeypatch, config)
     m, n, k = 150, 268, 1088
-    name = "int4_g128_zp" if config.scales_sums else "int4_g32_zp"
+    name = "int4_g128_zp" if config.scales_sums(FORMATS["int4_g128_zp"]) else "int4_g32_zp"
     weight, x = random_weight(name, n, k), cases.normal((m, k), "bfloat16", seed=1)
     bias = cases.normal((n,), "bfloat16", seed=3)
     residual = cases.normal((m, n), "bfloat16", seed=4)
@@ -152,7 +174,9 @@ def test_epilogues(hopper, monkeypatch, config, activation):
 @pytest.mark.grid("config", CONFIGS)
 def test_swiglu(hopper, monkeypatch, config):
     """Halves that end within a tile, and halves that are not whole row tiles."""
-    name = "int8_g128" if config.scales_sums else "q4_k"
+    if not config.combines():
+        pytest.skip("never chosen for gated products")
+    name = "int8_g128" if config.scales_sums(FORMATS["int8_g128"]) else "q4_k"
     _force(monkeypatch, config)
     for m, n, k in [(1, 32, 1032), (50, 288, 1104), (193, 624, 1032), (300, 2080, 1536)]:
         weight, x = random_weight(name, n, k), cases.normal((m, k), "bfloat16", seed=1)
@@ -233,7 +257,9 @@ def test_choice_covers_the_problem(sm_count):
                 config = choose_hopper(m, n, k, form, sm_count)
                 assert config.splits <= sm_count
                 chosen = choose_hopper(m, n, k, form, sm_count, deterministic=True)
-                assert chosen.splits <= sm_count and not chosen.scales_sums
+                assert chosen.splits <= sm_count and not chosen.scales_sums(form)
+                gated = choose_hopper(m, 2 * n, k, form, sm_count, is_gated=True)
+                assert gated.combines()
 
 
 def test_deterministic_order_depends_on_k_alone():
@@ -251,6 +277,23 @@ def test_deterministic_order_depends_on_k_alone():
                         orders.add(config.bounds(slabs))
         (order,) = orders
         assert len(order) == num_parts(k) and len(set(order)) == len(order)
+
+
+def test_rows_from_which_tiles_are_used(monkeypatch):
+    """Tiles that scale sums beat streams from two or three rows on, the others from nine on."""
+    assert [sm90.max_few_rows(FORMATS[name]) for name in ("int4_g64_zp", "int8_g128")] == [1, 2]
+    for name in ("int4_g32", "q4_0", "q4_1", "q6_k", "mxfp4"):
+        assert sm90.max_few_rows(FORMATS[name]) == 8
+    asked = []
+    monkeypatch.setattr(sm90, "choose", lambda _: asked.append("tiles"))
+    monkeypatch.setattr(few_rows, "choose", lambda _: asked.append("streams"))
+    monkeypatch.setattr(portable, "launch", lambda _: None)
+    weight = random_weight("int4_g128", 32, 128)
+    for m, first in ((1, "streams"), (2, "tiles")):
+        asked.clear()
+        x, out = np.ones((m, 128), np.float32), np.empty((m, 32), np.float32)
+        launch(Operands(x, weight, out))
+        assert asked[0] == first
 
 
 def test_bounds_are_those_of_the_kernel():
@@ -275,8 +318,7 @@ def test_every_format_has_a_tile_for_any_number_of_rows(name):
     for m in (1, 40, 100, 5000):
         for deterministic in (False, True):
             config = choose_hopper(m, 4096, 64, FORMATS[name], 1, deterministic=deterministic)
-            has_module = deterministic or config.supports(FORMATS[name])
-            assert has_module and config.stages(FORMATS[name]) >= 2 and config.splits == 1
+            assert config.supports(FORMATS[name]) and config.splits == 1
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

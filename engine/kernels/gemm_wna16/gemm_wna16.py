@@ -35,12 +35,11 @@ from engine.kernels.swiglu import swiglu
 from engine.weights import Weight
 from engine.weights.formats import TILE_ROWS
 
-__all__ = ["ACTIVATIONS", "HALVES", "MAX_FEW_ROWS", "gemm_wna16", "launch", "specs"]
+__all__ = ["ACTIVATIONS", "HALVES", "gemm_wna16", "launch", "specs"]
 
 # Packed weights hold gate and up in separate row tiles; "silu_and_mul" would interleave them.
 ACTIVATIONS = tuple(name for name in products.ACTIVATIONS if name != "silu_and_mul")
 HALVES = (np.dtype(np.float16), BFLOAT16)
-MAX_FEW_ROWS = 8  # maximum rows for which `few_rows` beats Hopper's tiles
 
 
 def specs(
@@ -171,7 +170,8 @@ def launch(operands: Operands) -> None:
         launch(replace(operands, activation=None, out=packed))
         swiglu(packed, out=operands.out)
         return
-    tile = sm90.choose(operands) if operands.x.shape[0] > MAX_FEW_ROWS else None
+    max_rows = sm90.max_few_rows(operands.weight.format)
+    tile = sm90.choose(operands) if operands.x.shape[0] > max_rows else None
     config = few_rows.choose(operands) if tile is None else None
     if config is not None:
         few_rows.launch(operands, config)

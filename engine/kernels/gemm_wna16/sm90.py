@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from engine.dtypes import dtype_name
@@ -25,6 +25,7 @@ __all__ = [
     "choose",
     "choose_hopper",
     "launch",
+    "max_few_rows",
     "num_parts",
     "specs",
 ]
@@ -61,8 +62,8 @@ class HopperConfig:
         Slabs per stage; a slab is 64 values of k.
     blocks : int
         CTAs per multiprocessor.
-    scales_sums : bool
-        Multiply integer codes and scale the sum of each group, instead of scaling the weights.
+    rounds_weights : bool
+        Always scale the weights; see `scales_sums`.
     parts : int
         Parts of k that a CTA sums from zero and then adds, without `splits`.
     """
@@ -73,7 +74,7 @@ class HopperConfig:
     splits: int = 1
     depth: int = 1
     blocks: int = 1
-    scales_sums: bool = False
+    rounds_weights: bool = False
     parts: int = 1
 
     @property
@@ -98,9 +99,9 @@ class HopperConfig:
 
     @property
     def chunk(self) -> int:
-        """Return the tokens per staged chunk of results."""
+        """Return the tokens per staged chunk of results, which divide those of a slice."""
         rows, tokens = self._slice
-        return min(tokens, 4096 // rows)
+        return max(c for c in range(8, tokens + 1, 8) if tokens % c == 0 and c * rows <= 4096)
 
     def stages(self, form: Format) -> int:
         """Return the number of stages that fit in shared memory."""
@@ -160,19 +161,23 @@ class HopperConfig:
         return tuple(ceil_div(slabs, size) * i // units * size for i in range(units))
 
     def supports(self, form: Format) -> bool:
-        """Tell whether there is a module of this tile for weights of a format.
-
-        If two tiles differ only in `scales_sums`, a format uses the one that decodes faster.
-        """
-        may_scale = form.group >= _SLAB_K and form.offset != "min"
-        if self.scales_sums:
-            is_tight = self.tokens * self.mma_tiles > 64 or self.blocks > 2
-            spills = is_tight and (form.bits > 4 or form.group < 2 * _SLAB_K)  # registers
-            if spills or not may_scale:
-                return False
-        elif may_scale and self.tokens * self.mma_tiles <= 64:
-            return False
+        """Tell whether there is a module of this tile for weights of a format."""
         return self.stages(form) >= 2  # a consumer holds one stage while it waits for the next
+
+    def scales_sums(self, form: Format) -> bool:
+        """Tell whether codes are multiplied, and the sum of each group scaled.
+
+        Otherwise weights are scaled and rounded first, which takes more instructions, but no second
+        set of sums in registers.
+        """
+        if self.rounds_weights or form.group < _SLAB_K or form.offset == "min":
+            return False
+        has_groups = self.depth * _SLAB_K % form.group == 0
+        return has_groups and self.tokens * self.mma_tiles <= 128
+
+    def combines(self) -> bool:
+        """Tell whether the CTA that finishes a gate row has its up row, too."""
+        return self._slice[0] == self.rows
 
     def spec(self, base: ModuleSpec, form: Format) -> ModuleSpec:
         """Return the module for weights of a format; `base` holds the macros of the decoder."""
@@ -185,7 +190,7 @@ class HopperConfig:
             "BLOCKS": self.blocks,
             "STAGES": self.stages(form),
             "CHUNK": self.chunk,
-            "SCALES_SUMS": int(self.scales_sums),
+            "SCALES_SUMS": int(self.scales_sums(form)),
             "THREADS": self.threads,
             "SHARED_BYTES": self.shared_bytes(form),
         }
@@ -214,34 +219,30 @@ class _Cost:
     slab_us: float
 
 
-# Fitted on an H200 to int4_g128 in bfloat16, on four layers of Llama 3.1 8B at 16 to 8192 rows.
-# Tiles of 96 and 128 tokens with two m-tiles, and (32, 1, 2) with scales_sums, were fitted on an
-# H100. Except with 64 tokens and two m-tiles, three and six splits reuse the constants of two and
-# four.
+# Fitted on an H200 to int4_g128 in bfloat16, 14 layers of 9 to 512 rows, then by random changes
+# that bring choices closer to the best tile for int4_g128 and q4_k (in the mean 1.0 % above it).
 _TILES: dict[HopperConfig, _Cost] = {
-    HopperConfig(16, 1, 2, splits=8, depth=2, blocks=3, scales_sums=True): _Cost(1.2, 1.6, 0.46),
-    HopperConfig(16, 2, 1, splits=4, depth=2, blocks=2, scales_sums=True): _Cost(1.51, 2.3, 0.29),
-    HopperConfig(16, 1, 2, depth=2, blocks=2, scales_sums=True): _Cost(2.75, 1.97, 0.283),
-    HopperConfig(32, 2, 1, splits=6, depth=2, blocks=2, scales_sums=True): _Cost(1.51, 3.11, 0.367),
-    HopperConfig(32, 2, 1, splits=4, depth=2, blocks=2, scales_sums=True): _Cost(1.51, 3.11, 0.367),
-    HopperConfig(32, 2, 1, depth=2, blocks=2, scales_sums=True): _Cost(2.75, 1.97, 0.358),
-    HopperConfig(32, 1, 2, depth=2, blocks=2, scales_sums=True): _Cost(2.75, 1.97, 0.32),
-    HopperConfig(32, 2, 1, splits=6, depth=2, blocks=2): _Cost(1.51, 2.5, 0.46),
-    HopperConfig(32, 2, 1, splits=4, depth=2, blocks=2): _Cost(1.51, 2.5, 0.46),
-    HopperConfig(32, 1, 2, depth=2, blocks=2): _Cost(2.75, 1.97, 0.41),
-    HopperConfig(64, 2, 1, splits=3, depth=2, scales_sums=True): _Cost(1.2, 3.11, 0.277),
-    HopperConfig(64, 2, 1, splits=2, depth=2, scales_sums=True): _Cost(1.2, 3.11, 0.277),
-    HopperConfig(64, 2, 1, splits=3, depth=2): _Cost(1.2, 3.41, 0.3),
-    HopperConfig(64, 2, 1, splits=2, depth=2): _Cost(1.2, 3.41, 0.3),
-    HopperConfig(64, 2, 2, splits=6, depth=2, scales_sums=True): _Cost(1.2, 4.5, 0.474),
-    HopperConfig(64, 2, 2, depth=4, scales_sums=True): _Cost(1.2, 3.55, 0.471),
-    HopperConfig(64, 2, 2, depth=2): _Cost(1.2, 3.55, 0.518),
-    HopperConfig(96, 2, 2): _Cost(1.2, 3.55, 0.6),
-    HopperConfig(128, 2, 2): _Cost(1.2, 3.55, 0.69),
-    HopperConfig(128, splits=3): _Cost(1.2, 4.04, 0.393),
-    HopperConfig(128, splits=2): _Cost(1.2, 4.04, 0.393),
-    HopperConfig(128): _Cost(1.2, 3.0, 0.386),
-    HopperConfig(256): _Cost(1.2, 6.03, 0.556),
+    HopperConfig(16, 1, 2, splits=8, depth=2, blocks=3): _Cost(1.07, 1.64, 0.404),
+    HopperConfig(16, splits=6, depth=4, blocks=2): _Cost(1.65, 1.96, 0.267),
+    HopperConfig(16, splits=4, depth=4, blocks=2): _Cost(0.91, 2.51, 0.246),
+    HopperConfig(16, depth=4, blocks=2): _Cost(2.04, 0.91, 0.259),
+    HopperConfig(32, splits=6, depth=2, blocks=2): _Cost(0.37, 2.64, 0.389),
+    HopperConfig(32, splits=4, depth=2, blocks=2): _Cost(0.62, 2.65, 0.286),
+    HopperConfig(32, 1, 2, depth=2, blocks=2): _Cost(0.90, 0.84, 0.299),
+    HopperConfig(48, splits=3, depth=4): _Cost(0.37, 3.06, 0.192),
+    HopperConfig(48, splits=2, depth=4): _Cost(0.60, 2.07, 0.219),
+    HopperConfig(48, depth=2, blocks=2): _Cost(0.94, 2.36, 0.352),
+    HopperConfig(64, splits=3, depth=4): _Cost(0.70, 2.34, 0.255),
+    HopperConfig(64, splits=2, depth=4): _Cost(1.34, 2.66, 0.218),
+    HopperConfig(64, mma_tiles=2, depth=2): _Cost(0.74, 2.88, 0.376),
+    HopperConfig(96, splits=3, depth=2): _Cost(0.52, 2.80, 0.263),
+    HopperConfig(96, splits=2, depth=2): _Cost(0.74, 3.70, 0.227),
+    HopperConfig(96, mma_tiles=2, depth=2): _Cost(3.70, 1.65, 0.442),
+    HopperConfig(128, splits=3, depth=2): _Cost(2.01, 2.67, 0.554),
+    HopperConfig(128, splits=2, depth=2): _Cost(0.99, 2.79, 0.320),
+    HopperConfig(128, mma_tiles=2, depth=2): _Cost(2.05, 2.61, 0.748),
+    HopperConfig(128): _Cost(0.90, 2.14, 0.373),
+    HopperConfig(256): _Cost(0.84, 3.31, 0.549),
 }
 _BYTES_PER_US = 4.2e6
 
@@ -249,23 +250,24 @@ _BYTES_PER_US = 4.2e6
 # length (`num_parts`), whatever the rows of x. Few rows split the parts over CTAs; more rows add
 # them in one CTA, which holds two sets of sums and therefore at most 128 tokens. Constants of tiles
 # that are not in `_TILES` are those of the most similar tile there, not fitted.
+_invariant = partial(HopperConfig, rounds_weights=True)
 _INVARIANT: dict[int, dict[HopperConfig, _Cost]] = {
     1: {
-        HopperConfig(32, 1, 2, depth=2, blocks=2): _Cost(2.75, 1.97, 0.41),
-        HopperConfig(64, 2, 2, depth=2): _Cost(1.2, 3.55, 0.518),
-        HopperConfig(96, 2, 2): _Cost(1.2, 3.55, 0.6),
-        HopperConfig(128, 2, 2): _Cost(1.2, 3.55, 0.69),
-        HopperConfig(128): _Cost(1.2, 3.0, 0.386),
-        HopperConfig(256): _Cost(1.2, 6.03, 0.556),
+        _invariant(32, 1, 2, depth=2, blocks=2): _Cost(2.75, 1.97, 0.41),
+        _invariant(64, mma_tiles=2, depth=2): _Cost(1.2, 3.55, 0.518),
+        _invariant(96, mma_tiles=2): _Cost(1.2, 3.55, 0.6),
+        _invariant(128, mma_tiles=2): _Cost(1.2, 3.55, 0.69),
+        _invariant(128): _Cost(1.2, 3.0, 0.386),
+        _invariant(256): _Cost(1.2, 6.03, 0.556),
     }
 } | {
     parts: {
         # Two parts and two CTAs per multiprocessor would spill registers with q6_k.
-        HopperConfig(32, 2, 1, splits=parts, depth=2, blocks=parts // 2): _Cost(1.51, 2.5, 0.46),
-        HopperConfig(32, 2, 1, depth=2, blocks=2, parts=parts): _Cost(2.75, 1.97, 0.46),
-        HopperConfig(64, 2, 1, splits=parts, depth=2): _Cost(1.2, 3.41, 0.3),
-        HopperConfig(64, 2, 1, depth=2, parts=parts): _Cost(1.2, 3.41, 0.31),
-        HopperConfig(128, parts=parts): _Cost(1.2, 3.0, 0.4),
+        _invariant(32, splits=parts, depth=2, blocks=parts // 2): _Cost(1.51, 2.5, 0.46),
+        _invariant(32, depth=2, blocks=2, parts=parts): _Cost(2.75, 1.97, 0.46),
+        _invariant(64, splits=parts, depth=2): _Cost(1.2, 3.41, 0.3),
+        _invariant(64, depth=2, parts=parts): _Cost(1.2, 3.41, 0.31),
+        _invariant(128, parts=parts): _Cost(1.2, 3.0, 0.4),
     }
     for parts in (2, 4)
 }
@@ -273,6 +275,19 @@ _MIN_PART_K = 1024  # minimum values of k per part
 
 HOPPER_CONFIGS: tuple[HopperConfig, ...] = tuple(_TILES)
 INVARIANT_CONFIGS: tuple[HopperConfig, ...] = tuple(c for t in _INVARIANT.values() for c in t)
+
+
+def max_few_rows(form: Format) -> int:
+    """Return the rows up to which `few_rows` beats these tiles in a model's decode step.
+
+    Examples
+    --------
+    >>> max_few_rows(FORMATS["int4_g128"]), max_few_rows(FORMATS["q4_k"])
+    (1, 8)
+    """
+    if not HopperConfig(16, depth=2).scales_sums(form):
+        return 8
+    return 1 if form.bits == 4 else 2
 
 
 def num_parts(k: int) -> int:
@@ -296,8 +311,8 @@ def specs(
         return ()
     found = []
     for form in (FORMATS[name] for name in formats if FORMATS[name].is_packed):
-        configs = [config for config in HOPPER_CONFIGS if config.supports(form)]
-        configs += [c for c in INVARIANT_CONFIGS if deterministic and c.stages(form) >= 2]
+        every = (*HOPPER_CONFIGS, *(INVARIANT_CONFIGS if deterministic else ()))
+        configs = [config for config in every if config.supports(form)]
         for base in format_specs(_FILE, dtype, (form.name,)):
             found += [config.spec(base, form) for config in configs]
     return tuple(dict.fromkeys(found))
@@ -329,9 +344,8 @@ def choose_hopper(
     tiles = _INVARIANT[num_parts(k)] if deterministic else _TILES
 
     def is_possible(config: HopperConfig) -> bool:
-        has_module = config.stages(form) >= 2 if deterministic else config.supports(form)
         is_small = config.splits <= min(sm_count, ceil_div(slabs, config.depth))
-        return has_module and is_small
+        return is_small and config.supports(form) and (config.combines() or not is_gated)
 
     def estimate(config: HopperConfig) -> float:
         cost = tiles[config]
