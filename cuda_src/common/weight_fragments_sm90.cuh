@@ -258,23 +258,24 @@ __device__ __forceinline__ uint2 mix(uint2 gate, uint2 up, int half) {
 template <int kStep, bool kIsExact>
 __device__ __forceinline__ void decode_weights(const TileWords& words, const RowScales& scales,
                                                uint32_t (&a)[4]) {
-  uint32_t codes[4];
   const uint32_t word = words.data[kStep], second = word >> 8;
   if constexpr (kIsTinyFloats) {
     a[0] = scales.apply_tiny<0>(word), a[1] = scales.apply_tiny<1>(word);
     a[2] = scales.apply_tiny<0>(second), a[3] = scales.apply_tiny<1>(second);
-    return;
-  } else if constexpr (kIsNibbles && (kIsExact || kIsPairs)) {
-    codes[0] = nibbles<0>(word), codes[1] = nibbles<1>(word);
-    codes[2] = nibbles<0>(second), codes[3] = nibbles<1>(second);
   } else {
-    decode_biased<kStep>(words, codes);
+    uint32_t codes[4];
+    if constexpr (kIsNibbles && (kIsExact || kIsPairs)) {
+      codes[0] = nibbles<0>(word), codes[1] = nibbles<1>(word);
+      codes[2] = nibbles<0>(second), codes[3] = nibbles<1>(second);
+    } else {
+      decode_biased<kStep>(words, codes);
+    }
+    if constexpr (kIsExact) {
+      a[0] = scales.exact<0>(codes[0]), a[1] = scales.exact<1>(codes[1]);
+      a[2] = scales.exact<0>(codes[2]), a[3] = scales.exact<1>(codes[3]);
+    } else {
+      a[0] = scales.apply<0>(codes[0]), a[1] = scales.apply<1>(codes[1]);
+      a[2] = scales.apply<0>(codes[2]), a[3] = scales.apply<1>(codes[3]);
+    }
   }
-  if constexpr (kIsExact) {
-    a[0] = scales.exact<0>(codes[0]), a[1] = scales.exact<1>(codes[1]);
-    a[2] = scales.exact<0>(codes[2]), a[3] = scales.exact<1>(codes[3]);
-    return;
-  }
-  a[0] = scales.apply<0>(codes[0]), a[1] = scales.apply<1>(codes[1]);
-  a[2] = scales.apply<0>(codes[2]), a[3] = scales.apply<1>(codes[3]);
 }

@@ -81,10 +81,10 @@ class Constants:
     tensor_experts : float
         Rate of grouped GEMMs of experts, relative to GEMMs of the same format.
     packed_tile, super_tile : float
-        Packed codes, in millions, that GEMMs with many rows decode per us, with one and with two
-        levels of scales.
+        Packed codes, in millions, that GEMM tiles decode per us, with one and with two levels of
+        scales.
     packed_rows : float
-        Packed codes times rows, in millions, that skinny GEMMs multiply per us.
+        Packed codes times rows, in millions, that skinny GEMMs multiply per us: one row, or eight.
     edge : float
         Prologue and epilogue of a GEMM tile, as the equivalent number of columns of the weight.
     launch_us, elementwise_us : float
@@ -109,8 +109,8 @@ class Constants:
 
     read: float = 0.949
     read_codes: float = 0.849
-    read_packed: float = 0.822
-    read_super: float = 0.798
+    read_packed: float = 0.82
+    read_super: float = 0.803
     read_experts: float = 0.81
     read_expert_codes: float = 0.858
     read_packed_experts: float = 0.571
@@ -119,12 +119,12 @@ class Constants:
     elementwise: float = 0.8
     tensor_16: float = 0.721
     tensor_8: float = 0.667
-    tensor_packed: float = 0.801
+    tensor_packed: float = 0.81
     tensor_experts: float = 0.69
     tensor_attention: float = 0.6
-    packed_tile: float = 3.85
-    super_tile: float = 2.28
-    packed_rows: float = 53.6
+    packed_tile: float = 14.6
+    super_tile: float = 5.18
+    packed_rows: float = 39.5
     edge: float = 140.0
     launch_us: float = 2.24
     elementwise_us: float = 1.36

@@ -13,6 +13,7 @@ from engine.cards import CARDS, Card
 from engine.config import ModelConfig, MoeConfig
 from engine.dtypes import itemsize
 from engine.errors import ConfigError
+from engine.kernels.gemm_wna16.sm90 import max_few_rows
 from engine.loading.weight_memory import quantized_formats, weight_dtype
 from engine.loading.weight_table import weight_shapes
 from engine.runner.cuda_graph import batch_sizes
@@ -185,19 +186,22 @@ class StepModel:
     def _product(self, shape: tuple[int, ...], form: Format, rows: int) -> Terms:
         """Return the time of x W^T for `rows` rows of x."""
         reading = self._read_us(form.num_bytes(shape), self._read_share(form))
-        if rows > _FEW_ROWS:
+        if rows > (max_few_rows(form) if form.is_packed else _FEW_ROWS):
             operations = 2 * rows * math.prod(shape) * (1 + self.constants.edge / shape[-1])
-            products = math.hypot(
-                self._multiply_us(operations, form), self._decode_us(math.prod(shape), form)
-            )
+            products = self._multiply_us(operations, form)
+            products += self._decode_us(math.prod(shape), form)
         elif form.is_packed:
-            products = rows * math.prod(shape) / self.constants.packed_rows / 1e6 * self._speed()
+            padded = 1 if rows == 1 else 8
+            products = padded * math.prod(shape) / self.constants.packed_rows / 1e6 * self._speed()
         else:
             products = 0.0
         return self._both(reading, products)
 
     def _decode_us(self, num_codes: float, form: Format) -> float:
-        """Return the time to decode packed codes for the tensor cores; 0 for other formats."""
+        """Return the time to decode packed codes for the tensor cores; 0 for other formats.
+
+        It adds to that of the products, which does not hide it.
+        """
         if not form.is_packed:
             return 0.0
         constants = self.constants

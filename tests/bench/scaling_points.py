@@ -30,9 +30,10 @@ _GROUPS = (
     *("one request", "few requests", "a step of many", "many requests", "prompts", "two stages"),
     *UNFITTED,
 )
-# Mean number of keys: 128 tokens in, 512 or 128 out; 512 in, 256 out.
-_LATENCY, _SHORT, _MIDDLE = 128 + 512 / 2, 128 + 128 / 2, 512 + 256 / 2
+# Mean number of keys: 128 tokens in, 512 out; 512 in, 256 out.
+_LATENCY, _MIDDLE = 128 + 512 / 2, 512 + 256 / 2
 _PROMPT, _MAX_MODEL_LEN = 4096, 4096
+_PACKED = "int4_g128", "q4_k"
 
 
 @dataclass(frozen=True)
@@ -149,13 +150,25 @@ def _load(stem: str) -> dict[str, Any]:
     return record
 
 
-def _step(case: _Case, rows: int, context: float, ms: float, source: str, group: str = "") -> Point:
+def _step(
+    case: _Case,
+    rows: int,
+    context: float,
+    ms: float,
+    source: str,
+    group: str = "",
+    *,
+    is_graph: bool = False,
+) -> Point:
+    """Return the point of a decode step; with `is_graph`, of its CUDA graph alone."""
     by_rows = "one request" if rows == 1 else "few requests" if rows <= 16 else "a step of many"
 
     def predict(constants: Constants) -> float:
-        return case.speed(constants).step_terms(Step.decode(rows, context)).total / 1e3
+        total = case.speed(constants).step_terms(Step.decode(rows, context)).total
+        return (total - is_graph * constants.step_us) / 1e3
 
-    title = f"{case}, {rows} sequence{'s' * (rows > 1)}, {context:.0f} keys"
+    what = ", graph alone" * is_graph
+    title = f"{case}, {rows} sequence{'s' * (rows > 1)}, {context:.0f} keys{what}"
     return Point(group or by_rows, title, "ms", ms, source, predict)
 
 
@@ -196,7 +209,7 @@ def measured_points() -> list[Point]:
         *_few_requests(loop),
         *_steps(loop),
         *_third_round(whole),
-        *_packed_batches(quantized),
+        *_packed_batches(loop),
         *_stages(whole),
         *_steps_of_requests(loop),
         *_several_gpus(whole),
@@ -214,7 +227,7 @@ def _quantized(quantized: dict[str, Any]) -> Iterator[Point]:
     """Yield the points whose kernels have not been replaced since."""
     source = "quantized_models.json"
     for row in quantized["rows"]:
-        if row["model"] == "llama-3.1-8b" and row["weights"] not in ("int4_g128", "q4_k"):
+        if row["model"] == "llama-3.1-8b" and row["weights"] not in _PACKED:
             case = _Case(row["model"], row["weights"], row.get("pages", "bfloat16"))
             yield from _of_row(case, row, source)
     for row in quantized["pages_qwen3_0_6b"]["rows"]:
@@ -238,17 +251,23 @@ def _steps(loop: dict[str, Any]) -> Iterator[Point]:
 
 
 def _third_round(record: dict[str, Any]) -> Iterator[Point]:
-    """Yield the points of whole models on one H100, and of batches of an 8B model."""
+    """Yield the points of whole models on one H100, and of batches of an 8B model.
+
+    With packed weights only one request and prompts: the other kernels have been replaced since.
+    """
     source = "whole_models.json"
     for row in record["rows"]:
         weights, _, pages = row["weights"].partition(", ")
         pages = pages.removesuffix(" pages") or "bfloat16"
-        yield from _of_row(_Case(row["model"], weights, pages, "h100"), row, source)
+        is_old = weights in _PACKED
+        kept = {k: v for k, v in row.items() if k != "output_tokens_per_s" or not is_old}
+        yield from _of_row(_Case(row["model"], weights, pages, "h100"), kept, source)
     for row in record["batches"]["rows"]:
         for weights in ("fp8", "int4_g128"):
-            case = _Case("llama-3.1-8b", weights, card="h100")
-            ms = row[f"{weights}_ms"]
-            yield _step(case, row["requests"], _MIDDLE, ms, f"{source}, batches")
+            if row["requests"] == 1 or weights not in _PACKED:
+                case = _Case("llama-3.1-8b", weights, card="h100")
+                ms = row[f"{weights}_ms"]
+                yield _step(case, row["requests"], _MIDDLE, ms, f"{source}, batches")
 
 
 def _stages(record: dict[str, Any]) -> Iterator[Point]:
@@ -259,14 +278,17 @@ def _stages(record: dict[str, Any]) -> Iterator[Point]:
             yield from _of_row(case, row, "whole_models.json, pipeline_h200", "two stages")
 
 
-def _packed_batches(quantized: dict[str, Any]) -> Iterator[Point]:
-    """Yield the steps of an 8B model with packed weights on an H100."""
-    key = "128_in_and_out"
-    for weights in ("int4_g128", "q4_k"):
-        case = _Case("llama-3.1-8b", weights, card="h100")
-        source = f"quantized_models.json, h100, {weights}_{key}"
-        for row in quantized["h100"][f"{weights}_{key}"]:
-            yield _step(case, row["requests"], _SHORT, row["ms_per_token"], source)
+def _packed_batches(loop: dict[str, Any]) -> Iterator[Point]:
+    """Yield the steps of an 8B model with packed weights on an H200."""
+    key = "packed_products_2026_11_28"
+    record, source = loop[key], f"decode_loop.json, {key}"
+    for name, weights, rows, keys, _, measured in record["steps"]["rows"]:
+        yield _step(_Case(name, weights), rows, keys, measured, source, is_graph=True)
+    chosen = ["int4_g128", 1], ["q4_k", 8]  # with streams up to so many rows
+    for name, *choice, _, two, four, eight in record["tiles_instead_of_streams"]["rows"]:
+        if name == "llama-3.1-8b" and choice in chosen:
+            for rows, measured in ((2, two), (4, four), (8, eight)):
+                yield _step(_Case(name, choice[0]), rows, 640, measured, source, is_graph=True)
 
 
 def _several_gpus(record: dict[str, Any]) -> Iterator[Point]:

@@ -115,9 +115,9 @@ def gemm_wna16(
     Notes
     -----
     Sums, bias, activation and residual are float32, and the result is rounded once; with "swiglu"
-    some kernels also round gate and up. For few rows, the kernel multiplies the integer codes and
-    scales the sum of each group. For more rows, the dequantized weight is rounded to x's dtype
-    before the GEMM.
+    some kernels also round gate and up. For few rows, and on Hopper for up to 128 in formats with
+    groups of at least 64 and no minimum, the kernel multiplies the integer codes and scales the sum
+    of each group. Otherwise the dequantized weight is rounded to x's dtype before the GEMM.
 
     Examples
     --------
