@@ -44,7 +44,7 @@ constexpr uint32_t kNibbleFactor =
     kRow == 0 ? (kIsHalf ? 0x3c003c00u : 0x3e803e80u)   // 1 or 1/4
               : (kIsHalf ? 0x2c002c00u : 0x7f007f00u);  // 1/16 or 2^127
 template <int kRow>
-constexpr int kNibbleBase = kRow == 0 ? (kIsHalf ? 1024 : 32) : kIsHalf ? 64 : 0;
+constexpr int kNibbleBase = kIsHalf ? (kRow == 0 ? 1024 : 64) : (kRow == 0 ? 32 : 0);
 
 // Bit b of a subnormal float is 2^(b - 149). The codes of row g begin at bits 0 and 16, those of
 // row g + 8 at bits 4 and 20. These factors make them q / kWeightDivisor.
@@ -112,8 +112,7 @@ struct RowScales {
   template <int kRow>
   __device__ __forceinline__ uint32_t exact(uint32_t codes) const {
     constexpr uint32_t kFactor = kIsNibbles ? kNibbleFactor<kRow> : pair_of(1);
-    constexpr int kBase =
-        kIsNibbles ? kNibbleBase<kRow> + (kIsHalf ? kZero : kZero / 4) : kUnbias;
+    constexpr int kBase = kIsNibbles ? kNibbleBase<kRow> + (kIsHalf ? kZero : kZero / 4) : kUnbias;
     if constexpr (kHasZeroPoint) return fma_pair(codes, kFactor, offset_pair[kRow]);
     if constexpr (kIsNibbles || kBase != 0) return fma_pair(codes, kFactor, pair_of(-kBase));
     return codes;

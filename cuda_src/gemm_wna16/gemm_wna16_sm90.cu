@@ -82,12 +82,9 @@ extern "C" __global__ void __cluster_dims__(kSplits, 1, 1) __launch_bounds__(kTh
   if (warp_idx >= kConsumerThreads / kWarpSize) {
     if constexpr (kMovesRegisters) warpgroup_reg_dealloc<kProducerRegisters>();
     if (warp_idx == kConsumerThreads / kWarpSize && elect_one()) {
-      const Loader load{smem,          &p.map_x,
-                        &p.map_tail,   &p.map_data,
-                        &p.map_high,   &p.map_scales,
-                        &p.map_supers, p.num_gates / kTileRows,
-                        p.m,           p.x_part,
-                        p.tail_part,   first_k,
+      const Loader load{smem,        &p.map_x,      &p.map_tail,   &p.map_data,
+                        &p.map_high, &p.map_scales, &p.map_supers, p.num_gates / kTileRows,
+                        p.m,         p.x_part,      p.tail_part,   first_k,
                         last_k};
       produce(load, scheduler, p.is_early != 0);
     }
