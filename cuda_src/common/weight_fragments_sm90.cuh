@@ -20,16 +20,19 @@ constexpr int kUnbias = kCodeBias + kZero;
 // mantissa bits to allow that.
 constexpr bool kFoldsBias = !kIsPairs && kCodeBias != 0 && !(kHasMinimum && kIsHalf);
 
-// Codes of four bits are read where they lie, with one shift for eight codes, and nothing to place
-// them. The low nibbles of a word's halves belong to row g: or-ed into mantissas they are kMagic +
-// q. The next ones belong to row g + 8. In float16 they are or-ed, too: 1024 + 16 q. bfloat16 has
-// no room for that, but with zeros around it a nibble is a number, q 2^-129, subnormal below 8. As
-// no factor of bfloat16 is large enough to make it q, fragments hold weights / kWeightDivisor, and
-// sums are multiplied by it. On the float path, each nibble is a float in the same way.
-constexpr bool kIsNibbles = kBits == 4 && !kIsE2m1;
+// Four-bit codes are used in place: one shift for the eight codes of a word. The low nibbles of a
+// word's halves belong to row g: or-ed into mantissas they are kMagic + q. The next ones belong to
+// row g + 8. In float16 they are or-ed, too: 1024 + 16 q. bfloat16 has no room for that, but with
+// zeros around it a nibble is a number, q 2^-129, subnormal below 8. As no factor of bfloat16 is
+// large enough to make it q, fragments hold weights / kWeightDivisor, and sums are multiplied by
+// it. On the float path, each nibble is a float in the same way; the bias is not folded there.
+// Products below 2^-62 are then subnormal in the sums.
+constexpr bool kIsNibbles =
+    kBits == 4 && !kIsE2m1 && (kIsHalf || !(kIsExactPair && kHasMinimum));  // no divided minimum
 constexpr bool kIsTinyFloats = kIsNibbles && !kIsHalf && !kIsPairs;
 constexpr float kWeightDivisor = kIsTinyFloats ? 0x1p64f : kIsNibbles && !kIsHalf ? 4.0f : 1.0f;
 static_assert(!kIsTinyFloats || kHasMinimum, "symmetric formats are split or exact");
+static_assert(!kIsNibbles || kZero % 4 == 0, "a quarter of the zero point is an integer");
 
 // Returns the nibbles of row g + 8 kRow of a word as stored codes.
 template <int kRow>
@@ -84,7 +87,7 @@ __device__ __forceinline__ GroupScales group_scales(uint2 own, const SuperFactor
 // Scales and offsets of a lane's rows g and g + 8 for one group.
 struct RowScales {
   float scale[2], offset[2];               // float path: a weight is code * scale + offset
-  float high_scale[2];                     // kIsTinyFloats: for nibbles 16 bits higher
+  float high_scale[2];                     // kIsTinyFloats: scale of the nibbles 16 bits higher
   uint32_t scale_pair[2], offset_pair[2];  // scalar_t path: two copies of each value
   uint32_t rest_pair[2];                   // remainder of a split scale
 
@@ -220,9 +223,9 @@ struct RowScales {
 
 // ---- gate and up --------------------------------------------------------------------------------
 //
-// In a gated product a warp multiplies 8 rows of gate (as its rows g) and the same 8 rows of up (as
-// its rows g + 8): rows 8 `half` to 8 `half` + 7 of one row tile of each. Warps that take whole
-// tiles of both do not mix.
+// In a gated product of a tile for many tokens (kStoresHalves), a warp multiplies 8 rows of gate
+// (as its rows g) and the same 8 rows of up (as its rows g + 8): rows 8 `half` to 8 `half` + 7 of one
+// row tile of each. Other tiles do not mix rows: gate and up meet in the epilogue.
 
 template <int kShift, uint32_t kLow>
 __device__ __forceinline__ uint32_t mix_words(uint32_t gate, uint32_t up, int half) {

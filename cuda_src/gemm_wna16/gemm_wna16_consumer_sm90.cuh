@@ -18,7 +18,7 @@ using Fragments = uint32_t[kHalfSteps][kMmaTiles][4];
 struct SlabWords {
   TileWords words[kMmaTiles];
   RowScales scales[kMmaTiles];
-  SuperFactors factors[kMmaTiles];  // of the stage's super-block
+  SuperFactors factors[kMmaTiles];  // factors of the stage's super-block
 };
 
 struct Consumer {

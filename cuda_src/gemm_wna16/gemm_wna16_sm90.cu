@@ -33,7 +33,7 @@ struct GemmWna16Sm90Params {
   const scalar_t* bias;  // (N,), or null
   const void* residual;  // shape and dtype of out, rows residual_stride apart; may be out; or null
   int64_t residual_stride;  // elements
-  void* out;                // (M, N), or (M, N / 2) gated; scalar_t, or float if is_float
+  void* out;                // (M, N), float if is_float, or scalar_t; gated: (M, N / 2), scalar_t
   int64_t out_stride;       // elements
   int m, n, slabs;          // number of 64-value slabs of k
   int x_part, tail_part;    // rows of x per tile; same for the tile of the last rows

@@ -188,6 +188,7 @@ class StepModel:
         reading = self._read_us(form.num_bytes(shape), self._read_share(form))
         if rows > (max_few_rows(form) if form.is_packed else _FEW_ROWS):
             operations = 2 * rows * math.prod(shape) * (1 + self.constants.edge / shape[-1])
+            # Decoding is not hidden behind the products.
             products = self._multiply_us(operations, form)
             products += self._decode_us(math.prod(shape), form)
         elif form.is_packed:
@@ -198,10 +199,7 @@ class StepModel:
         return self._both(reading, products)
 
     def _decode_us(self, num_codes: float, form: Format) -> float:
-        """Return the time to decode packed codes for the tensor cores; 0 for other formats.
-
-        It adds to that of the products, which does not hide it.
-        """
+        """Return the time to decode packed codes for the tensor cores; 0 for other formats."""
         if not form.is_packed:
             return 0.0
         constants = self.constants

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -176,9 +177,10 @@ def test_swiglu(hopper, monkeypatch, config):
     """Halves that end within a tile, and halves that are not whole row tiles."""
     if not config.combines():
         pytest.skip("never chosen for gated products")
-    name = "int8_g128" if config.scales_sums(FORMATS["int8_g128"]) else "q4_k"
+    names = ("int8_g128", "int4_g64_zp") if config.scales_sums(FORMATS["int8_g128"]) else ("q4_k",)
     _force(monkeypatch, config)
-    for m, n, k in [(1, 32, 1032), (50, 288, 1104), (193, 624, 1032), (300, 2080, 1536)]:
+    sizes = [(1, 32, 1032), (50, 288, 1104), (193, 624, 1032), (300, 2080, 1536)]
+    for name, (m, n, k) in itertools.product(names, sizes):
         weight, x = random_weight(name, n, k), cases.normal((m, k), "bfloat16", seed=1)
         bias = cases.normal((n,), "bfloat16", seed=3)
         gx, gb, gw = hopper.asarray(x), hopper.asarray(bias), weight_to(hopper, weight)

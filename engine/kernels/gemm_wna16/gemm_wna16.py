@@ -115,9 +115,10 @@ def gemm_wna16(
     Notes
     -----
     Sums, bias, activation and residual are float32, and the result is rounded once; with "swiglu"
-    some kernels also round gate and up. For few rows, and on Hopper for up to 128 in formats with
-    groups of at least 64 and no minimum, the kernel multiplies the integer codes and scales the sum
-    of each group. Otherwise the dequantized weight is rounded to x's dtype before the GEMM.
+    some kernels also round gate and up. Kernels for few rows, and some for more in formats with
+    groups of at least 64 and no minimum, multiply the integer codes and scale the sum of each
+    group. Otherwise, and for many rows, the dequantized weight is rounded to x's dtype before the
+    GEMM.
 
     Examples
     --------

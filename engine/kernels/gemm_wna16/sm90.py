@@ -63,7 +63,7 @@ class HopperConfig:
     blocks : int
         CTAs per multiprocessor.
     rounds_weights : bool
-        Always scale the weights; see `scales_sums`.
+        Scale and round the weights, also where `scales_sums` would be possible.
     parts : int
         Parts of k that a CTA sums from zero and then adds, without `splits`.
     """
@@ -172,7 +172,7 @@ class HopperConfig:
         """
         if self.rounds_weights or form.group < _SLAB_K or form.offset == "min":
             return False
-        has_groups = self.depth * _SLAB_K % form.group == 0
+        has_groups = self.depth % 2 == 0  # the largest group is two slabs
         return has_groups and self.tokens * self.mma_tiles <= 128
 
     def combines(self) -> bool:
@@ -248,8 +248,8 @@ _BYTES_PER_US = 4.2e6
 
 # Tiles for `deterministic`, by the number of parts of k: a sum's order is one of a weight's row
 # length (`num_parts`), whatever the rows of x. Few rows split the parts over CTAs; more rows add
-# them in one CTA, which holds two sets of sums and therefore at most 128 tokens. Constants of tiles
-# that are not in `_TILES` are those of the most similar tile there, not fitted.
+# them in one CTA, which holds two sets of sums and therefore at most 128 tokens. Constants were
+# fitted to the kernels before 2eb52161, or are those of the most similar tile.
 _invariant = partial(HopperConfig, rounds_weights=True)
 _INVARIANT: dict[int, dict[HopperConfig, _Cost]] = {
     1: {
