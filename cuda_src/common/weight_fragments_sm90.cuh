@@ -25,10 +25,10 @@ constexpr bool kFoldsBias = !kIsPairs && kCodeBias != 0 && !(kHasMinimum && kIsH
 // row g + 8. In float16 they are or-ed, too: 1024 + 16 q. bfloat16 has no room for that, but with
 // zeros around it a nibble is a number, q 2^-129, subnormal below 8. As no factor of bfloat16 is
 // large enough to make it q, fragments hold weights / kWeightDivisor, and sums are multiplied by
-// it. On the float path, each nibble is a float in the same way; the bias is not folded there.
-// Products below 2^-62 are then subnormal in the sums.
-constexpr bool kIsNibbles =
-    kBits == 4 && !kIsE2m1 && (kIsHalf || !(kIsExactPair && kHasMinimum));  // no divided minimum
+// it. On the float path, each nibble is a float in the same way; the bias is not folded there, and
+// products below 2^-62 are subnormal in the sums. Minimums in bfloat16 would have to be divided,
+// too: such formats are left out.
+constexpr bool kIsNibbles = kBits == 4 && !kIsE2m1 && (kIsHalf || !(kIsExactPair && kHasMinimum));
 constexpr bool kIsTinyFloats = kIsNibbles && !kIsHalf && !kIsPairs;
 constexpr float kWeightDivisor = kIsTinyFloats ? 0x1p64f : kIsNibbles && !kIsHalf ? 4.0f : 1.0f;
 static_assert(!kIsTinyFloats || kHasMinimum, "symmetric formats are split or exact");
@@ -111,7 +111,7 @@ struct RowScales {
     }
   }
 
-  // Subtracts the zero point from stored codes, and divides nibbles by kWeightDivisor: exactly.
+  // Subtracts the zero point from stored codes and divides nibbles by kWeightDivisor, both exactly.
   template <int kRow>
   __device__ __forceinline__ uint32_t exact(uint32_t codes) const {
     constexpr uint32_t kFactor = kIsNibbles ? kNibbleFactor<kRow> : pair_of(1);

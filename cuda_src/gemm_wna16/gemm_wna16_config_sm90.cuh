@@ -77,7 +77,7 @@ constexpr int kSliceRows = kWarpgroups * kSliceMmaTiles * kMmaM;
 static_assert(kSliceVecs % kSliceMmaTiles == 0, "a slice has as many tokens of each m-tile");
 
 // Staging of results: one row per token, padded so that the lanes of a warp use different banks.
-constexpr int kChunk = kSliceTokens < CHUNK ? kSliceTokens : CHUNK;
+constexpr int kChunk = CHUNK;
 constexpr int kStagingRow = kSliceRows + 4;
 static_assert(kSliceTokens % kChunk == 0, "a slice is staged in whole chunks");
 

@@ -266,11 +266,9 @@ struct Consumer {
     return true;
   }
 
-  // In a gated product, turns a mixed tile's gate sums into results: rows g are gate, rows g + 8
-  // up.
-  __device__ __forceinline__ void combine(const RowEpilogue& e, float* sums, int block,
-                                          int mma) const {
-    const int column = block * (kRows / 2) + row_tile(mma) * 8 + lane_idx / 4;
+  // Turns a mixed tile's gate sums into results: rows g are gate, rows g + 8 are up.
+  __device__ __forceinline__ void combine(const RowEpilogue& e, float* sums, int block) const {
+    const int column = block * (kRows / 2) + row_tile(0) * 8 + lane_idx / 4;
     const bool has_bias = e.e.bias != nullptr && column < e.columns;
     const float gate = has_bias ? to_float(e.e.bias[column]) : 0.0f;
     const float up = has_bias ? to_float(e.e.bias[e.num_gates + column]) : 0.0f;
@@ -389,7 +387,7 @@ __device__ __forceinline__ void consume(const Consumer& c, const RowEpilogue& e,
       float own[kSliceSums];
       if (c.exchange(acc, own)) c.store(e, own, tile, m, cluster_rank());
     } else if (kStoresHalves && e.has_halves()) {
-      if (c.is_gated) c.combine(e, acc[0], tile.block, 0);
+      if (c.is_gated) c.combine(e, acc[0], tile.block);
       c.store_halves(e, acc, tile, m);
     } else {
       c.store(e, acc[0], tile, m, 0);

@@ -192,8 +192,8 @@ class StepModel:
             products = self._multiply_us(operations, form)
             products += self._decode_us(math.prod(shape), form)
         elif form.is_packed:
-            padded = 1 if rows == 1 else 8
-            products = padded * math.prod(shape) / self.constants.packed_rows / 1e6 * self._speed()
+            rows = 1 if rows == 1 else 8  # rows that the kernel computes
+            products = rows * math.prod(shape) / self.constants.packed_rows / 1e6 * self._speed()
         else:
             products = 0.0
         return self._both(reading, products)
