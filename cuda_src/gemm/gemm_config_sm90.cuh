@@ -16,27 +16,42 @@ constexpr int kCodes = 0;  // operands are scalar_t
 #endif
 constexpr int kSlabK = kCodes == 0 ? 64 : 128;  // values of k per slab
 constexpr int kDepth = DEPTH;                   // slabs per stage
-constexpr int kStages = STAGES;   // stages of the ring; the launch sets them for 64-row tiles
+constexpr int kStages = STAGES;   // stages of the ring; the launch sets them for up to 64 rows
 constexpr bool kStores = STORES;  // TMA stores results while the next tile is multiplied
 constexpr int kStageK = kDepth * kSlabK;
-// Consumer warpgroups split a tile by rows, or by columns if three warpgroups would have too few
-// registers each.
+// A swapped tile multiplies w x^T: the weight's rows take the place of wgmma's 64 rows, and rows of
+// x that of its columns, of which there may be 16. Its one or two consumer warpgroups divide the
+// weight's rows or, if these fill one m-tile, the slabs.
+#ifdef SWAPS
+constexpr int kSwaps = SWAPS;  // consumer warpgroups of a swapped tile; 0: not swapped
+#else
+constexpr int kSwaps = 0;
+#endif
+constexpr bool kSplitsSlabs = kSwaps > 1 && kTileN <= kMmaM;
+constexpr int kSlabStep = kSplitsSlabs ? kSwaps : 1;  // from a warpgroup's slab to its next one
+constexpr int kSwappedTiles = (kTileN + kMmaM - 1) / kMmaM;  // m-tiles of a swapped tile
+static_assert(kSwaps <= 2 && kDepth % kSlabStep == 0, "as many slabs for each of two warpgroups");
+// Consumer warpgroups split other tiles by rows, or by columns if three warpgroups would have too
+// few registers each.
 constexpr bool kSharesColumns = kTileM == 192 && kTileN > 192;
-constexpr int kConsumerWarpgroups = kTileM == 64 ? 1 : kTileM == 192 && !kSharesColumns ? 3 : 2;
-// m-tiles per warpgroup.
-constexpr int kMmaTilesM = kTileM / kMmaM / (kSharesColumns ? 1 : kConsumerWarpgroups);
-constexpr int kWarpgroupCols = kTileN / (kSharesColumns ? kConsumerWarpgroups : 1);
+constexpr int kPlainWarpgroups = kTileM == 64 ? 1 : kTileM == 192 && !kSharesColumns ? 3 : 2;
+constexpr int kConsumerWarpgroups = kSwaps > 0 ? kSwaps : kPlainWarpgroups;
+// m-tiles per warpgroup, and their columns.
+constexpr int kMmaTilesM = kSwaps > 0 ? kSwappedTiles / (kSplitsSlabs ? 1 : kSwaps)
+                                      : kTileM / kMmaM / (kSharesColumns ? 1 : kPlainWarpgroups);
+constexpr int kWarpgroupCols =
+    kSwaps > 0 ? kTileM : kTileN / (kSharesColumns ? kPlainWarpgroups : 1);
 constexpr bool kMayGate = kConsumerWarpgroups != 3;  // three warpgroups have too few registers
 constexpr int kConsumerThreads = kConsumerWarpgroups * 128;
 // The producer is one warp, or a whole warpgroup if registers move: setmaxnreg acts on warpgroups.
-constexpr bool kMovesRegisters = kConsumerWarpgroups > 1;
+constexpr bool kMovesRegisters = kSwaps == 0 && kConsumerWarpgroups > 1;
 constexpr int kThreads = kConsumerThreads + (kMovesRegisters ? 128 : 32);
 // Thread indices.
 constexpr int kFirstConsumer = kMovesRegisters ? 128 : 0;
 constexpr int kProducer = kMovesRegisters ? 0 : kConsumerThreads;
 constexpr int kProducerRegisters = kConsumerWarpgroups == 3 ? 32 : kSharesColumns ? 24 : 40;
 constexpr int kConsumerRegisters = kConsumerWarpgroups == 3 ? 160 : kSharesColumns ? 240 : 232;
-static_assert(kTileM % kMmaM == 0 && kTileN % 16 == 0 && kWarpgroupCols % 16 == 0,
+static_assert((kSwaps > 0 || kTileM % kMmaM == 0) && kTileN % 16 == 0 && kWarpgroupCols % 16 == 0,
               "tile sizes: whole m-tiles, pairs of 8 columns");
 
 constexpr int kClusterSize = kClusterM * kClusterN * kClusterK;
@@ -56,7 +71,15 @@ constexpr int kStageW = kDepth * kBytesW;
 constexpr int kWarpStaging = 16 * 128;  // bytes of a warp's 16 rows of results
 // Staging buffers of a warp: one is filled while TMA reads the other.
 constexpr int kStagings = kStores ? 2 : 1;
-constexpr int kBytesStaging = kConsumerThreads / 32 * kStagings * kWarpStaging;
+// Swapped tiles have one buffer per warpgroup, or one for all that divide the slabs. The last m-tile
+// may extend past the last stage's rows, so the staging memory is as large as what it reads there.
+constexpr int kSwappedPitch = kMmaM + 4;  // floats; 2 * kSwappedPitch is 8 mod 32: no conflicts
+constexpr int kSwappedStaging = kTileM * kSwappedPitch * 4;
+constexpr int kSwappedBytes = (kSplitsSlabs ? 1 : kConsumerWarpgroups) * kSwappedStaging;
+constexpr int kBytesPast = (kSwappedTiles * kMmaM - kTileN) * kSlabRowBytes;
+constexpr int kBytesStaging = kSwaps == 0 ? kConsumerThreads / 32 * kStagings * kWarpStaging
+                              : kSwappedBytes < kBytesPast ? kBytesPast
+                                                           : kSwappedBytes;
 // Columns that each CTA finishes when k is split, and the sums it receives from other CTAs.
 constexpr int kSlice = kTileN / kClusterK;
 constexpr int kBytesSums = (kClusterK - 1) * kTileM * kSlice * 4;

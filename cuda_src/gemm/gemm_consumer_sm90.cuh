@@ -3,7 +3,7 @@
 
 #include "common/wgmma.cuh"
 #include "gemm/gemm_cluster_sum_sm90.cuh"
-#include "gemm/gemm_epilogue_sm90.cuh"
+#include "gemm/gemm_swapped_sm90.cuh"
 
 using Sums = float[kMmaTilesM][kWarpgroupCols / 2];
 
@@ -29,8 +29,12 @@ __device__ __forceinline__ void consumer_release(const Pipeline& p, const TileSc
 // uninitialised shared memory; it neither waits nor releases.
 __device__ __forceinline__ void multiply(const Pipeline& p, const TileScheduler& s, int warpgroup,
                                          bool is_warmup, DynamicPipelineState& state, Sums& acc) {
-  const unsigned rows = p.x + (kSharesColumns ? 0 : warpgroup * kMmaTilesM * kMmaM * kSlabRowBytes);
-  const unsigned cols = p.w + (kSharesColumns ? warpgroup * kWarpgroupCols * kSlabRowBytes : 0);
+  // Offset of the warpgroup's m-tiles, which are rows of x, or of the weight in swapped tiles.
+  const unsigned m_tiles = warpgroup * kMmaTilesM * kMmaM * kSlabRowBytes;
+  const unsigned x = p.x + (kSharesColumns || kSwaps > 0 ? 0 : m_tiles);
+  unsigned w = p.w;
+  if (kSharesColumns) w += warpgroup * kWarpgroupCols * kSlabRowBytes;
+  if (kSwaps > 0 && !kSplitsSlabs) w += m_tiles;
   const unsigned full = is_warmup ? p.idle : p.full;
   const int last_k = is_warmup ? s.first_k + 1 : s.last_k;
   if (is_warmup) state.phase = 1;  // no wait: the phase before the first counts as completed
@@ -41,15 +45,17 @@ __device__ __forceinline__ void multiply(const Pipeline& p, const TileScheduler&
     mbarrier_wait(full + state.stage * 8, state.phase);
     wgmma_fence();
 #pragma unroll
-    for (int d = 0; d < kDepth; ++d) {
-      const uint64_t a = wgmma_descriptor(rows + state.stage * p.stage_x + d * p.slab_x);
-      const uint64_t b = wgmma_descriptor(cols + state.stage * kStageW + d * kBytesW);
+    for (int slab = 0; slab < kDepth / kSlabStep; ++slab) {
+      const int d = slab * kSlabStep + (kSplitsSlabs ? warpgroup : 0);
+      const uint64_t of_x = wgmma_descriptor(x + state.stage * p.stage_x + d * p.slab_x);
+      const uint64_t of_w = wgmma_descriptor(w + state.stage * kStageW + d * kBytesW);
+      const uint64_t a = kSwaps > 0 ? of_w : of_x, b = kSwaps > 0 ? of_x : of_w;
 #pragma unroll
       for (int step = 0; step < kSlabK / 16; ++step)
 #pragma unroll
         for (int j = 0; j < kMmaTilesM; ++j)
           wgmma<kWarpgroupCols>(acc[j], a + j * (kMmaM * kSlabRowBytes / 16) + step * 2,
-                                b + step * 2, i > s.first_k || d > 0 || step > 0);
+                                b + step * 2, i > s.first_k || slab > 0 || step > 0);
     }
     wgmma_commit();
     wgmma_wait<1>();  // the previous stage has been read
@@ -88,7 +94,9 @@ __device__ __forceinline__ void consume(const Pipeline& p, const TileScheduler& 
     Sums acc;
     multiply(p, s, warpgroup, index == kWarmup, state, acc);
     const int2 tile = index == kWarmup ? make_int2(s.m, 0) : s.tile(index);
-    if constexpr (kClusterK > 1) {
+    if constexpr (kSwaps > 0) {
+      store_swapped(e, acc, smem + (p.staging - p.x), tile, warpgroup, s.m, s.n);
+    } else if constexpr (kClusterK > 1) {
       float own[kSliceSums];
       const int row = warpgroup * kMmaM + warp_idx % 4 * 16;
       if (tile.x + row >= s.m) continue;  // no CTA sends or awaits these nonexistent rows

@@ -217,14 +217,18 @@ __device__ __forceinline__ void store_general(const Epilogue& e, const float (&a
   }
 }
 
+// silu(gate) * up, more precise than 16 bits.
+__device__ __forceinline__ float gated_to_round(float gate, float up) {
+  return __fdividef(gate, 1.0f + __expf(-gate)) * up;
+}
+
 // Stores gated 16-bit results without residual: a thread holds gate and up of the same column.
 template <int kSums>
 __device__ __forceinline__ void store_gated_rounded(const Epilogue& e, float (&acc)[kSums],
                                                     Corner corner, int m, int n, bool is_wide,
                                                     const TensorMap* map_out, int m_tile) {
   const auto result = [&](int i) {
-    const float gate = acc[i / 4 * 8 + i % 4], up = acc[i / 4 * 8 + 4 + i % 4];
-    return __fdividef(gate, 1.0f + __expf(-gate)) * up;  // silu, more precise than 16 bits
+    return gated_to_round(acc[i / 4 * 8 + i % 4], acc[i / 4 * 8 + 4 + i % 4]);
   };
   const Corner to{corner.staging, corner.row, corner.col / 2};
   if constexpr (kStores && kSums % 64 == 0) {

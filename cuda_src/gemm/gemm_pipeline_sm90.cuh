@@ -20,15 +20,15 @@ struct DynamicPipelineState {
 
 // Addresses in shared memory: stages of x, stages of the weight, staging of results, sums from
 // other CTAs, mbarriers (a full and an empty one per stage). Nothing arrives on `idle`: the warm-up
-// pass waits on it for a phase that counts as completed. For tiles of 64 rows the launch sets the
-// number of stages and their rows of x.
+// pass waits on it for a phase that counts as completed. For tiles of up to 64 rows the launch sets
+// the number of stages and their rows of x.
 struct Pipeline {
   int stages, slab_x, stage_x;  // number of stages; bytes per slab and per stage of x
   unsigned x, w, staging, sums, full, empty, sums_barrier, idle;
 
   __device__ __forceinline__ Pipeline(unsigned smem, int launch_stages, int x_rows) {
-    stages = kTileM == 64 ? launch_stages : kStages;
-    slab_x = kTileM == 64 ? x_rows * kSlabRowBytes : kBytesX;
+    stages = kTileM <= 64 ? launch_stages : kStages;
+    slab_x = kTileM <= 64 ? x_rows * kSlabRowBytes : kBytesX;
     stage_x = kDepth * slab_x;
     x = smem;
     w = x + stages * stage_x;

@@ -8,6 +8,7 @@
 struct Loading {
   int x_part;     // rows of x per CTA and tile: kTileM / kClusterN, or fewer
   int tail_part;  // same for the tile of the last rows, which may have fewer
+  int early;      // stages of the weight to load before the preceding kernel has ended
   bool uses_pdl;  // the weight may be read while the preceding kernel still runs
   bool is_split;  // all gate rows precede the up rows: map_w interleaves them by eights
 };
@@ -82,6 +83,9 @@ struct Loader {
         tma_load_2d_multicast(first_dst + d * p.slab_x, map, k, row, full, row_mask);
     }
   }
+  // Returns how many stages of the first tile's weight to load early, of `count`.
+  __device__ __forceinline__ int early(int count) const { return min(count, loading.early); }
+
   // Prefetches the weight to L2.
   __device__ __forceinline__ void prefetch_weight(int stage_k, int column) const {
     const int row = column + rank_m * kPartW;
@@ -102,12 +106,12 @@ struct Loader {
   __device__ __forceinline__ bool is_split() const { return kPartW % 16 == 0 && loading.is_split; }
 };
 
-// Starts on the first tile's weight before the preceding kernel has ended, as far as the ring
-// allows: loads it if uses_pdl, else prefetches it to L2.
+// Starts on the first tile's weight before the preceding kernel has ended: loads it if uses_pdl,
+// else prefetches it to L2.
 __device__ __forceinline__ void load_early(const Pipeline& p, const TileScheduler& s,
                                            const Loader& loader) {
   const int2 tile = s.tile(s.first());
-  for (int i = 0; i < min(s.last_k - s.first_k, p.stages); ++i) {
+  for (int i = 0; i < loader.early(s.last_k - s.first_k); ++i) {
     if (loader.loading.uses_pdl)
       loader.weight(i, s.first_k + i, tile);
     else
@@ -117,7 +121,7 @@ __device__ __forceinline__ void load_early(const Pipeline& p, const TileSchedule
 
 __device__ __forceinline__ void produce(const Pipeline& p, const TileScheduler& s,
                                         const Loader& loader) {
-  int early = loader.loading.uses_pdl ? min(s.last_k - s.first_k, p.stages) : 0;
+  int early = loader.loading.uses_pdl ? loader.early(s.last_k - s.first_k) : 0;
   pdl_wait();
   DynamicPipelineState state(1);
   for (int index = s.first(); index < s.count(); index += s.step()) {

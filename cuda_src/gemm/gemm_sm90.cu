@@ -15,7 +15,8 @@
 // multiply. The CTAs of a cluster compute kClusterM x kClusterN neighbouring tiles: each loads part
 // of its row's x tile and of its column's weight tile, and multicasts both. kClusterK CTAs split
 // one tile's sum over k: they exchange partial sums through distributed shared memory, and each
-// finishes some of the columns.
+// finishes some of the columns. Swapped tiles, for up to 32 rows, multiply weight x^T: kTileM is then
+// the number of wgmma's columns (kSwaps in gemm_config_sm90.cuh, gemm_swapped_sm90.cuh).
 // Mirror: engine/reference/gemm.py
 #include "gemm/gemm_consumer_sm90.cuh"
 #include "gemm/gemm_producer_sm90.cuh"
@@ -38,7 +39,8 @@ struct GemmSm90Params {
   int m, n, k;
   int band;               // rows of super-tiles per band (TileScheduler)
   int x_part, tail_part;  // rows of x per CTA and tile; same for the tile of the last rows
-  int stages;             // stages of the ring, for tiles of 64 rows
+  int stages;             // stages of the ring, for tiles of up to 64 rows
+  int early;              // stages of the weight to load before the preceding kernel has ended
   int uses_pdl;           // the preceding kernel may still run; it writes neither weight nor bias
   int num_gates;          // number of gate rows if they all precede the up rows; else 0
   int activation;         // an Activation
@@ -53,7 +55,7 @@ extern "C" __global__ void __cluster_dims__(kClusterSize, 1, 1) __launch_bounds_
   unsigned char* smem = align_smem(smem_raw);
   const Pipeline pipeline(smem_address(smem), p.stages, (p.x_part * kClusterN + 7) / 8 * 8);
   const TileScheduler scheduler(p.m, p.n, p.k, p.band);
-  const Loading loading{p.x_part, p.tail_part, p.uses_pdl != 0, p.num_gates > 0};
+  const Loading loading{p.x_part, p.tail_part, p.early, p.uses_pdl != 0, p.num_gates > 0};
   const Loader loader(pipeline, scheduler, &p.map_x, &p.map_tail, &p.map_w, loading);
   // The shuffle tells ptxas that it is warp-uniform.
   const int warp_idx = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0);

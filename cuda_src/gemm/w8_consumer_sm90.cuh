@@ -7,43 +7,17 @@
 // same share of k and finite scales, kDepth changes no bit of the result.
 #pragma once
 
-#include "gemm/gemm_consumer_sm90.cuh"
-#include "common/wgmma_codes.cuh"
+#include "gemm/w8_slab_sm90.cuh"
 
-constexpr int kScaleBlock = 128;
-static_assert(kSlabK == kScaleBlock, "a slab of k is a block of scales");
-#ifdef BLOCKS
-constexpr bool kBlocks = BLOCKS;
-static_assert(!kBlocks || kScaleBlock % kTileN == 0, "a tile has columns of one block");
-#else
-constexpr bool kBlocks = false;
-#endif
-constexpr bool kGroups = kBlocks || kCodes == 2;  // x has a scale per group of 128 values of k
-static_assert(kDepth <= 2, "in_pairs multiplies one or two slabs per stage");
+static_assert(kSwaps > 0 || kDepth <= 2, "in_pairs multiplies one or two slabs per stage");
 // Whether registers can hold the sums of two slabs in addition to the tile's.
 constexpr bool kInPairs = kMmaTilesM == 1 && (kWarpgroupCols < 128 || kClusterK == 1);
-
-// Accumulator type of a slab.
-template <int kCodes>
-struct SlabSum {
-  using type = float;
-};
-template <>
-struct SlabSum<2> {
-  using type = int;
-};
-
-struct W8Scales {
-  const float* x;       // (M,), or (M, ceil(K / 128)) with kGroups
-  const float* weight;  // (N,), or (ceil(N / 128), ceil(K / 128)) with kBlocks
-  int num_groups;       // ceil(K / 128)
-};
 
 // Iterates over the scales of a warp's sums, group by group along k. A lane loads the scale of one
 // row, l % 16 of m-tile l / 16, and with kBlocks the weight's scales for even and odd groups of
 // eight columns (gate and up, if these are split). This takes few registers; none are to spare.
 struct GroupScales {
-  static_assert(kMmaTilesM <= 2, "a lane for each row");
+  static_assert(kSwaps > 0 || kMmaTilesM <= 2, "a lane for each row");
   const float *x, *weight;  // addresses of the scales of the next group
   int odd, left;            // offset from the even to the odd columns' scale; groups left
   float x_scale, even_scale, odd_scale;
@@ -89,16 +63,6 @@ struct GroupFactors {
       }
   }
 };
-
-// Multiplies the slab at these addresses, overwriting `acc`.
-template <typename Sum>
-__device__ __forceinline__ void multiply_slab(Sum (&acc)[kWarpgroupCols / 2], unsigned x,
-                                              unsigned w) {
-  const uint64_t a = wgmma_descriptor(x), b = wgmma_descriptor(w);
-#pragma unroll
-  for (int step = 0; step < kSlabK / 32; ++step)
-    wgmma_codes<kWarpgroupCols>(acc, a + step * 2, b + step * 2, step > 0);
-}
 
 // Sums this CTA's share of k, one slab at a time.
 struct SlabMultiplier {

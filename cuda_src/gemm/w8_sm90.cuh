@@ -3,6 +3,7 @@
 
 #include "gemm/gemm_producer_sm90.cuh"
 #include "gemm/w8_consumer_sm90.cuh"
+#include "gemm/w8_swapped_sm90.cuh"
 
 // Fields without a comment: see GemmSm90Params.
 struct GemmW8Sm90Params {
@@ -21,6 +22,7 @@ struct GemmW8Sm90Params {
   int band;
   int x_part, tail_part;
   int stages;
+  int early;      // stages of the weight to load before the preceding kernel has ended
   int uses_pdl;   // the preceding kernel may still run; it writes no model parameter
   int num_gates;  // a multiple of 64 with blocks
   int activation;
@@ -34,7 +36,7 @@ __device__ __forceinline__ void gemm_w8_sm90(const GemmW8Sm90Params& p) {
   unsigned char* smem = align_smem(smem_raw);
   const Pipeline pipeline(smem_address(smem), p.stages, (p.x_part * kClusterN + 7) / 8 * 8);
   const TileScheduler scheduler(p.m, p.n, p.k, p.band);
-  const Loading loading{p.x_part, p.tail_part, p.uses_pdl != 0, p.num_gates > 0};
+  const Loading loading{p.x_part, p.tail_part, p.early, p.uses_pdl != 0, p.num_gates > 0};
   const Loader loader(pipeline, scheduler, &p.map_x, &p.map_tail, &p.map_w, loading);
   // The shuffle tells ptxas that it is warp-uniform.
   const int warp_idx = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0);
@@ -64,8 +66,12 @@ __device__ __forceinline__ void gemm_w8_sm90(const GemmW8Sm90Params& p) {
     }
   } else {
     if constexpr (kMovesRegisters) warpgroup_reg_alloc<kConsumerRegisters>();
-    consume_codes(pipeline, scheduler, smem, epilogue, scales, p.out_vector > 1, &p.map_out,
-                  kWarmsUp && p.uses_pdl != 0);
+    const bool warms_up = kWarmsUp && p.uses_pdl != 0;
+    if constexpr (kSwaps > 0)
+      consume_swapped_codes(pipeline, scheduler, smem, epilogue, scales, warms_up);
+    else
+      consume_codes(pipeline, scheduler, smem, epilogue, scales, p.out_vector > 1, &p.map_out,
+                    warms_up);
   }
   // SAFETY: other CTAs still arrive on this one's mbarriers, so it must not exit before them. (With
   // kClusterK alone it has already waited for all their sums.)

@@ -124,7 +124,7 @@ TILES = [
     (config, b)
     for b in BLOCKS
     for config in dict.fromkeys(
-        (*w8_configs(has_blocks=b), *w8_configs(has_blocks=b, deterministic=True))
+        (*w8_configs("fp8", has_blocks=b), *w8_configs("fp8", has_blocks=b, deterministic=True))
     )
 ]
 
@@ -135,7 +135,7 @@ def test_every_tile_matches_mirror(cp, monkeypatch, config, has_blocks):
     """Tile choice on Hopper; other GPUs always use the same tile."""
     monkeypatch.setattr(w8, "MAX_SKINNY_ROWS", 0)
     monkeypatch.setattr(w8, "choose_w8_hopper", lambda *_, **__: config)
-    for m in (1, 19, 64) if config.tile_m == 64 else (1, 19, 64, 130, 300):
+    for m in (1, 19, 64) if config.tile_m <= 64 else (1, 19, 64, 130, 300):
         x, weight, scales, bias, residual = inputs(m, 320, 1040, "bfloat16", has_blocks)
         compare(cp, x, weight, scales, bias=bias, residual=residual)
         compare(cp, x, weight, scales, bias=bias, activation="silu", pdl=True)
@@ -171,7 +171,7 @@ def test_rows_are_summed_alike_by_every_tile(cp, monkeypatch, has_blocks):
     """The basis of `deterministic`."""
     x, weight, scales, _, _ = inputs(200, 640, 2064, "bfloat16", has_blocks)
     arrays = cases.to_module(cp, x, weight, scales)
-    configs, results = w8_configs(has_blocks=has_blocks, deterministic=True), []
+    configs, results = w8_configs("fp8", has_blocks=has_blocks, deterministic=True), []
     assert len(configs) > 4
     for config in configs:
         monkeypatch.setattr(w8, "choose_w8_hopper", lambda *_, config=config, **__: config)
@@ -185,7 +185,7 @@ def test_rows_are_summed_alike_by_every_tile(cp, monkeypatch, has_blocks):
 def test_depth_changes_no_bit(cp, monkeypatch, has_blocks):
     """The slabs of a stage keep separate sums, each with its own group's scales."""
     arrays = cases.to_module(cp, *inputs(40, 640, 2048, "bfloat16", has_blocks)[:3])
-    deep = [config for config in w8_configs(has_blocks=has_blocks) if config.depth > 1]
+    deep = [c for c in w8_configs("fp8", has_blocks=has_blocks) if c.depth > 1 and not c.swaps]
     assert deep
     for config in deep:
         results = []
@@ -200,17 +200,18 @@ def test_deterministic_choice(has_blocks):
     """No candidate splits k; the modules are prepared."""
     for n, k in ((1024, 3072), (4096, 4096), (28672, 4096), (4096, 14336), (100, 64)):
         for m in (1, 16, 64, 256, 4096):
-            chosen = choose_w8_hopper(m, n, k, 132, has_blocks=has_blocks, deterministic=True)
-            assert chosen.cluster_k == 1
-            assert chosen.tile_m == 64 or m > 64
-            default = choose_w8_hopper(m, n, k, 132, has_blocks=has_blocks)
-            assert default in w8_configs(has_blocks=has_blocks)
-            assert chosen in w8_configs(has_blocks=has_blocks, deterministic=True)
-    few = choose_w8_hopper(1, 1024, 3072, 132, has_blocks=has_blocks, deterministic=True)
+            problem = ("fp8", m, n, k, 132)
+            chosen = choose_w8_hopper(*problem, has_blocks=has_blocks, deterministic=True)
+            assert chosen.sums_in_order
+            assert chosen.tile_m <= 64 or m > 64
+            default = choose_w8_hopper(*problem, has_blocks=has_blocks)
+            assert default in w8_configs("fp8", has_blocks=has_blocks)
+            assert chosen in w8_configs("fp8", has_blocks=has_blocks, deterministic=True)
+    few = choose_w8_hopper("fp8", 1, 1024, 3072, 132, has_blocks=has_blocks, deterministic=True)
     assert few.tile_n == 32
     prepared = w8_hopper_specs("fp8", "bfloat16")
     more = w8_hopper_specs("fp8", "bfloat16", deterministic=True)
-    assert set(prepared) < set(more) and len(more) == len(prepared) + 6
+    assert set(prepared) < set(more) and len(more) == len(prepared) + (3 + 7) + (3 + 4)
 
 
 @pytest.mark.parametrize("has_blocks", BLOCKS)

@@ -25,7 +25,10 @@ from engine.testing.tolerances import assert_close
 HALVES = ("float16", "bfloat16")
 EVERY_CONFIG = (*HOPPER_CONFIGS, *NARROW_CONFIGS)
 CONFIGS = [
-    pytest.param(c, id=f"{c.tile_m}x{c.tile_n}-{c.cluster_m}x{c.cluster_n}x{c.cluster_k}-{c.depth}")
+    pytest.param(
+        c,
+        id=f"{c.tile_m}x{c.tile_n}-{c.cluster_m}x{c.cluster_n}x{c.cluster_k}-{c.depth}-{c.swaps}",
+    )
     for c in EVERY_CONFIG
 ]
 GATED = [p for p in CONFIGS if p.values[0].gates]
@@ -190,7 +193,7 @@ def test_gate_and_up_have_the_same_bits_in_every_tile(hopper, monkeypatch, dtype
     options = {"bias": gb, "activation": "swiglu", "deterministic": True}
     results = []
     for config in EVERY_CONFIG:
-        if config.gates and config.cluster_k == 1:
+        if config.gates and config.sums_in_order:
             _force(monkeypatch, config)
             results.append(to_numpy(kernels.gemm(gx, gw, **options).view(np.int16)))
     assert len(results) > 10
@@ -264,7 +267,7 @@ def test_rows_are_summed_alike_by_every_tile(hopper, monkeypatch):
     gx, gw = cases.to_module(hopper, x, weight)
     results = []
     for config in EVERY_CONFIG:
-        if config.cluster_k == 1:
+        if config.sums_in_order:
             _force(monkeypatch, config)
             results.append(to_numpy(kernels.gemm(gx, gw, out_dtype=np.float32)))
             alone = to_numpy(kernels.gemm(gx[7:8], gw, out_dtype=np.float32))
@@ -328,15 +331,16 @@ def test_deterministic_choice_depends_on_m_only_in_the_tile():
         for m in (1, 16, 64, 65, 256, 1000, 4096):
             default = choose_hopper(m, n, k, 132)
             chosen = choose_hopper(m, n, k, 132, deterministic=True)
-            assert chosen.cluster_k == 1 and default not in NARROW_CONFIGS
+            assert chosen.sums_in_order and default not in NARROW_CONFIGS
             assert chosen.spec("bfloat16") in hopper_specs("bfloat16", deterministic=True)
             assert default.spec("bfloat16") in hopper_specs("bfloat16")
             gated = choose_hopper(m, n, k, 132, deterministic=True, is_gated=True)
-            assert gated.gates and gated.cluster_k == 1
+            assert gated.gates and gated.sums_in_order
     for m in (1, 16, 64):
         assert choose_hopper(m, 1024, 3072, 132, deterministic=True).tile_n == 16
         assert choose_hopper(m, 4096, 12288, 132, deterministic=True).tile_n == 32
-        assert choose_hopper(m, 24576, 4096, 132, deterministic=True).tile_n == 64
+    assert choose_hopper(64, 24576, 4096, 132, deterministic=True).tile_n == 64
+    assert choose_hopper(16, 24576, 4096, 132, deterministic=True).tile_n == 96
     chosen = choose_hopper(256, 1024, 3072, 132, deterministic=True)
     assert chosen == HopperConfig(64, 32, cluster_m=2, depth=2)
     assert choose_hopper(4096, 4096, 4096, 132, deterministic=True) not in NARROW_CONFIGS
@@ -351,7 +355,10 @@ def test_choice_at_known_problems():
     assert choose_hopper(1024, 896, 4864, 132) == HopperConfig(64, 128, 4)
     assert choose_hopper(768, 896, 4864, 132) == HopperConfig(64, 96, 4)
     assert choose_hopper(2048, 896, 4864, 132) == HopperConfig(128, 112, 1, 2)
-    assert choose_hopper(16, 4096, 4096, 132) == HopperConfig(64, 64, cluster_k=2, depth=2)
+    assert choose_hopper(40, 4096, 4096, 132) == HopperConfig(64, 64, cluster_k=2, depth=2)
+    assert choose_hopper(16, 4096, 4096, 132) == HopperConfig(16, 32, depth=4, swaps=2)
+    assert choose_hopper(17, 4096, 4096, 132) == HopperConfig(32, 32, depth=4, swaps=2)
+    assert choose_hopper(17, 6144, 1024, 132).swaps == 0
     assert choose_hopper(64, 24576, 4096, 132) == HopperConfig(64, 64, depth=2)
     assert choose_hopper(9, 896, 4864, 132).cluster_k == 4
     assert choose_hopper(192, 28672, 4096, 132, is_gated=True) == HopperConfig(192, 224)
@@ -361,7 +368,9 @@ def test_choice_at_known_problems():
     for m, n, k, is_tile in (
         (4096, 4096, 4096, True),
         (9, 4096, 4096, True),
-        (8, 4096, 4096, False),
+        (5, 4096, 4096, True),  # a large weight
+        (4, 4096, 4096, False),
+        (8, 4096, 2048, False),
         (17, 6144, 1024, True),
         (16, 6144, 1024, False),  # a small weight
     ):

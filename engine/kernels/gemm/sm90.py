@@ -23,24 +23,29 @@ __all__ = [
     "HopperConfig",
     "OutVector",
     "choose_hopper",
+    "choose_swapped",
     "hopper_specs",
     "launch_hopper",
     "launch_tiles",
+    "swapped_configs",
 ]
 
 _KERNEL = Kernel(
     "gemm_sm90",
     "map_x:tmap map_tail:tmap map_w:tmap map_out:tmap bias:ptr residual:ptr residual_stride:i64 "
     "out:ptr out_stride:i64 m:i32 n:i32 k:i32 band:i32 x_part:i32 tail_part:i32 stages:i32 "
-    "uses_pdl:i32 num_gates:i32 activation:i32 is_float:i32 out_vector:i32",
+    "early:i32 uses_pdl:i32 num_gates:i32 activation:i32 is_float:i32 out_vector:i32",
     struct="GemmSm90Params",
 )
 
 _SLAB_BYTES = 128  # bytes per operand row of a slab: the widest swizzle
 _SLAB_K = 64  # 16-bit values of k per slab
 _WARP_STAGING = 2048  # bytes of staging per warp
+_SWAPPED_PITCH = 68  # floats of staging per row of x in swapped tiles
 _BOX_ROWS = 16  # rows of out per TMA store of a warp
 _MAX_STAGES = 16
+# Bytes that swapped tiles load while the preceding kernel still runs; more delay its loads.
+_EARLY_BYTES = 128 << 10
 _BAND = 8  # rows of super-tiles per band; CTAs compute a band column by column
 _PAIR = 8  # gate and up rows alternate in groups of this many
 
@@ -67,6 +72,10 @@ class HopperConfig:
         CTAs that share the sum over k of a tile.
     depth : int
         Slabs per stage; a slab is 64 values of k.
+    swaps : int
+        Consumer warpgroups of a swapped tile, which multiplies w xᵀ: the weight's rows are those of
+        the tensor cores, 64 at a time, so that x may have fewer. Two warpgroups divide the rows of
+        a tile of over 64 columns, otherwise the slabs. 0: the tile multiplies x wᵀ.
     """
 
     tile_m: int
@@ -75,6 +84,7 @@ class HopperConfig:
     cluster_n: int = 1
     cluster_k: int = 1
     depth: int = 1
+    swaps: int = 0
 
     @property
     def cluster_size(self) -> int:
@@ -84,13 +94,22 @@ class HopperConfig:
     @property
     def warpgroups(self) -> int:
         """Return the number of consumer warpgroups."""
+        if self.swaps:
+            return self.swaps
         if self.tile_m == 192:
             return 3 if self.tile_n <= 192 else 2
-        return 1 if self.tile_m == 64 else 2
+        return 1 if self.tile_m <= 64 else 2
+
+    @property
+    def sums_in_order(self) -> bool:
+        """Tell whether one warpgroup sums all of k, in ascending order."""
+        return self.cluster_k == 1 and not (self.swaps > 1 and self.tile_n <= 64)
 
     @property
     def threads(self) -> int:
         """Return the threads per CTA."""
+        if self.swaps:
+            return self.swaps * 128 + 32
         return 160 if self.warpgroups == 1 else (self.warpgroups + 1) * 128
 
     @property
@@ -116,19 +135,29 @@ class HopperConfig:
         free = limit - 1024 - 512 - self._beside_stages
         return min(_MAX_STAGES, free // self._stage_bytes(m))
 
+    def early_stages(self, m: int, stages: int) -> int:
+        """Return the number of stages to load before the preceding kernel has ended."""
+        if not self.swaps:
+            return stages
+        return min(stages, max(1, _EARLY_BYTES // self._stage_bytes(m)))
+
     def shared_bytes(self, m: int, stages: int) -> int:
         """Return the bytes of dynamic shared memory: stages, staging, mbarriers, alignment."""
         return stages * (self._stage_bytes(m) + 16) + self._beside_stages + 16 + 1024
 
     def _stage_bytes(self, m: int) -> int:
         rows = self.tile_m
-        if rows == 64:
+        if rows <= 64:
             rows = ceil_div(self.x_part(m) * self.cluster_n, 8) * 8
         return (rows + self.tile_n) * self.depth * _SLAB_K * 2
 
     @property
     def _beside_stages(self) -> int:
         """Return the bytes of staging and of partial sums received from other CTAs."""
+        if self.swaps:
+            stagings = self.swaps if self.tile_n > 64 else 1
+            past = -self.tile_n % 64 * _SLAB_BYTES
+            return max(stagings * self.tile_m * _SWAPPED_PITCH * 4, past)
         sums = self.tile_m * self.tile_n * 4 * (self.cluster_k - 1) // self.cluster_k
         return self.warpgroups * 4 * (2 if self.stores else 1) * _WARP_STAGING + sums
 
@@ -146,6 +175,8 @@ class HopperConfig:
             "THREADS": self.threads,
             "BYTES_BESIDE_STAGES": self._beside_stages,
         }
+        if self.swaps:
+            macros["SWAPS"] = self.swaps
         return ModuleSpec("gemm/gemm_sm90.cu", dtype, tuple(macros.items()))
 
     def x_part(self, m: int) -> int:
@@ -328,8 +359,63 @@ _NARROW_FEW_ROWS: dict[HopperConfig, float] = {
 }
 _SM_BYTES_PER_US = 3.3e4  # rate at which one multiprocessor reads the weight
 
-HOPPER_CONFIGS: tuple[HopperConfig, ...] = (*_TILES, *_FEW_ROWS)
-NARROW_CONFIGS: tuple[HopperConfig, ...] = (*_NARROW_TILES, *_NARROW_FEW_ROWS)
+# Swapped tiles: columns, and maximum rows of x. A wave costs as much as _WAVE_COLUMNS more columns.
+_SWAPPED_COLUMNS = (16, 32, 48, 64, 96, 112, 128)
+_SWAPPED_ROWS = (16, 32)
+_WAVE_COLUMNS = 8
+_SWAPPED_MIN_USE = 0.6  # minimum share of the multiprocessors that have a tile
+# Over 16 rows of 16-bit values, minimum k for which swapped tiles are faster.
+_SWAPPED_LONG_K = 4096
+
+
+def swapped_configs(*, deterministic: bool = False) -> tuple[HopperConfig, ...]:
+    """Return the swapped tiles, which have more columns than rows.
+
+    With `deterministic`, one warpgroup sums all slabs of a row of the weight.
+    """
+    return tuple(
+        HopperConfig(rows, columns, depth=2, swaps=2)
+        if columns > 64
+        else HopperConfig(rows, columns, depth=4, swaps=1 if deterministic else 2)
+        for rows in _SWAPPED_ROWS
+        for columns in _SWAPPED_COLUMNS
+        if columns >= rows
+    )
+
+
+@cache
+def choose_swapped(
+    m: int, n: int, sm_count: int, *, deterministic: bool = False
+) -> HopperConfig | None:
+    """Choose the swapped tile whose busiest CTA reads the fewest rows of the weight.
+
+    None if `m` rows are too many, or if too few multiprocessors would have a tile.
+
+    Examples
+    --------
+    >>> choose_swapped(16, 6144, 132)
+    HopperConfig(tile_m=16, tile_n=48, cluster_m=1, cluster_n=1, cluster_k=1, depth=4, swaps=2)
+    """
+    rows = next((rows for rows in _SWAPPED_ROWS if m <= rows), None)
+    configs = [
+        config
+        for config in swapped_configs(deterministic=deterministic)
+        if config.tile_m == rows and config.clusters(m, n) >= _SWAPPED_MIN_USE * sm_count
+    ]
+
+    def columns(config: HopperConfig) -> tuple[int, int]:
+        waves = config.waves(m, n, sm_count)
+        return waves * (config.tile_n + _WAVE_COLUMNS), -config.tile_n
+
+    return min(configs, key=columns, default=None)
+
+
+HOPPER_CONFIGS: tuple[HopperConfig, ...] = (*_TILES, *_FEW_ROWS, *swapped_configs())
+NARROW_CONFIGS: tuple[HopperConfig, ...] = (
+    *_NARROW_TILES,
+    *_NARROW_FEW_ROWS,
+    *(c for c in swapped_configs(deterministic=True) if c not in HOPPER_CONFIGS),
+)
 
 
 def hopper_specs(dtype: str, *, deterministic: bool = False) -> tuple[ModuleSpec, ...]:
@@ -359,8 +445,13 @@ def choose_hopper(
     Examples
     --------
     >>> choose_hopper(1024, 6144, 4096, 132)
-    HopperConfig(tile_m=128, tile_n=192, cluster_m=2, cluster_n=1, cluster_k=1, depth=1)
+    HopperConfig(tile_m=128, tile_n=192, cluster_m=2, cluster_n=1, cluster_k=1, depth=1, swaps=0)
     """
+
+    if m <= _SWAPPED_ROWS[0] or k >= _SWAPPED_LONG_K:
+        swapped = choose_swapped(m, n, sm_count, deterministic=deterministic)
+        if swapped is not None:
+            return swapped
 
     def is_possible(config: HopperConfig) -> bool:
         may_split = config.cluster_k == 1 or not deterministic
@@ -433,7 +524,7 @@ def launch_tiles(
     x_part = config.x_part(m)
     tail_part = config.x_part(m % config.tile_m or config.tile_m)
     stages = config.stages(m)
-    if config.tile_m == 64:  # leave shared memory for the neighbouring kernels
+    if config.tile_m <= 64:  # leave shared memory for the neighbouring kernels
         stages = min(stages, config.steps(m, n, halves, num_sms))
     num_gates = n // 2 if is_split else 0
     element = "uint8" if x.itemsize == 1 else spec.dtype
@@ -463,6 +554,7 @@ def launch_tiles(
         x_part=x_part,
         tail_part=tail_part,
         stages=stages,
+        early=config.early_stages(m, stages),
         uses_pdl=pdl,
         num_gates=num_gates,
         out_vector=out_vector,

@@ -24,7 +24,12 @@ from engine.kernels.gemm.operands import (
     out_dtype_of,
     row_stride,
 )
-from engine.kernels.gemm.w8_sm90 import choose_w8_hopper, launch_w8_hopper, w8_hopper_specs
+from engine.kernels.gemm.w8_sm90 import (
+    choose_swapped_w8,
+    choose_w8_hopper,
+    launch_w8_hopper,
+    w8_hopper_specs,
+)
 from engine.kernels.quantize_rows import quantize_rows
 from engine.kernels.quantize_rows import specs as rows_specs
 from engine.kernels.rmsnorm_quantize import rmsnorm_quantize
@@ -51,8 +56,11 @@ _TILE_THREADS = 128
 _MAX_INT32 = 2**31 - 1
 
 MAX_SKINNY_ROWS = 8
-# Rows of over _LONG_K values leave the skinny kernels few stages, so Hopper's tiles take more than
-# _MAX_LONG_ROWS of them. Tuned on a model step in fp8: alone, tiles win more often.
+# Hopper's tiles take more rows than this: swapped ones, without and with scales by group, if the
+# weight has at least _SWAPPED_K rows and columns, and others of over _LONG_K columns, of which the
+# skinny kernels hold few stages. Tuned on model steps.
+_SWAPPED_K = 4096
+_MAX_ROWS_BESIDE_SWAPPED = {False: 2, True: 4}
 _LONG_K = 8192
 _MAX_LONG_ROWS = 4
 _ROWS = 16  # weight rows per warp
@@ -315,7 +323,13 @@ def _may_skip_tiles(o: W8Operands) -> bool:
     steps.append(0 if o.norm_weight is None else o.norm_weight.data.ptr)
     if any(step % 16 for step in steps):
         return False
-    return m <= _MAX_LONG_ROWS or k <= _LONG_K or not _is_hopper(o)
+    if not _is_hopper(o):
+        return True
+    n = o.weight.shape[0]
+    if min(n, k) >= _SWAPPED_K and m > _MAX_ROWS_BESIDE_SWAPPED[o.group > 0]:
+        if choose_swapped_w8(o.codes, m, n, k, sm_count(), has_blocks=o.has_blocks) is not None:
+            return False
+    return bool(m <= _MAX_LONG_ROWS or k <= _LONG_K)
 
 
 def _quantized(o: W8Operands) -> W8Operands:
@@ -368,6 +382,7 @@ def _launch_hopper(o: W8Operands) -> None:
     n = o.weight.shape[0]
     is_split = o.activation == SWIGLU
     config = choose_w8_hopper(
+        o.codes,
         m,
         n,
         k,

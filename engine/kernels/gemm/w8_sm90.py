@@ -16,15 +16,24 @@ from engine.kernels.gemm.sm90 import (
     FewRowsCost,
     HopperConfig,
     OutVector,
+    choose_swapped,
     launch_tiles,
+    swapped_configs,
 )
 
-__all__ = ["choose_w8_hopper", "launch_w8_hopper", "w8_configs", "w8_hopper_specs"]
+__all__ = [
+    "choose_swapped_w8",
+    "choose_w8_hopper",
+    "launch_w8_hopper",
+    "w8_configs",
+    "w8_hopper_specs",
+]
 
 _PARAMS = (
     "map_x:tmap map_tail:tmap map_w:tmap map_out:tmap x_scales:ptr weight_scales:ptr bias:ptr "
     "residual:ptr residual_stride:i64 out:ptr out_stride:i64 m:i32 n:i32 k:i32 band:i32 x_part:i32 "
-    "tail_part:i32 stages:i32 uses_pdl:i32 num_gates:i32 activation:i32 is_float:i32 out_vector:i32"
+    "tail_part:i32 stages:i32 early:i32 uses_pdl:i32 num_gates:i32 activation:i32 is_float:i32 "
+    "out_vector:i32"
 )
 _KERNELS = {
     codes: Kernel(f"gemm_{codes}_sm90", _PARAMS, struct="GemmW8Sm90Params")
@@ -79,8 +88,16 @@ _NARROW_TILES: dict[HopperConfig, tuple[float, float, float]] = {
 _NARROW_FEW_ROWS: dict[HopperConfig, float] = {HopperConfig(64, 32, depth=2): 0.4}
 
 
-def w8_configs(*, has_blocks: bool, deterministic: bool = False) -> tuple[HopperConfig, ...]:
-    """Return the candidate tiles; with block scales, those that do not straddle two blocks.
+# Swapped tiles: minimum k for which they are faster, and maximum rows of x, without and with scales
+# by group.
+_SWAPPED_MIN_K = 2048
+_SWAPPED_MAX_ROWS = {False: 32, True: 16}
+
+
+def w8_configs(
+    codes: str, *, has_blocks: bool = False, deterministic: bool = False
+) -> tuple[HopperConfig, ...]:
+    """Return the candidate tiles; with block scales, swapped ones or within a block's columns.
 
     With `deterministic`, all sum a row in the same order: the products of a slab (128 codes) on
     tensor cores, then the slabs in ascending order in float32.
@@ -88,11 +105,19 @@ def w8_configs(*, has_blocks: bool, deterministic: bool = False) -> tuple[Hopper
     configs = [*_TILES, *_FEW_ROWS]
     if deterministic:
         configs += [*_NARROW_TILES, *_NARROW_FEW_ROWS]
-    return tuple(
+    tiles = (
         c
         for c in dict.fromkeys(configs)
-        if (not has_blocks or _BLOCK % c.tile_n == 0) and not (deterministic and c.cluster_k > 1)
+        if (not has_blocks or _BLOCK % c.tile_n == 0) and (c.sums_in_order or not deterministic)
     )
+    rows = _SWAPPED_MAX_ROWS[_has_groups(codes, has_blocks=has_blocks)]
+    swapped = swapped_configs(deterministic=deterministic)
+    return (*tiles, *(c for c in swapped if c.tile_m <= rows))
+
+
+def _has_groups(codes: str, *, has_blocks: bool) -> bool:
+    """Tell whether x has a scale per group of k."""
+    return has_blocks or codes == "int8"
 
 
 def w8_hopper_specs(
@@ -107,7 +132,7 @@ def w8_hopper_specs(
         _spec(config, codes, dtype, has_blocks=has_blocks)
         for has_blocks in blocks
         for mode in modes
-        for config in w8_configs(has_blocks=has_blocks, deterministic=mode)
+        for config in w8_configs(codes, has_blocks=has_blocks, deterministic=mode)
     ]
     return tuple(dict.fromkeys(found))
 
@@ -118,8 +143,26 @@ def _spec(config: HopperConfig, codes: str, dtype: str, *, has_blocks: bool) -> 
     return ModuleSpec(f"gemm/gemm_{codes}_sm90.cu", dtype, (*tile, *own))
 
 
+def choose_swapped_w8(
+    codes: str,
+    m: int,
+    n: int,
+    k: int,
+    sm_count: int,
+    *,
+    has_blocks: bool = False,
+    deterministic: bool = False,
+) -> HopperConfig | None:
+    """Choose the swapped tile for x (m, k) and weight (n, k); None if other tiles are faster."""
+    most = _SWAPPED_MAX_ROWS[_has_groups(codes, has_blocks=has_blocks)]
+    if m > most or (k < _SWAPPED_MIN_K and not deterministic):
+        return None
+    return choose_swapped(m, n, sm_count, deterministic=deterministic)
+
+
 @cache
 def choose_w8_hopper(
+    codes: str,
     m: int,
     n: int,
     k: int,
@@ -133,9 +176,14 @@ def choose_w8_hopper(
 
     Examples
     --------
-    >>> choose_w8_hopper(4096, 24576, 4096, 132)
-    HopperConfig(tile_m=256, tile_n=128, cluster_m=1, cluster_n=2, cluster_k=1, depth=1)
+    >>> choose_w8_hopper("fp8", 4096, 24576, 4096, 132)
+    HopperConfig(tile_m=256, tile_n=128, cluster_m=1, cluster_n=2, cluster_k=1, depth=1, swaps=0)
     """
+    swapped = choose_swapped_w8(
+        codes, m, n, k, sm_count, has_blocks=has_blocks, deterministic=deterministic
+    )
+    if swapped is not None:
+        return swapped
     pairs = ceil_div(k, 2)
     few_rows = _FEW_ROWS | _NARROW_FEW_ROWS if deterministic else _FEW_ROWS
     tiles = _TILES | _NARROW_TILES if deterministic else _TILES
@@ -153,7 +201,7 @@ def choose_w8_hopper(
         waves = config.waves(m, n, sm_count)
         return launch_us + waves * (tile_us + stage_us * config.tile_steps(pairs))
 
-    configs = w8_configs(has_blocks=has_blocks, deterministic=deterministic)
+    configs = w8_configs(codes, has_blocks=has_blocks, deterministic=deterministic)
     return min(filter(is_possible, configs), key=estimate)
 
 

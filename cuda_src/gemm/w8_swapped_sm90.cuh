@@ -1,0 +1,205 @@
+// The consumer warpgroups of swapped tiles of gemm_fp8_sm90.cu and gemm_int8_sm90.cu; see
+// w8_consumer_sm90.cuh and gemm_swapped_sm90.cuh.
+#pragma once
+
+#include "gemm/w8_slab_sm90.cuh"
+
+// Adds the sums of a tile's slabs. With kGroups they are multiplied by the scales of their groups,
+// which are loaded one stage ahead: a lane those of one row of x, a warp those of its rows of the
+// weight.
+class SwappedGroups {
+  static constexpr int kSlabs = kDepth / kSlabStep;  // slabs of a stage that the warpgroup adds
+  struct Scales {
+    float x[kSlabs], weight[kSlabs][kMmaTilesM][2];
+  };
+  const float *x, *weight[kMmaTilesM][2];
+  int group, num_groups;
+  Scales now, next;
+
+  __device__ __forceinline__ void load() {
+#pragma unroll
+    for (int i = 0; i < kSlabs; ++i) {
+      const int at = min(group + i * kSlabStep, num_groups - 1);  // sums of a slab past k are 0
+      next.x[i] = x != nullptr ? x[at] : 0.0f;
+#pragma unroll
+      for (int j = 0; kBlocks && j < kMmaTilesM; ++j)
+        next.weight[i][j][0] = weight[j][0][at], next.weight[i][j][1] = weight[j][1][at];
+    }
+    group += kDepth;
+  }
+
+ public:
+  // `tile`: first row and column of the tile.
+  __device__ __forceinline__ SwappedGroups(const W8Scales& s, const Epilogue& e, int2 tile,
+                                           int warp_idx, int m, int n)
+      : group(kSplitsSlabs ? warp_idx / 4 : 0), num_groups(s.num_groups) {
+    if constexpr (!kGroups) return;
+    static_assert(kSwaps == 0 || !kGroups || kTileM <= 32, "a lane for each row of x");
+    const int row = tile.x + static_cast<int>(threadIdx.x) % 32 % kTileM;
+    x = row < m ? s.x + static_cast<int64_t>(row) * num_groups : nullptr;
+#pragma unroll
+    for (int i = 0; kBlocks && i < kMmaTilesM * 2; ++i) {
+      const int c = tile.y + swapped_row(i / 2, warp_idx) + i % 2 * 8;
+      const int block = e.bias_index(min(c, n - 1)) / kScaleBlock;
+      weight[i / 2][i % 2] = s.weight + static_cast<int64_t>(block) * num_groups;
+    }
+    load();
+    advance();
+  }
+
+  // Moves on to the next stage.
+  __device__ __forceinline__ void advance() {
+    if constexpr (!kGroups) return;
+    now = next;
+    load();
+  }
+
+  // Adds the products of the stage's slab kSlab and m-tile kTile.
+  template <int kSlab, int kTile, typename Sum>
+  __device__ __forceinline__ void add(const Sum (&part)[kWarpgroupCols / 2],
+                                      float (&acc)[kWarpgroupCols / 2]) const {
+#pragma unroll
+    for (int i = 0; i < kWarpgroupCols / 2; ++i) {
+      float factor = 1.0f;
+      if constexpr (kGroups)
+        factor = __shfl_sync(~0u, now.x[kSlab], i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2);
+      if constexpr (kBlocks) factor *= now.weight[kSlab][kTile][i / 2 % 2];
+      const float sum = static_cast<float>(part[i]);
+      acc[i] += kGroups ? sum * factor : sum;
+    }
+  }
+};
+
+// Scales of a warp's sums that hold for all of k: of its rows of the weight, and of the rows of x,
+// one or two a lane.
+struct SwappedScales {
+  float weight[kMmaTilesM][2], x[(kTileM + 31) / 32];
+
+  // `tile`: first row and column of the tile.
+  __device__ __forceinline__ SwappedScales(const W8Scales& s, const Epilogue& e, int2 tile,
+                                           int warp_idx, int m, int n) {
+    const int lane_idx = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; !kBlocks && i < kMmaTilesM * 2; ++i) {
+      const int c = tile.y + swapped_row(i / 2, warp_idx) + i % 2 * 8 + lane_idx / 4;
+      weight[i / 2][i % 2] = c < n ? s.weight[e.bias_index(c)] : 0.0f;
+    }
+#pragma unroll
+    for (int i = 0; !kGroups && i < (kTileM + 31) / 32; ++i) {
+      const int row = tile.x + i * 32 + lane_idx;
+      x[i] = row < m ? s.x[row] : 0.0f;
+    }
+  }
+
+  __device__ __forceinline__ void apply(Sums& acc) const {
+#pragma unroll
+    for (int i = 0; i < kWarpgroupCols / 2; ++i) {
+      float factor = 1.0f;
+      if constexpr (!kGroups)
+        factor = __shfl_sync(~0u, x[i / 16], i / 4 % 4 * 8 + threadIdx.x % 4 * 2 + i % 2);
+#pragma unroll
+      for (int j = 0; j < kMmaTilesM; ++j) {
+        if constexpr (!kGroups) acc[j][i] *= factor;
+        if constexpr (!kBlocks) acc[j][i] *= weight[j][i / 2 % 2];
+      }
+    }
+  }
+};
+
+// Sums a warpgroup's share of k of a tile. Unit u of a stage is m-tile u % kMmaTilesM of the
+// warpgroup's slab u / kMmaTilesM; the sums of one unit are added while the next one is multiplied.
+struct SwappedMultiplier {
+  using Part = typename SlabSum<kCodes>::type[kWarpgroupCols / 2];  // a unit's sums
+  static constexpr int kUnits = kDepth / kSlabStep * kMmaTilesM;
+  static_assert(kSwaps == 0 || kUnits % 2 == 0, "units take turns in two sets of sums");
+
+  const Pipeline& p;
+  const TileScheduler& s;
+  const int warpgroup;
+  const bool is_warmup;
+  DynamicPipelineState& state;  // next stage to multiply
+  SwappedGroups& groups;
+  int releases;  // next stage to release
+
+  template <int kUnit>
+  __device__ __forceinline__ void start(Part& part) {
+    if constexpr (kUnit == 0)
+      mbarrier_wait((is_warmup ? p.idle : p.full) + state.stage * 8, state.phase);
+    constexpr int kTile = kUnit % kMmaTilesM;
+    const int slab = kUnit / kMmaTilesM * kSlabStep + (kSplitsSlabs ? warpgroup : 0);
+    const int m_tile = kTile + (kSplitsSlabs ? 0 : warpgroup * kMmaTilesM);
+    wgmma_fence();
+    multiply_slab(part,
+                  p.w + state.stage * kStageW + slab * kBytesW + m_tile * kMmaM * kSlabRowBytes,
+                  p.x + state.stage * p.stage_x + slab * p.slab_x);
+    wgmma_commit();
+    if constexpr (kUnit == kUnits - 1) state.advance(p.stages);
+  }
+
+  template <int kUnit, int kInFlight>
+  __device__ __forceinline__ void finish(Part& part, Sums& acc) {
+    constexpr int kTile = kUnit % kMmaTilesM;
+    wgmma_wait<kInFlight>();
+    wgmma_pin(part);
+    if constexpr (kUnit == kUnits - 1) {
+      if (!is_warmup) consumer_release(p, s, releases);
+      releases = releases + 1 == p.stages ? 0 : releases + 1;
+    }
+    groups.add<kUnit / kMmaTilesM, kTile>(part, acc[kTile]);
+    if constexpr (kUnit == kUnits - 1) groups.advance();
+  }
+
+  // Starts units kUnit, ... of a stage, and finishes the one before each.
+  template <int kUnit>
+  __device__ __forceinline__ void units(Part& even, Part& odd, Sums& acc) {
+    if constexpr (kUnit < kUnits) {
+      start<kUnit>(kUnit % 2 ? odd : even);
+      finish<kUnit - 1, 1>(kUnit % 2 ? even : odd, acc);
+      units<kUnit + 1>(even, odd, acc);
+    }
+  }
+
+  __device__ __forceinline__ void multiply(int stages, Sums& acc) {
+    Part even, odd;
+    start<0>(even);
+#pragma unroll 1
+    for (; stages > 1; --stages) {
+      units<1>(even, odd, acc);
+      start<0>(even);
+      finish<kUnits - 1, 1>(odd, acc);
+    }
+    if (stages == 1) {  // always, but if ptxas knows that, it serialises the wgmmas (C7514)
+      units<1>(even, odd, acc);
+      finish<kUnits - 1, 0>(odd, acc);
+    } else {
+      finish<0, 0>(even, acc);
+    }
+  }
+};
+
+// The consumers' loop; see `consume` in gemm_consumer_sm90.cuh.
+__device__ __forceinline__ void consume_swapped_codes(const Pipeline& p, const TileScheduler& s,
+                                                      unsigned char* smem, const Epilogue& e,
+                                                      const W8Scales& scales, bool warms_up) {
+  // The shuffle tells ptxas that it is warp-uniform: descriptors are then computed once per warp.
+  const int warp_idx = __shfl_sync(~0u, threadIdx.x / 32, 0), warpgroup = warp_idx / 4;
+  constexpr int kWarmup = -1;
+  DynamicPipelineState state(0);
+#pragma unroll 1
+  for (int index = warms_up ? kWarmup : s.first(); index < s.count();
+       index = index == kWarmup ? s.first() : index + s.step()) {
+    const bool is_warmup = index == kWarmup;
+    if (!is_warmup) pdl_wait();  // the preceding kernel may read our outputs and write our inputs
+    const int2 tile = is_warmup ? make_int2(s.m, 0) : s.tile(index);
+    if (is_warmup) state.phase = 1;  // no wait: the phase before the first counts as completed
+    state.stage = __shfl_sync(~0u, state.stage, 0);  // tells ptxas that it is warp-uniform
+    Sums acc = {};
+    const SwappedScales own(scales, e, tile, warp_idx, s.m, s.n);
+    SwappedGroups groups(scales, e, tile, warp_idx, s.m, s.n);
+    SwappedMultiplier multiplier{p, s, warpgroup, is_warmup, state, groups, state.stage};
+    multiplier.multiply(is_warmup ? 1 : s.last_k - s.first_k, acc);
+    if (is_warmup) state = DynamicPipelineState(0);
+    own.apply(acc);
+    store_swapped(e, acc, smem + (p.staging - p.x), tile, warpgroup, s.m, s.n);
+  }
+}
