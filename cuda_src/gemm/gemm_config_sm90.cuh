@@ -71,8 +71,8 @@ constexpr int kStageW = kDepth * kBytesW;
 constexpr int kWarpStaging = 16 * 128;  // bytes of a warp's 16 rows of results
 // Staging buffers of a warp: one is filled while TMA reads the other.
 constexpr int kStagings = kStores ? 2 : 1;
-// Swapped tiles have one buffer per warpgroup, or one for all that divide the slabs. The last m-tile
-// may extend past the last stage's rows, so the staging memory is as large as what it reads there.
+// Swapped tiles have one buffer per warpgroup, or one for all that divide the slabs. In the last
+// stage the last m-tile may extend past the tile: the staging memory holds all that it reads there.
 constexpr int kSwappedPitch = kMmaM + 4;  // floats; 2 * kSwappedPitch is 8 mod 32: no conflicts
 constexpr int kSwappedStaging = kTileM * kSwappedPitch * 4;
 constexpr int kSwappedBytes = (kSplitsSlabs ? 1 : kConsumerWarpgroups) * kSwappedStaging;

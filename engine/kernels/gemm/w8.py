@@ -24,12 +24,8 @@ from engine.kernels.gemm.operands import (
     out_dtype_of,
     row_stride,
 )
-from engine.kernels.gemm.w8_sm90 import (
-    choose_swapped_w8,
-    choose_w8_hopper,
-    launch_w8_hopper,
-    w8_hopper_specs,
-)
+from engine.kernels.gemm.sm90 import HopperConfig
+from engine.kernels.gemm.w8_sm90 import choose_w8_hopper, launch_w8_hopper, w8_hopper_specs
 from engine.kernels.quantize_rows import quantize_rows
 from engine.kernels.quantize_rows import specs as rows_specs
 from engine.kernels.rmsnorm_quantize import rmsnorm_quantize
@@ -325,10 +321,9 @@ def _may_skip_tiles(o: W8Operands) -> bool:
         return False
     if not _is_hopper(o):
         return True
-    n = o.weight.shape[0]
-    if min(n, k) >= _SWAPPED_K and m > _MAX_ROWS_BESIDE_SWAPPED[o.group > 0]:
-        if choose_swapped_w8(o.codes, m, n, k, sm_count(), has_blocks=o.has_blocks) is not None:
-            return False
+    is_large = min(o.weight.shape) >= _SWAPPED_K
+    if is_large and m > _MAX_ROWS_BESIDE_SWAPPED[o.group > 0] and _hopper_tile(o).swaps:
+        return False
     return bool(m <= _MAX_LONG_ROWS or k <= _LONG_K)
 
 
@@ -377,26 +372,25 @@ def _is_hopper(o: W8Operands) -> bool:
     return k > 0 and aligned and is_hopper(o.dtype)
 
 
-def _launch_hopper(o: W8Operands) -> None:
-    (m, k) = o.x.shape
-    n = o.weight.shape[0]
-    is_split = o.activation == SWIGLU
-    config = choose_w8_hopper(
+def _hopper_tile(o: W8Operands) -> HopperConfig:
+    return choose_w8_hopper(
         o.codes,
-        m,
-        n,
-        k,
+        o.x.shape[0],
+        *o.weight.shape,
         sm_count(),
         has_blocks=o.has_blocks,
         deterministic=o.deterministic,
-        is_gated=is_split or o.activation == "silu_and_mul",
+        is_gated=o.activation in (SWIGLU, "silu_and_mul"),
     )
+
+
+def _launch_hopper(o: W8Operands) -> None:
     arguments = _arguments(o)
     names = (
         "x_scales weight_scales bias residual residual_stride out out_stride activation is_float"
     )
     launch_w8_hopper(
-        config,
+        _hopper_tile(o),
         o.codes,
         o.dtype,
         o.x,
@@ -406,7 +400,7 @@ def _launch_hopper(o: W8Operands) -> None:
         out_vector(o.out, o.residual),
         has_blocks=o.has_blocks,
         pdl=o.pdl,
-        is_split=is_split,
+        is_split=o.activation == SWIGLU,
     )
 
 

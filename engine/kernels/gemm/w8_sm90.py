@@ -21,13 +21,7 @@ from engine.kernels.gemm.sm90 import (
     swapped_configs,
 )
 
-__all__ = [
-    "choose_swapped_w8",
-    "choose_w8_hopper",
-    "launch_w8_hopper",
-    "w8_configs",
-    "w8_hopper_specs",
-]
+__all__ = ["choose_w8_hopper", "launch_w8_hopper", "w8_configs", "w8_hopper_specs"]
 
 _PARAMS = (
     "map_x:tmap map_tail:tmap map_w:tmap map_out:tmap x_scales:ptr weight_scales:ptr bias:ptr "
@@ -143,23 +137,6 @@ def _spec(config: HopperConfig, codes: str, dtype: str, *, has_blocks: bool) -> 
     return ModuleSpec(f"gemm/gemm_{codes}_sm90.cu", dtype, (*tile, *own))
 
 
-def choose_swapped_w8(
-    codes: str,
-    m: int,
-    n: int,
-    k: int,
-    sm_count: int,
-    *,
-    has_blocks: bool = False,
-    deterministic: bool = False,
-) -> HopperConfig | None:
-    """Choose the swapped tile for x (m, k) and weight (n, k); None if other tiles are faster."""
-    most = _SWAPPED_MAX_ROWS[_has_groups(codes, has_blocks=has_blocks)]
-    if m > most or (k < _SWAPPED_MIN_K and not deterministic):
-        return None
-    return choose_swapped(m, n, sm_count, deterministic=deterministic)
-
-
 @cache
 def choose_w8_hopper(
     codes: str,
@@ -179,11 +156,11 @@ def choose_w8_hopper(
     >>> choose_w8_hopper("fp8", 4096, 24576, 4096, 132)
     HopperConfig(tile_m=256, tile_n=128, cluster_m=1, cluster_n=2, cluster_k=1, depth=1, swaps=0)
     """
-    swapped = choose_swapped_w8(
-        codes, m, n, k, sm_count, has_blocks=has_blocks, deterministic=deterministic
-    )
-    if swapped is not None:
-        return swapped
+    swapped_rows = _SWAPPED_MAX_ROWS[_has_groups(codes, has_blocks=has_blocks)]
+    if m <= swapped_rows and (k >= _SWAPPED_MIN_K or deterministic):
+        swapped = choose_swapped(m, n, sm_count, deterministic=deterministic)
+        if swapped is not None:
+            return swapped
     pairs = ceil_div(k, 2)
     few_rows = _FEW_ROWS | _NARROW_FEW_ROWS if deterministic else _FEW_ROWS
     tiles = _TILES | _NARROW_TILES if deterministic else _TILES
