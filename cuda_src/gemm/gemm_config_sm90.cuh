@@ -19,39 +19,38 @@ constexpr int kDepth = DEPTH;                   // slabs per stage
 constexpr int kStages = STAGES;   // stages of the ring; the launch sets them for up to 64 rows
 constexpr bool kStores = STORES;  // TMA stores results while the next tile is multiplied
 constexpr int kStageK = kDepth * kSlabK;
-// A swapped tile multiplies w x^T: the weight's rows take the place of wgmma's 64 rows, and rows of
-// x that of its columns, of which there may be 16. Its one or two consumer warpgroups divide the
-// weight's rows or, if these fill one m-tile, the slabs.
-#ifdef SWAPS
-constexpr int kSwaps = SWAPS;  // consumer warpgroups of a swapped tile; 0: not swapped
-#else
-constexpr int kSwaps = 0;
-#endif
-constexpr bool kSplitsSlabs = kSwaps > 1 && kTileN <= kMmaM;
-constexpr int kSlabStep = kSplitsSlabs ? kSwaps : 1;  // from a warpgroup's slab to its next one
-constexpr int kSwappedTiles = (kTileN + kMmaM - 1) / kMmaM;  // m-tiles of a swapped tile
-static_assert(kSwaps <= 2 && kDepth % kSlabStep == 0, "as many slabs for each of two warpgroups");
+// A swapped tile, for few rows of x, multiplies w x^T: wgmma's 64 rows are rows of the weight, and
+// its columns are 16 or 32 rows of x. A consumer warpgroup multiplies one m-tile, so a tile has one
+// or two of them; two warpgroups for a single m-tile divide its slabs.
+constexpr int kSwappedWarpgroups = SWAPPED;  // 0: the tile is not swapped
+constexpr bool kIsSwapped = kSwappedWarpgroups > 0;
+constexpr bool kSplitsSlabs = kSwappedWarpgroups > 1 && kTileN <= kMmaM;
+constexpr int kSlabStep = kSplitsSlabs ? kSwappedWarpgroups : 1;      // to a warpgroup's next slab
+constexpr int kSwappedTiles = kSplitsSlabs ? 1 : kSwappedWarpgroups;  // m-tiles of a swapped tile
+static_assert(!kIsSwapped || (kTileN + kMmaM - 1) / kMmaM == kSwappedTiles,
+              "an m-tile for each warpgroup, or one for two");
+static_assert(kSwappedWarpgroups <= 2 && kDepth % kSlabStep == 0, "as many slabs for each of two");
 // Consumer warpgroups split other tiles by rows, or by columns if three warpgroups would have too
 // few registers each.
 constexpr bool kSharesColumns = kTileM == 192 && kTileN > 192;
 constexpr int kPlainWarpgroups = kTileM == 64 ? 1 : kTileM == 192 && !kSharesColumns ? 3 : 2;
-constexpr int kConsumerWarpgroups = kSwaps > 0 ? kSwaps : kPlainWarpgroups;
+constexpr int kConsumerWarpgroups = kIsSwapped ? kSwappedWarpgroups : kPlainWarpgroups;
 // m-tiles per warpgroup, and their columns.
-constexpr int kMmaTilesM = kSwaps > 0 ? kSwappedTiles / (kSplitsSlabs ? 1 : kSwaps)
-                                      : kTileM / kMmaM / (kSharesColumns ? 1 : kPlainWarpgroups);
+constexpr int kMmaTilesM =
+    kIsSwapped ? 1 : kTileM / kMmaM / (kSharesColumns ? 1 : kPlainWarpgroups);
 constexpr int kWarpgroupCols =
-    kSwaps > 0 ? kTileM : kTileN / (kSharesColumns ? kPlainWarpgroups : 1);
+    kIsSwapped ? kTileM : kTileN / (kSharesColumns ? kPlainWarpgroups : 1);
 constexpr bool kMayGate = kConsumerWarpgroups != 3;  // three warpgroups have too few registers
 constexpr int kConsumerThreads = kConsumerWarpgroups * 128;
 // The producer is one warp, or a whole warpgroup if registers move: setmaxnreg acts on warpgroups.
-constexpr bool kMovesRegisters = kSwaps == 0 && kConsumerWarpgroups > 1;
+constexpr bool kMovesRegisters = !kIsSwapped && kConsumerWarpgroups > 1;
 constexpr int kThreads = kConsumerThreads + (kMovesRegisters ? 128 : 32);
 // Thread indices.
 constexpr int kFirstConsumer = kMovesRegisters ? 128 : 0;
 constexpr int kProducer = kMovesRegisters ? 0 : kConsumerThreads;
 constexpr int kProducerRegisters = kConsumerWarpgroups == 3 ? 32 : kSharesColumns ? 24 : 40;
 constexpr int kConsumerRegisters = kConsumerWarpgroups == 3 ? 160 : kSharesColumns ? 240 : 232;
-static_assert((kSwaps > 0 || kTileM % kMmaM == 0) && kTileN % 16 == 0 && kWarpgroupCols % 16 == 0,
+static_assert((kIsSwapped || kTileM % kMmaM == 0) && kTileN % 16 == 0 && kWarpgroupCols % 16 == 0,
               "tile sizes: whole m-tiles, pairs of 8 columns");
 
 constexpr int kClusterSize = kClusterM * kClusterN * kClusterK;
@@ -71,13 +70,13 @@ constexpr int kStageW = kDepth * kBytesW;
 constexpr int kWarpStaging = 16 * 128;  // bytes of a warp's 16 rows of results
 // Staging buffers of a warp: one is filled while TMA reads the other.
 constexpr int kStagings = kStores ? 2 : 1;
-// Swapped tiles have one buffer per warpgroup, or one for all that divide the slabs. In the last
-// stage the last m-tile may extend past the tile: the staging memory holds all that it reads there.
+// Swapped tiles have a buffer for each m-tile. In the last stage the last m-tile may extend past
+// the tile: the staging memory holds all that it reads there.
 constexpr int kSwappedPitch = kMmaM + 4;  // floats; 2 * kSwappedPitch is 8 mod 32: no conflicts
 constexpr int kSwappedStaging = kTileM * kSwappedPitch * 4;
-constexpr int kSwappedBytes = (kSplitsSlabs ? 1 : kConsumerWarpgroups) * kSwappedStaging;
+constexpr int kSwappedBytes = kSwappedTiles * kSwappedStaging;
 constexpr int kBytesPast = (kSwappedTiles * kMmaM - kTileN) * kSlabRowBytes;
-constexpr int kBytesStaging = kSwaps == 0 ? kConsumerThreads / 32 * kStagings * kWarpStaging
+constexpr int kBytesStaging = !kIsSwapped ? kConsumerThreads / 32 * kStagings * kWarpStaging
                               : kSwappedBytes < kBytesPast ? kBytesPast
                                                            : kSwappedBytes;
 // Columns that each CTA finishes when k is split, and the sums it receives from other CTAs.

@@ -31,10 +31,10 @@ __device__ __forceinline__ void multiply(const Pipeline& p, const TileScheduler&
                                          bool is_warmup, DynamicPipelineState& state, Sums& acc) {
   // Offset of the warpgroup's m-tiles, which are rows of x, or of the weight in swapped tiles.
   const unsigned m_tiles = warpgroup * kMmaTilesM * kMmaM * kSlabRowBytes;
-  const unsigned x = p.x + (kSharesColumns || kSwaps > 0 ? 0 : m_tiles);
+  const unsigned x = p.x + (kSharesColumns || kIsSwapped ? 0 : m_tiles);
   unsigned w = p.w;
   if (kSharesColumns) w += warpgroup * kWarpgroupCols * kSlabRowBytes;
-  if (kSwaps > 0 && !kSplitsSlabs) w += m_tiles;
+  if (kIsSwapped && !kSplitsSlabs) w += m_tiles;
   const unsigned full = is_warmup ? p.idle : p.full;
   const int last_k = is_warmup ? s.first_k + 1 : s.last_k;
   if (is_warmup) state.phase = 1;  // no wait: the phase before the first counts as completed
@@ -49,7 +49,7 @@ __device__ __forceinline__ void multiply(const Pipeline& p, const TileScheduler&
       const int d = slab * kSlabStep + (kSplitsSlabs ? warpgroup : 0);
       const uint64_t of_x = wgmma_descriptor(x + state.stage * p.stage_x + d * p.slab_x);
       const uint64_t of_w = wgmma_descriptor(w + state.stage * kStageW + d * kBytesW);
-      const uint64_t a = kSwaps > 0 ? of_w : of_x, b = kSwaps > 0 ? of_x : of_w;
+      const uint64_t a = kIsSwapped ? of_w : of_x, b = kIsSwapped ? of_x : of_w;
 #pragma unroll
       for (int step = 0; step < kSlabK / 16; ++step)
 #pragma unroll
@@ -94,8 +94,8 @@ __device__ __forceinline__ void consume(const Pipeline& p, const TileScheduler& 
     Sums acc;
     multiply(p, s, warpgroup, index == kWarmup, state, acc);
     const int2 tile = index == kWarmup ? make_int2(s.m, 0) : s.tile(index);
-    if constexpr (kSwaps > 0) {
-      store_swapped(e, acc, smem + (p.staging - p.x), tile, warpgroup, s.m, s.n);
+    if constexpr (kIsSwapped) {
+      store_swapped(e, acc[0], smem + (p.staging - p.x), tile, warpgroup, s.m, s.n);
     } else if constexpr (kClusterK > 1) {
       float own[kSliceSums];
       const int row = warpgroup * kMmaM + warp_idx % 4 * 16;

@@ -16,7 +16,7 @@
 // of its row's x tile and of its column's weight tile, and multicasts both. kClusterK CTAs split
 // one tile's sum over k: they exchange partial sums through distributed shared memory, and each
 // finishes some of the columns. Swapped tiles, for up to 32 rows, multiply weight x^T: kTileM is
-// then the number of wgmma's columns (kSwaps in gemm_config_sm90.cuh, gemm_swapped_sm90.cuh).
+// then the number of wgmma's columns (gemm_config_sm90.cuh, gemm_swapped_sm90.cuh).
 // Mirror: engine/reference/gemm.py
 #include "gemm/gemm_consumer_sm90.cuh"
 #include "gemm/gemm_producer_sm90.cuh"

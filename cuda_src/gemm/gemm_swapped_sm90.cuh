@@ -1,19 +1,18 @@
 // The epilogue of swapped tiles, whose sums have a row of the weight a row and a row of x a column.
 //
-// One m-tile at a time passes through shared memory, as rows of x; then a thread finishes four
-// columns of out. The code is small: few rows leave no time to fetch instructions.
+// A warpgroup's sums pass through shared memory, as rows of x; then a thread finishes four columns
+// of out. The code is small: few rows leave no time to fetch instructions.
 #pragma once
 
 #include "common/named_barrier.cuh"
 #include "gemm/gemm_epilogue_sm90.cuh"
 
-// First row, in a tile, of a warp's 16 rows of the weight in its m-tile j.
-__device__ __forceinline__ int swapped_row(int j, int warp_idx) {
-  const int m_tile = j + (kSplitsSlabs ? 0 : warp_idx / 4 * kMmaTilesM);
-  return m_tile * kMmaM + warp_idx % 4 * 16;
+// First row, in a tile, of a warp's 16 rows of the weight.
+__device__ __forceinline__ int swapped_row(int warp_idx) {
+  return (kSplitsSlabs ? 0 : warp_idx / 4 * kMmaM) + warp_idx % 4 * 16;
 }
 
-// Threads that finish an m-tile together: a warpgroup, or all if they divide the slabs.
+// Threads that finish an m-tile together: a warpgroup, or two that divide its slabs.
 constexpr int kFinishers = kSplitsSlabs ? kConsumerThreads : 128;
 
 // Returns four results of a gated product, from column `col` of gate on, plus a residual `y`.
@@ -21,17 +20,20 @@ template <typename Out>
 __device__ __forceinline__ Vec<Out, 4> gate_four(const Epilogue& e, int col,
                                                  const Vec<float, 4>& gate, const Vec<float, 4>& up,
                                                  Vec<Out, 4> y) {
+  const auto biased = [&](float sum, int c) {
+    return e.bias != nullptr ? sum + to_float(e.bias[e.bias_index(c)]) : sum;
+  };
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
+    const int c = col + j;
     if (sizeof(Out) == sizeof(scalar_t) && e.residual == nullptr) {  // as store_gated_rounded does
-      const auto bias = [&](int c) {
-        return e.bias != nullptr ? to_float(e.bias[e.bias_index(c)]) : 0.0f;
-      };
-      y.v[j] =
-          from_float<Out>(gated_to_round(gate.v[j] + bias(col + j), up.v[j] + bias(col + j + 8)));
-    } else {
-      y.v[j] = from_float<Out>(e.gated(col + j, gate.v[j], up.v[j]) + to_float(y.v[j]));
+      y.v[j] = from_float<Out>(gated_to_round(biased(gate.v[j], c), biased(up.v[j], c + 8)));
+      continue;
     }
+    float product = e.gated(c, gate.v[j], up.v[j]);
+    // Two roundings, as in store_gated, not one of a contracted operation.
+    if (e.residual != nullptr) product = __fadd_rn(product, to_float(y.v[j]));
+    y.v[j] = from_float<Out>(product);
   }
   return y;
 }
@@ -60,46 +62,37 @@ __device__ __forceinline__ void finish_staged(const Epilogue& e, const float* st
   }
 }
 
-// Stores a swapped tile, one m-tile at a time through shared memory.
+// Stores a warpgroup's m-tile, or that of two warpgroups, of the tile whose first row and column
+// are `tile`.
 __device__ __forceinline__ void store_swapped(const Epilogue& e,
-                                              const float (&acc)[kMmaTilesM][kWarpgroupCols / 2],
+                                              const float (&acc)[kWarpgroupCols / 2],
                                               unsigned char* smem, int2 tile, int warpgroup, int m,
                                               int n) {
-  const int place = kSplitsSlabs ? 0 : warpgroup, lane_idx = threadIdx.x % 32;
-  float* staging = reinterpret_cast<float*>(smem + place * kSwappedStaging);
+  const int m_tile = kSplitsSlabs ? 0 : warpgroup, lane_idx = threadIdx.x % 32;
+  float* staging = reinterpret_cast<float*>(smem + m_tile * kSwappedStaging);
   float* own =
       staging + lane_idx % 4 * 2 * kSwappedPitch + threadIdx.x % 128 / 32 * 16 + lane_idx / 4;
   // The place of the thread's sum i: a row of x, and in it a row of the weight.
   const auto at = [&](int i) -> float& {
     return own[(i / 4 * 8 + i % 2) * kSwappedPitch + i / 2 % 2 * 8];
   };
-  const auto sync = [&] { named_barrier_sync<kFinishers>(1 + place); };
-#pragma unroll 1
-  for (int j = 0; j < kMmaTilesM; ++j) {
-    sync();  // SAFETY: threads may still be finishing what was staged before
-    if constexpr (kSplitsSlabs) {
-      if (warpgroup == 1) {
+  const auto sync = [&] { named_barrier_sync<kFinishers>(1 + m_tile); };
+  sync();  // SAFETY: threads may still be finishing what was staged before
+  if (!kSplitsSlabs || warpgroup == 1) {
 #pragma unroll
-        for (int i = 0; i < kTileM / 2; ++i) at(i) = acc[0][i];
-      }
-      sync();
-      if (warpgroup == 0) {
+    for (int i = 0; i < kTileM / 2; ++i) at(i) = acc[i];
+  }
+  sync();
+  if constexpr (kSplitsSlabs) {
+    if (warpgroup == 0) {
 #pragma unroll
-        for (int i = 0; i < kTileM / 2; ++i) at(i) += acc[0][i];
-      }
-    } else {
-#pragma unroll
-      for (int jj = 0; jj < kMmaTilesM; ++jj) {
-        if (jj != j) continue;  // registers cannot be indexed
-#pragma unroll
-        for (int i = 0; i < kTileM / 2; ++i) at(i) = acc[jj][i];
-      }
+      for (int i = 0; i < kTileM / 2; ++i) at(i) += acc[i];
     }
     sync();
-    const int within = (place * kMmaTilesM + j) * kMmaM;
-    if (e.is_float)
-      finish_staged<float>(e, staging, tile.x, tile.y + within, kTileN - within, m, n);
-    else
-      finish_staged<scalar_t>(e, staging, tile.x, tile.y + within, kTileN - within, m, n);
   }
+  const int within = m_tile * kMmaM;
+  if (e.is_float)
+    finish_staged<float>(e, staging, tile.x, tile.y + within, kTileN - within, m, n);
+  else
+    finish_staged<scalar_t>(e, staging, tile.x, tile.y + within, kTileN - within, m, n);
 }

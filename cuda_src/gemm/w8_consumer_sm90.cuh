@@ -9,7 +9,7 @@
 
 #include "gemm/w8_slab_sm90.cuh"
 
-static_assert(kSwaps > 0 || kDepth <= 2, "in_pairs multiplies one or two slabs per stage");
+static_assert(kDepth <= 2, "in_pairs multiplies one or two slabs per stage");
 // Whether registers can hold the sums of two slabs in addition to the tile's.
 constexpr bool kInPairs = kMmaTilesM == 1 && (kWarpgroupCols < 128 || kClusterK == 1);
 
@@ -17,7 +17,7 @@ constexpr bool kInPairs = kMmaTilesM == 1 && (kWarpgroupCols < 128 || kClusterK 
 // row, l % 16 of m-tile l / 16, and with kBlocks the weight's scales for even and odd groups of
 // eight columns (gate and up, if these are split). This takes few registers; none are to spare.
 struct GroupScales {
-  static_assert(kSwaps > 0 || kMmaTilesM <= 2, "a lane for each row");
+  static_assert(kMmaTilesM <= 2, "a lane for each row");
   const float *x, *weight;  // addresses of the scales of the next group
   int odd, left;            // offset from the even to the odd columns' scale; groups left
   float x_scale, even_scale, odd_scale;

@@ -8,7 +8,7 @@ constexpr int kScaleBlock = 128;
 static_assert(kSlabK == kScaleBlock, "a slab of k is a block of scales");
 #ifdef BLOCKS
 constexpr bool kBlocks = BLOCKS;
-static_assert(kSwaps > 0 || !kBlocks || kScaleBlock % kTileN == 0,
+static_assert(kIsSwapped || !kBlocks || kScaleBlock % kTileN == 0,
               "a tile has columns of one block");
 #else
 constexpr bool kBlocks = false;

@@ -2,8 +2,11 @@
 #pragma once
 
 #include "gemm/gemm_producer_sm90.cuh"
-#include "gemm/w8_consumer_sm90.cuh"
+#if SWAPPED
 #include "gemm/w8_swapped_sm90.cuh"
+#else
+#include "gemm/w8_consumer_sm90.cuh"
+#endif
 
 // Fields without a comment: see GemmSm90Params.
 struct GemmW8Sm90Params {
@@ -66,12 +69,8 @@ __device__ __forceinline__ void gemm_w8_sm90(const GemmW8Sm90Params& p) {
     }
   } else {
     if constexpr (kMovesRegisters) warpgroup_reg_alloc<kConsumerRegisters>();
-    const bool warms_up = kWarmsUp && p.uses_pdl != 0;
-    if constexpr (kSwaps > 0)
-      consume_swapped_codes(pipeline, scheduler, smem, epilogue, scales, warms_up);
-    else
-      consume_codes(pipeline, scheduler, smem, epilogue, scales, p.out_vector > 1, &p.map_out,
-                    warms_up);
+    consume_codes(pipeline, scheduler, smem, epilogue, scales, p.out_vector > 1, &p.map_out,
+                  kWarmsUp && p.uses_pdl != 0);
   }
   // SAFETY: other CTAs still arrive on this one's mbarriers, so it must not exit before them. (With
   // kClusterK alone it has already waited for all their sums.)

@@ -10,9 +10,9 @@
 class SwappedGroups {
   static constexpr int kSlabs = kDepth / kSlabStep;  // slabs of a stage that the warpgroup adds
   struct Scales {
-    float x[kSlabs], weight[kSlabs][kMmaTilesM][2];
+    float x[kSlabs], weight[kSlabs][2];
   };
-  const float *x, *weight[kMmaTilesM][2];
+  const float *x, *weight[2];
   int group, num_groups;
   Scales now, next;
 
@@ -21,9 +21,7 @@ class SwappedGroups {
     for (int i = 0; i < kSlabs; ++i) {
       const int at = min(group + i * kSlabStep, num_groups - 1);  // sums of a slab past k are 0
       next.x[i] = x != nullptr ? x[at] : 0.0f;
-#pragma unroll
-      for (int j = 0; kBlocks && j < kMmaTilesM; ++j)
-        next.weight[i][j][0] = weight[j][0][at], next.weight[i][j][1] = weight[j][1][at];
+      if constexpr (kBlocks) next.weight[i][0] = weight[0][at], next.weight[i][1] = weight[1][at];
     }
     group += kDepth;
   }
@@ -34,14 +32,14 @@ class SwappedGroups {
                                            int warp_idx, int m, int n)
       : group(kSplitsSlabs ? warp_idx / 4 : 0), num_groups(s.num_groups) {
     if constexpr (!kGroups) return;
-    static_assert(kSwaps == 0 || !kGroups || kTileM <= 32, "a lane for each row of x");
+    static_assert(!kGroups || kTileM <= 32, "a lane for each row of x");
     const int row = tile.x + static_cast<int>(threadIdx.x) % 32 % kTileM;
     x = row < m ? s.x + static_cast<int64_t>(row) * num_groups : nullptr;
 #pragma unroll
-    for (int i = 0; kBlocks && i < kMmaTilesM * 2; ++i) {
-      const int c = tile.y + swapped_row(i / 2, warp_idx) + i % 2 * 8;
+    for (int half = 0; kBlocks && half < 2; ++half) {
+      const int c = tile.y + swapped_row(warp_idx) + half * 8;
       const int block = e.bias_index(min(c, n - 1)) / kScaleBlock;
-      weight[i / 2][i % 2] = s.weight + static_cast<int64_t>(block) * num_groups;
+      weight[half] = s.weight + static_cast<int64_t>(block) * num_groups;
     }
     load();
     advance();
@@ -54,8 +52,8 @@ class SwappedGroups {
     load();
   }
 
-  // Adds the products of the stage's slab kSlab and m-tile kTile.
-  template <int kSlab, int kTile, typename Sum>
+  // Adds the products of the warpgroup's slab kSlab of the stage.
+  template <int kSlab, typename Sum>
   __device__ __forceinline__ void add(const Sum (&part)[kWarpgroupCols / 2],
                                       float (&acc)[kWarpgroupCols / 2]) const {
 #pragma unroll
@@ -63,55 +61,47 @@ class SwappedGroups {
       float factor = 1.0f;
       if constexpr (kGroups)
         factor = __shfl_sync(~0u, now.x[kSlab], i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2);
-      if constexpr (kBlocks) factor *= now.weight[kSlab][kTile][i / 2 % 2];
+      if constexpr (kBlocks) factor *= now.weight[kSlab][i / 2 % 2];
       const float sum = static_cast<float>(part[i]);
       acc[i] += kGroups ? sum * factor : sum;
     }
   }
 };
 
-// Scales of a warp's sums that hold for all of k: of its rows of the weight, and of the rows of x,
-// one or two a lane.
+// Scales of a warp's sums that hold for all of k: of its rows of the weight, and of a row of x a
+// lane.
 struct SwappedScales {
-  float weight[kMmaTilesM][2], x[(kTileM + 31) / 32];
+  float weight[2], x;
 
   // `tile`: first row and column of the tile.
   __device__ __forceinline__ SwappedScales(const W8Scales& s, const Epilogue& e, int2 tile,
                                            int warp_idx, int m, int n) {
-    const int lane_idx = threadIdx.x % 32;
+    const int lane_idx = threadIdx.x % 32, row = tile.x + lane_idx;
 #pragma unroll
-    for (int i = 0; !kBlocks && i < kMmaTilesM * 2; ++i) {
-      const int c = tile.y + swapped_row(i / 2, warp_idx) + i % 2 * 8 + lane_idx / 4;
-      weight[i / 2][i % 2] = c < n ? s.weight[e.bias_index(c)] : 0.0f;
+    for (int half = 0; !kBlocks && half < 2; ++half) {
+      const int c = tile.y + swapped_row(warp_idx) + half * 8 + lane_idx / 4;
+      weight[half] = c < n ? s.weight[e.bias_index(c)] : 0.0f;
     }
-#pragma unroll
-    for (int i = 0; !kGroups && i < (kTileM + 31) / 32; ++i) {
-      const int row = tile.x + i * 32 + lane_idx;
-      x[i] = row < m ? s.x[row] : 0.0f;
-    }
+    if constexpr (!kGroups) x = row < m ? s.x[row] : 0.0f;
   }
 
-  __device__ __forceinline__ void apply(Sums& acc) const {
+  __device__ __forceinline__ void apply(float (&acc)[kWarpgroupCols / 2]) const {
 #pragma unroll
     for (int i = 0; i < kWarpgroupCols / 2; ++i) {
-      float factor = 1.0f;
       if constexpr (!kGroups)
-        factor = __shfl_sync(~0u, x[i / 16], i / 4 % 4 * 8 + threadIdx.x % 4 * 2 + i % 2);
-#pragma unroll
-      for (int j = 0; j < kMmaTilesM; ++j) {
-        if constexpr (!kGroups) acc[j][i] *= factor;
-        if constexpr (!kBlocks) acc[j][i] *= weight[j][i / 2 % 2];
-      }
+        acc[i] *= __shfl_sync(~0u, x, i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2);
+      if constexpr (!kBlocks) acc[i] *= weight[i / 2 % 2];
     }
   }
 };
 
-// Sums a warpgroup's share of k of a tile. Unit u of a stage is m-tile u % kMmaTilesM of the
-// warpgroup's slab u / kMmaTilesM; the sums of one unit are added while the next one is multiplied.
+// Sums a warpgroup's share of k of a tile. The sums of one slab are added while the next one is
+// multiplied.
 struct SwappedMultiplier {
-  using Part = typename SlabSum<kCodes>::type[kWarpgroupCols / 2];  // a unit's sums
-  static constexpr int kUnits = kDepth / kSlabStep * kMmaTilesM;
-  static_assert(kSwaps == 0 || kUnits % 2 == 0, "units take turns in two sets of sums");
+  using Sums = float[kWarpgroupCols / 2];
+  using Part = typename SlabSum<kCodes>::type[kWarpgroupCols / 2];  // a slab's sums
+  static constexpr int kSlabs = kDepth / kSlabStep;  // slabs of a stage that the warpgroup sums
+  static_assert(kSlabs % 2 == 0, "slabs take turns in two sets of sums");
 
   const Pipeline& p;
   const TileScheduler& s;
@@ -121,41 +111,38 @@ struct SwappedMultiplier {
   SwappedGroups& groups;
   int releases;  // next stage to release
 
-  template <int kUnit>
+  template <int kSlab>
   __device__ __forceinline__ void start(Part& part) {
-    if constexpr (kUnit == 0)
+    if constexpr (kSlab == 0)
       mbarrier_wait((is_warmup ? p.idle : p.full) + state.stage * 8, state.phase);
-    constexpr int kTile = kUnit % kMmaTilesM;
-    const int slab = kUnit / kMmaTilesM * kSlabStep + (kSplitsSlabs ? warpgroup : 0);
-    const int m_tile = kTile + (kSplitsSlabs ? 0 : warpgroup * kMmaTilesM);
+    const int slab = kSlab * kSlabStep + (kSplitsSlabs ? warpgroup : 0);
+    const int row = kSplitsSlabs ? 0 : warpgroup * kMmaM;
     wgmma_fence();
-    multiply_slab(part,
-                  p.w + state.stage * kStageW + slab * kBytesW + m_tile * kMmaM * kSlabRowBytes,
+    multiply_slab(part, p.w + state.stage * kStageW + slab * kBytesW + row * kSlabRowBytes,
                   p.x + state.stage * p.stage_x + slab * p.slab_x);
     wgmma_commit();
-    if constexpr (kUnit == kUnits - 1) state.advance(p.stages);
+    if constexpr (kSlab == kSlabs - 1) state.advance(p.stages);
   }
 
-  template <int kUnit, int kInFlight>
+  template <int kSlab, int kInFlight>
   __device__ __forceinline__ void finish(Part& part, Sums& acc) {
-    constexpr int kTile = kUnit % kMmaTilesM;
     wgmma_wait<kInFlight>();
     wgmma_pin(part);
-    if constexpr (kUnit == kUnits - 1) {
+    if constexpr (kSlab == kSlabs - 1) {
       if (!is_warmup) consumer_release(p, s, releases);
       releases = releases + 1 == p.stages ? 0 : releases + 1;
     }
-    groups.add<kUnit / kMmaTilesM, kTile>(part, acc[kTile]);
-    if constexpr (kUnit == kUnits - 1) groups.advance();
+    groups.add<kSlab>(part, acc);
+    if constexpr (kSlab == kSlabs - 1) groups.advance();
   }
 
-  // Starts units kUnit, ... of a stage, and finishes the one before each.
-  template <int kUnit>
-  __device__ __forceinline__ void units(Part& even, Part& odd, Sums& acc) {
-    if constexpr (kUnit < kUnits) {
-      start<kUnit>(kUnit % 2 ? odd : even);
-      finish<kUnit - 1, 1>(kUnit % 2 ? even : odd, acc);
-      units<kUnit + 1>(even, odd, acc);
+  // Starts slabs kSlab, ... of a stage, and finishes the one before each.
+  template <int kSlab>
+  __device__ __forceinline__ void slabs_from(Part& even, Part& odd, Sums& acc) {
+    if constexpr (kSlab < kSlabs) {
+      start<kSlab>(kSlab % 2 ? odd : even);
+      finish<kSlab - 1, 1>(kSlab % 2 ? even : odd, acc);
+      slabs_from<kSlab + 1>(even, odd, acc);
     }
   }
 
@@ -164,23 +151,25 @@ struct SwappedMultiplier {
     start<0>(even);
 #pragma unroll 1
     for (; stages > 1; --stages) {
-      units<1>(even, odd, acc);
+      slabs_from<1>(even, odd, acc);
       start<0>(even);
-      finish<kUnits - 1, 1>(odd, acc);
+      finish<kSlabs - 1, 1>(odd, acc);
     }
     if (stages == 1) {  // always, but if ptxas knows that, it serialises the wgmmas (C7514)
-      units<1>(even, odd, acc);
-      finish<kUnits - 1, 0>(odd, acc);
+      slabs_from<1>(even, odd, acc);
+      finish<kSlabs - 1, 0>(odd, acc);
     } else {
       finish<0, 0>(even, acc);
     }
   }
 };
 
-// The consumers' loop; see `consume` in gemm_consumer_sm90.cuh.
-__device__ __forceinline__ void consume_swapped_codes(const Pipeline& p, const TileScheduler& s,
-                                                      unsigned char* smem, const Epilogue& e,
-                                                      const W8Scales& scales, bool warms_up) {
+// The consumers' loop; see `consume` in gemm_consumer_sm90.cuh. Results are stored four at a time,
+// without a map.
+__device__ __forceinline__ void consume_codes(const Pipeline& p, const TileScheduler& s,
+                                              unsigned char* smem, const Epilogue& e,
+                                              const W8Scales& scales, bool, const TensorMap*,
+                                              bool warms_up) {
   // The shuffle tells ptxas that it is warp-uniform: descriptors are then computed once per warp.
   const int warp_idx = __shfl_sync(~0u, threadIdx.x / 32, 0), warpgroup = warp_idx / 4;
   constexpr int kWarmup = -1;
@@ -193,7 +182,7 @@ __device__ __forceinline__ void consume_swapped_codes(const Pipeline& p, const T
     const int2 tile = is_warmup ? make_int2(s.m, 0) : s.tile(index);
     if (is_warmup) state.phase = 1;  // no wait: the phase before the first counts as completed
     state.stage = __shfl_sync(~0u, state.stage, 0);  // tells ptxas that it is warp-uniform
-    Sums acc = {};
+    SwappedMultiplier::Sums acc = {};
     const SwappedScales own(scales, e, tile, warp_idx, s.m, s.n);
     SwappedGroups groups(scales, e, tile, warp_idx, s.m, s.n);
     SwappedMultiplier multiplier{p, s, warpgroup, is_warmup, state, groups, state.stage};

@@ -142,6 +142,9 @@ def test_every_tile_matches_mirror(cp, monkeypatch, config, has_blocks):
         compare(cp, x, weight, scales)
         if config.gates:
             compare(cp, x, weight[:256], scales[: 2 if has_blocks else 256], activation="swiglu")
+            # Gate ends, and up begins, within a block of scales.
+            x, weight, scales, bias, _ = inputs(m, 384, 1040, "bfloat16", has_blocks)
+            compare(cp, x, weight, scales, bias=bias, activation="swiglu", pdl=True)
 
 
 @pytest.mark.gpu
@@ -185,7 +188,7 @@ def test_rows_are_summed_alike_by_every_tile(cp, monkeypatch, has_blocks):
 def test_depth_changes_no_bit(cp, monkeypatch, has_blocks):
     """The slabs of a stage keep separate sums, each with its own group's scales."""
     arrays = cases.to_module(cp, *inputs(40, 640, 2048, "bfloat16", has_blocks)[:3])
-    deep = [c for c in w8_configs("fp8", has_blocks=has_blocks) if c.depth > 1 and not c.swaps]
+    deep = [c for c in w8_configs("fp8", has_blocks=has_blocks) if c.depth > 1 and not c.swapped]
     assert deep
     for config in deep:
         results = []

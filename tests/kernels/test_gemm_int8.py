@@ -100,7 +100,7 @@ def test_every_tile_matches_mirror(cp, monkeypatch, config):
 def test_depth_changes_no_bit(cp, monkeypatch):
     """The slabs of a stage keep separate sums, each with its own group's scales."""
     arrays = cases.to_module(cp, *inputs(40, 640, 2048, "bfloat16")[:3])
-    deep = [c for c in w8_configs("int8") if c.depth > 1 and not c.swaps]
+    deep = [c for c in w8_configs("int8") if c.depth > 1 and not c.swapped]
     assert deep
     for config in deep:
         results = []

@@ -96,14 +96,11 @@ _HALF_DIRECT = ((8, 16, 8), (16, 32, 8), (32, 32, 8), (8, 16, 16), (16, 16, 16),
 _FLOAT_DIRECT = ((1, 4, 8), (8, 2, 8))
 _DIRECT_MAX_M = {2: 8, 4: 16}  # maximum rows of x, by itemsize
 # On Hopper, ring kernels take up to _RING_MAX_M rows, or _RING_MAX_M_SMALL for a weight of at most
-# _SMALL_WEIGHT elements, or _RING_MAX_M_LARGE for at least _LARGE rows and columns; tiles take the
-# rest. This minimises the time of a model step (`python -m tests.bench decode_loop`); alone, tiles
-# are faster (docs/benchmarks/gemm_sm90.md).
+# _SMALL_WEIGHT elements; tiles take the rest. This minimises the time of a model step
+# (`python -m tests.bench decode_loop`); alone, tiles are faster (docs/benchmarks/gemm_sm90.md).
 _RING_MAX_M = 8
 _RING_MAX_M_SMALL = 16
-_RING_MAX_M_LARGE = 4
 _SMALL_WEIGHT = 1 << 23
-_LARGE = 4096
 
 # Constants of `_estimate`, estimated for Hopper like the rates.
 _BYTES_PER_CYCLE = 2400  # memory bandwidth of the chip
@@ -141,8 +138,7 @@ def choose_config(
     deterministic : bool
         Choose a tiled kernel without splits; all of them sum a row in the same order.
     is_hopper : bool
-        Use the tiles of gemm_sm90.cu from nine rows on, from 17 if the weight is small, or from
-        five if it is large.
+        Use the tiles of gemm_sm90.cu from nine rows on, or from 17 if the weight is small.
     is_gated : bool
         The kernel must combine gate and up; some kernels cannot.
     has_norm : bool
@@ -159,12 +155,12 @@ def choose_config(
     if not is_aligned:
         return (_HALF_UNALIGNED if size == 2 else _FLOAT_UNALIGNED).config(k)
     if not deterministic:
-        takes_tile = is_hopper and m > _max_ring_rows(n, k)
-        if size == 2 and not takes_tile:
+        most = _RING_MAX_M_SMALL if n * k <= _SMALL_WEIGHT else _RING_MAX_M
+        if size == 2 and not (is_hopper and m > most):
             skinny = choose_skinny(m, n, k, sm_count, limits, has_norm=has_norm)
             if skinny is not None:
                 return skinny
-        if m <= _DIRECT_MAX_M[size] and not takes_tile and not (is_gated and size == 4):
+        if m <= _DIRECT_MAX_M[size] and not (is_gated and size == 4):
             return _direct(m, n, k, size, sm_count)
     if is_hopper and k > 0:
         return choose_hopper(m, n, k, sm_count, deterministic=deterministic, is_gated=is_gated)
@@ -180,13 +176,6 @@ def choose_config(
         )
     ]
     return min(choices, key=lambda config: _estimate(config, m, n, k, size, sm_count))
-
-
-def _max_ring_rows(n: int, k: int) -> int:
-    """Return the most rows that ring kernels take on Hopper for a weight (n, k)."""
-    if min(n, k) >= _LARGE:
-        return _RING_MAX_M_LARGE
-    return _RING_MAX_M_SMALL if n * k <= _SMALL_WEIGHT else _RING_MAX_M
 
 
 def all_configs(k: int, dtype: str, *, is_gated: bool = False) -> list[Config | SkinnyConfig]:

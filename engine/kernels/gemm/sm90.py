@@ -44,7 +44,8 @@ _WARP_STAGING = 2048  # bytes of staging per warp
 _SWAPPED_PITCH = 68  # floats of staging per row of x in swapped tiles
 _BOX_ROWS = 16  # rows of out per TMA store of a warp
 _MAX_STAGES = 16
-# Bytes that swapped tiles load while the preceding kernel still runs; more delay its loads.
+# Bytes of a CTA's first stages in swapped tiles, of which it loads the weight while the preceding
+# kernel still runs; more would delay that kernel's loads.
 _EARLY_BYTES = 128 << 10
 _BAND = 8  # rows of super-tiles per band; CTAs compute a band column by column
 _PAIR = 8  # gate and up rows alternate in groups of this many
@@ -72,10 +73,10 @@ class HopperConfig:
         CTAs that share the sum over k of a tile.
     depth : int
         Slabs per stage; a slab is 64 values of k.
-    swaps : int
+    swapped : int
         Consumer warpgroups of a swapped tile, which multiplies w xᵀ: the weight's rows are those of
-        the tensor cores, 64 at a time, so that x may have fewer. Two warpgroups divide the rows of
-        a tile of over 64 columns, otherwise the slabs. 0: the tile multiplies x wᵀ.
+        the tensor cores, 64 a warpgroup, so that x may have fewer. In a tile of up to 64 columns
+        two warpgroups divide the slabs. 0: the tile multiplies x wᵀ.
     """
 
     tile_m: int
@@ -84,7 +85,7 @@ class HopperConfig:
     cluster_n: int = 1
     cluster_k: int = 1
     depth: int = 1
-    swaps: int = 0
+    swapped: int = 0
 
     @property
     def cluster_size(self) -> int:
@@ -94,8 +95,8 @@ class HopperConfig:
     @property
     def warpgroups(self) -> int:
         """Return the number of consumer warpgroups."""
-        if self.swaps:
-            return self.swaps
+        if self.swapped:
+            return self.swapped
         if self.tile_m == 192:
             return 3 if self.tile_n <= 192 else 2
         return 1 if self.tile_m <= 64 else 2
@@ -103,13 +104,13 @@ class HopperConfig:
     @property
     def sums_in_order(self) -> bool:
         """Tell whether one warpgroup sums all of k, in ascending order."""
-        return self.cluster_k == 1 and not (self.swaps > 1 and self.tile_n <= 64)
+        return self.cluster_k == 1 and not (self.swapped > 1 and self.tile_n <= 64)
 
     @property
     def threads(self) -> int:
         """Return the threads per CTA."""
-        if self.swaps:
-            return self.swaps * 128 + 32
+        if self.swapped:
+            return self.swapped * 128 + 32
         return 160 if self.warpgroups == 1 else (self.warpgroups + 1) * 128
 
     @property
@@ -137,7 +138,7 @@ class HopperConfig:
 
     def early_stages(self, m: int, stages: int) -> int:
         """Return the number of stages to load before the preceding kernel has ended."""
-        if not self.swaps:
+        if not self.swapped:
             return stages
         return min(stages, max(1, _EARLY_BYTES // self._stage_bytes(m)))
 
@@ -154,8 +155,8 @@ class HopperConfig:
     @property
     def _beside_stages(self) -> int:
         """Return the bytes of staging and of partial sums received from other CTAs."""
-        if self.swaps:
-            stagings = self.swaps if self.tile_n > 64 else 1
+        if self.swapped:
+            stagings = self.swapped if self.tile_n > 64 else 1
             past = -self.tile_n % 64 * _SLAB_BYTES
             return max(stagings * self.tile_m * _SWAPPED_PITCH * 4, past)
         sums = self.tile_m * self.tile_n * 4 * (self.cluster_k - 1) // self.cluster_k
@@ -174,9 +175,8 @@ class HopperConfig:
             "STORES": int(self.stores),
             "THREADS": self.threads,
             "BYTES_BESIDE_STAGES": self._beside_stages,
+            "SWAPPED": self.swapped,
         }
-        if self.swaps:
-            macros["SWAPS"] = self.swaps
         return ModuleSpec("gemm/gemm_sm90.cu", dtype, tuple(macros.items()))
 
     def x_part(self, m: int) -> int:
@@ -369,14 +369,14 @@ _SWAPPED_LONG_K = 4096
 
 
 def swapped_configs(*, deterministic: bool = False) -> tuple[HopperConfig, ...]:
-    """Return the swapped tiles, which have more columns than rows.
+    """Return the swapped tiles, which have at least as many columns as rows.
 
     With `deterministic`, one warpgroup sums all slabs of a row of the weight.
     """
     return tuple(
-        HopperConfig(rows, columns, depth=2, swaps=2)
+        HopperConfig(rows, columns, depth=2, swapped=2)
         if columns > 64
-        else HopperConfig(rows, columns, depth=4, swaps=1 if deterministic else 2)
+        else HopperConfig(rows, columns, depth=4, swapped=1 if deterministic else 2)
         for rows in _SWAPPED_ROWS
         for columns in _SWAPPED_COLUMNS
         if columns >= rows
@@ -394,7 +394,7 @@ def choose_swapped(
     Examples
     --------
     >>> choose_swapped(16, 6144, 132)
-    HopperConfig(tile_m=16, tile_n=48, cluster_m=1, cluster_n=1, cluster_k=1, depth=4, swaps=2)
+    HopperConfig(tile_m=16, tile_n=48, cluster_m=1, cluster_n=1, cluster_k=1, depth=4, swapped=2)
     """
     rows = next((rows for rows in _SWAPPED_ROWS if m <= rows), None)
     configs = [
@@ -438,14 +438,15 @@ def choose_hopper(
 ) -> HopperConfig:
     """Choose the tile with the least estimated time for x (m, k) and weight (n, k), both aligned.
 
-    CTAs share a sum over k only if all tiles are resident at once, and never with `deterministic`:
-    all other configurations sum a row in the same order, k in ascending steps of 16. In return it
-    may choose `NARROW_CONFIGS`. `is_gated` restricts the choice to tiles with `gates`.
+    CTAs share a sum over k only if all tiles are resident at once. With `deterministic` neither
+    they nor warpgroups do: all such configurations sum a row in the same order, k in ascending
+    steps of 16. In return it may choose `NARROW_CONFIGS`. `is_gated` restricts the choice to tiles
+    with `gates`.
 
     Examples
     --------
     >>> choose_hopper(1024, 6144, 4096, 132)
-    HopperConfig(tile_m=128, tile_n=192, cluster_m=2, cluster_n=1, cluster_k=1, depth=1, swaps=0)
+    HopperConfig(tile_m=128, tile_n=192, cluster_m=2, cluster_n=1, cluster_k=1, depth=1, swapped=0)
     """
 
     if m <= _SWAPPED_ROWS[0] or k >= _SWAPPED_LONG_K:
@@ -454,8 +455,8 @@ def choose_hopper(
             return swapped
 
     def is_possible(config: HopperConfig) -> bool:
-        may_split = config.cluster_k == 1 or not deterministic
-        return may_split and config.is_supported(m, n, k, sm_count, is_gated=is_gated)
+        may_choose = config.sums_in_order or not deterministic
+        return may_choose and config.is_supported(m, n, k, sm_count, is_gated=is_gated)
 
     few_rows = _FEW_ROWS | _NARROW_FEW_ROWS if deterministic else _FEW_ROWS
     tiles = _TILES | _NARROW_TILES if deterministic else _TILES

@@ -53,9 +53,9 @@ _MAX_INT32 = 2**31 - 1
 
 MAX_SKINNY_ROWS = 8
 # Hopper's tiles take more rows than this: swapped ones, without and with scales by group, if the
-# weight has at least _SWAPPED_K rows and columns, and others of over _LONG_K columns, of which the
-# skinny kernels hold few stages. Tuned on model steps.
-_SWAPPED_K = 4096
+# weight has at least _SWAPPED_MIN_SIZE rows and columns, and others of over _LONG_K columns, of
+# which the skinny kernels hold few stages. Tuned on model steps.
+_SWAPPED_MIN_SIZE = 4096
 _MAX_ROWS_BESIDE_SWAPPED = {False: 2, True: 4}
 _LONG_K = 8192
 _MAX_LONG_ROWS = 4
@@ -321,8 +321,8 @@ def _may_skip_tiles(o: W8Operands) -> bool:
         return False
     if not _is_hopper(o):
         return True
-    is_large = min(o.weight.shape) >= _SWAPPED_K
-    if is_large and m > _MAX_ROWS_BESIDE_SWAPPED[o.group > 0] and _hopper_tile(o).swaps:
+    is_large = min(o.weight.shape) >= _SWAPPED_MIN_SIZE
+    if is_large and m > _MAX_ROWS_BESIDE_SWAPPED[o.group > 0] and _hopper_tile(o).swapped:
         return False
     return bool(m <= _MAX_LONG_ROWS or k <= _LONG_K)
 

@@ -34,7 +34,7 @@ _KERNELS = {
     for codes in ("fp8", "int8")
 }
 _CODES = {"fp8": 1, "int8": 2}  # values of the macro CODES
-_BLOCK = 128  # rows and columns of a scale block: a tile must not straddle two
+_BLOCK = 128  # rows and columns of a scale block: only swapped tiles may straddle two
 
 # Costs for over MAX_FEW_ROWS rows of x, in microseconds on an H200: per launch, per tile without
 # its stages, per stage of a tile. Fitted to six layers of e4m3 at 16 to 4096 rows, launched with
@@ -154,7 +154,7 @@ def choose_w8_hopper(
     Examples
     --------
     >>> choose_w8_hopper("fp8", 4096, 24576, 4096, 132)
-    HopperConfig(tile_m=256, tile_n=128, cluster_m=1, cluster_n=2, cluster_k=1, depth=1, swaps=0)
+    HopperConfig(tile_m=256, tile_n=128, cluster_m=1, cluster_n=2, cluster_k=1, depth=1, swapped=0)
     """
     swapped_rows = _SWAPPED_MAX_ROWS[_has_groups(codes, has_blocks=has_blocks)]
     if m <= swapped_rows and (k >= _SWAPPED_MIN_K or deterministic):
