@@ -76,13 +76,16 @@ struct SwappedScales {
   // `tile`: first row and column of the tile.
   __device__ __forceinline__ SwappedScales(const W8Scales& s, const Epilogue& e, int2 tile,
                                            int warp_idx, int m, int n) {
-    const int lane_idx = threadIdx.x % 32, row = tile.x + lane_idx;
+    const int lane_idx = threadIdx.x % 32;
 #pragma unroll
     for (int half = 0; !kBlocks && half < 2; ++half) {
       const int c = tile.y + swapped_row(warp_idx) + half * 8 + lane_idx / 4;
       weight[half] = c < n ? s.weight[e.bias_index(c)] : 0.0f;
     }
-    if constexpr (!kGroups) x = row < m ? s.x[row] : 0.0f;
+    if constexpr (!kGroups) {
+      const int row = tile.x + lane_idx;
+      x = row < m ? s.x[row] : 0.0f;
+    }
   }
 
   __device__ __forceinline__ void apply(float (&acc)[kWarpgroupCols / 2]) const {
