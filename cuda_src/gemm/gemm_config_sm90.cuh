@@ -25,7 +25,8 @@ constexpr int kStageK = kDepth * kSlabK;
 constexpr int kSwappedWarpgroups = SWAPPED;  // 0: the tile is not swapped
 constexpr bool kIsSwapped = kSwappedWarpgroups > 0;
 constexpr bool kSplitsSlabs = kSwappedWarpgroups > 1 && kTileN <= kMmaM;
-constexpr int kSlabStep = kSplitsSlabs ? kSwappedWarpgroups : 1;      // to a warpgroup's next slab
+constexpr int kSlabStep =
+    kSplitsSlabs ? kSwappedWarpgroups : 1;  // slabs from one of a warpgroup's to its next
 constexpr int kSwappedTiles = kSplitsSlabs ? 1 : kSwappedWarpgroups;  // m-tiles of a swapped tile
 static_assert(!kIsSwapped || (kTileN + kMmaM - 1) / kMmaM == kSwappedTiles,
               "an m-tile for each warpgroup, or one for two");

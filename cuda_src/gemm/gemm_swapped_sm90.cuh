@@ -1,7 +1,9 @@
-// The epilogue of swapped tiles, whose sums have a row of the weight a row and a row of x a column.
+// The epilogue of swapped tiles. A row of their sums belongs to a row of the weight, a column to a
+// row of x.
 //
-// A warpgroup's sums pass through shared memory, as rows of x; then a thread finishes four columns
-// of out. The code is small: few rows leave no time to fetch instructions.
+// A warpgroup's sums pass through shared memory, where they become rows of x. Each thread then
+// finishes four columns of out at a time, in one short loop: with few rows, a longer epilogue slows
+// a model's step, although the kernel alone is as fast.
 #pragma once
 
 #include "common/named_barrier.cuh"
@@ -15,7 +17,8 @@ __device__ __forceinline__ int swapped_row(int warp_idx) {
 // Threads that finish an m-tile together: a warpgroup, or two that divide its slabs.
 constexpr int kFinishers = kSplitsSlabs ? kConsumerThreads : 128;
 
-// Returns four results of a gated product, from column `col` of gate on, plus a residual `y`.
+// Returns four results of a gated product, whose gate begins at column `col`. `y`: the residual, if
+// there is one.
 template <typename Out>
 __device__ __forceinline__ Vec<Out, 4> gate_four(const Epilogue& e, int col,
                                                  const Vec<float, 4>& gate, const Vec<float, 4>& up,
@@ -62,8 +65,8 @@ __device__ __forceinline__ void finish_staged(const Epilogue& e, const float* st
   }
 }
 
-// Stores a warpgroup's m-tile, or that of two warpgroups, of the tile whose first row and column
-// are `tile`.
+// Stores this warpgroup's m-tile, or the one that it shares with the other. `tile`: first row and
+// column of the tile.
 __device__ __forceinline__ void store_swapped(const Epilogue& e,
                                               const float (&acc)[kWarpgroupCols / 2],
                                               unsigned char* smem, int2 tile, int warpgroup, int m,
@@ -72,7 +75,7 @@ __device__ __forceinline__ void store_swapped(const Epilogue& e,
   float* staging = reinterpret_cast<float*>(smem + m_tile * kSwappedStaging);
   float* own =
       staging + lane_idx % 4 * 2 * kSwappedPitch + threadIdx.x % 128 / 32 * 16 + lane_idx / 4;
-  // The place of the thread's sum i: a row of x, and in it a row of the weight.
+  // Returns the place of the thread's sum i, in [row of x][row of the weight].
   const auto at = [&](int i) -> float& {
     return own[(i / 4 * 8 + i % 2) * kSwappedPitch + i / 2 % 2 * 8];
   };

@@ -4,9 +4,9 @@
 
 #include "gemm/w8_slab_sm90.cuh"
 
-// Adds the sums of a tile's slabs. With kGroups they are multiplied by the scales of their groups,
-// which are loaded one stage ahead: a lane those of one row of x, a warp those of its rows of the
-// weight.
+// Adds the sums of a tile's slabs. With kGroups they are multiplied by the scales of their groups.
+// Scales are loaded one stage ahead: each lane loads those of one row of x, and each warp those of
+// its rows of the weight.
 class SwappedGroups {
   static constexpr int kSlabs = kDepth / kSlabStep;  // slabs of a stage that the warpgroup adds
   struct Scales {
@@ -68,8 +68,8 @@ class SwappedGroups {
   }
 };
 
-// Scales of a warp's sums that hold for all of k: of its rows of the weight, and of a row of x a
-// lane.
+// The scales of a warp's sums that hold for all of k. A lane has those of two rows of the weight,
+// which its sums belong to, and of one row of x.
 struct SwappedScales {
   float weight[2], x;
 
@@ -101,7 +101,7 @@ struct SwappedScales {
 // Sums a warpgroup's share of k of a tile. The sums of one slab are added while the next one is
 // multiplied.
 struct SwappedMultiplier {
-  using Sums = float[kWarpgroupCols / 2];
+  using TileSums = float[kWarpgroupCols / 2];
   using Part = typename SlabSum<kCodes>::type[kWarpgroupCols / 2];  // a slab's sums
   static constexpr int kSlabs = kDepth / kSlabStep;  // slabs of a stage that the warpgroup sums
   static_assert(kSlabs % 2 == 0, "slabs take turns in two sets of sums");
@@ -128,7 +128,7 @@ struct SwappedMultiplier {
   }
 
   template <int kSlab, int kInFlight>
-  __device__ __forceinline__ void finish(Part& part, Sums& acc) {
+  __device__ __forceinline__ void finish(Part& part, TileSums& acc) {
     wgmma_wait<kInFlight>();
     wgmma_pin(part);
     if constexpr (kSlab == kSlabs - 1) {
@@ -141,7 +141,7 @@ struct SwappedMultiplier {
 
   // Starts slabs kSlab, ... of a stage, and finishes the one before each.
   template <int kSlab>
-  __device__ __forceinline__ void slabs_from(Part& even, Part& odd, Sums& acc) {
+  __device__ __forceinline__ void slabs_from(Part& even, Part& odd, TileSums& acc) {
     if constexpr (kSlab < kSlabs) {
       start<kSlab>(kSlab % 2 ? odd : even);
       finish<kSlab - 1, 1>(kSlab % 2 ? even : odd, acc);
@@ -149,7 +149,7 @@ struct SwappedMultiplier {
     }
   }
 
-  __device__ __forceinline__ void multiply(int stages, Sums& acc) {
+  __device__ __forceinline__ void multiply(int stages, TileSums& acc) {
     Part even, odd;
     start<0>(even);
 #pragma unroll 1
@@ -185,7 +185,7 @@ __device__ __forceinline__ void consume_codes(const Pipeline& p, const TileSched
     const int2 tile = is_warmup ? make_int2(s.m, 0) : s.tile(index);
     if (is_warmup) state.phase = 1;  // no wait: the phase before the first counts as completed
     state.stage = __shfl_sync(~0u, state.stage, 0);  // tells ptxas that it is warp-uniform
-    SwappedMultiplier::Sums acc = {};
+    SwappedMultiplier::TileSums acc = {};
     const SwappedScales own(scales, e, tile, warp_idx, s.m, s.n);
     SwappedGroups groups(scales, e, tile, warp_idx, s.m, s.n);
     SwappedMultiplier multiplier{p, s, warpgroup, is_warmup, state, groups, state.stage};

@@ -431,17 +431,17 @@ def _decode_batches() -> Picture:
     record = _load("decode_loop")
     swapped, packed = record["swapped_tiles_2026_11_29"], record["packed_products_2026_11_28"]
     rows = [*swapped["steps"]["rows"], *packed["steps"]["rows"]]
-    formats = {"bfloat16": "bfloat16", "fp8": "fp8", "int8": "int8", "int4_g128": "int4"}
 
     def panel(form: str) -> Bars:
         found = [r for r in rows if r[:2] == ["llama-3.1-8b", form] and 8 <= r[2] <= 64]
         series = {"ours": [row[5] for row in found], "ours, before": [row[4] for row in found]}
         cases = [f"{row[2]} requests" for row in found]
-        return Bars(formats[form], "ms a step, less is better", cases, series, digits=".2f")
+        return Bars(form, "ms a step, less is better", cases, series, digits=".2f")
 
-    source = f"{_source(swapped)}; int4: {packed['date']}, {packed['commit']}"
+    source = f"{_source(swapped)}; int4_g128: {packed['date']}, {packed['commit']}"
     title = "Steps of 8 to 64 requests, Llama-3.1-8B, 640 keys"
-    return Picture(title, source, [panel(form) for form in formats], 4, 2.9)
+    panels = [panel(form) for form in ("bfloat16", "fp8", "int8", "int4_g128")]
+    return Picture(title, source, panels, 4, 2.9)
 
 
 def _all_reduce() -> Picture:

@@ -52,9 +52,9 @@ _TILE_THREADS = 128
 _MAX_INT32 = 2**31 - 1
 
 MAX_SKINNY_ROWS = 8
-# Hopper's tiles take more rows than this: swapped ones, without and with scales by group, if the
-# weight has at least _SWAPPED_MIN_SIZE rows and columns, and others of over _LONG_K columns, of
-# which the skinny kernels hold few stages. Tuned on model steps.
+# On Hopper tiles take more rows than these, tuned on model steps. Swapped tiles take over if the
+# weight has at least _SWAPPED_MIN_SIZE rows and columns: after 2 rows, or 4 with scales by group.
+# Other tiles take over for rows of over _LONG_K values, which leave the skinny kernels few stages.
 _SWAPPED_MIN_SIZE = 4096
 _MAX_ROWS_BESIDE_SWAPPED = {False: 2, True: 4}
 _LONG_K = 8192
