@@ -107,7 +107,8 @@ def every_spec() -> list[ModuleSpec]:
             module = importlib.import_module(f"engine.kernels.{info.name}")
             for dtype in FLOAT_NAMES:
                 for codes in ("", *KV_CODE_DTYPES):
-                    specs += module.specs(dtype, patterns=True, kv_dtype=codes, deterministic=True)
+                    options = {"patterns": True, "deterministic": True, "has_peers": True}
+                    specs += module.specs(dtype, kv_dtype=codes, **options)
     return list(dict.fromkeys(specs))
 
 

@@ -11,7 +11,7 @@
 // Parallelisation: each thread handles one or more 16-byte vectors. A thread waits only for data
 // sent by threads with the same index in other ranks.
 // Mirror: engine/reference/all_gather.py
-#include "collectives/peer_memory.cuh"
+#include "common/peer_memory.cuh"
 
 constexpr int kOp = 3;  // op id, named in engine/kernels/_peer_memory.py
 constexpr int kMaxThreads = 512;

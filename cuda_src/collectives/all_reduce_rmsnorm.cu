@@ -8,6 +8,8 @@
 //                                   out may alias x, residual_out may alias residual
 //   weight  (N,) scalar_t
 //   group   PeerGroup of this rank (peer_memory.cuh)
+//   num_sent  with kSent: first rows of x that the preceding product has sent
+//             (gemm/gemm_sender_sm90.cuh)
 //
 // All ranks must launch it with the same M and N.
 //
@@ -16,14 +18,16 @@
 // Parallelisation: a block processes one or more rows and waits only for the same rows of other
 // ranks. It loads residual and weight while those rows are in flight.
 // Mirror: engine/reference/all_reduce_rmsnorm.py
-#include "collectives/peer_memory.cuh"
+#include "common/peer_memory.cuh"
 #include "common/rmsnorm_row.cuh"
 
 constexpr int kOp = 2;  // op id, named in engine/kernels/_peer_memory.py
 
-template <int kWarps, int kVectors>
+// With kSent a block sends another of its unsent rows before it finishes a row; first come the rows
+// sent last, which may still be in L2.
+template <int kWarps, int kVectors, bool kSent>
 __device__ __forceinline__ void all_reduce_rmsnorm(const Row& rows, PeerGroup* group,
-                                                   int64_t num_rows) {
+                                                   int64_t num_rows, int num_sent) {
   pdl_trigger();
   constexpr int kStep = kWarps * kWarpSize * kVec;
   __shared__ float smem_sums[kWarps];
@@ -34,7 +38,19 @@ __device__ __forceinline__ void all_reduce_rmsnorm(const Row& rows, PeerGroup* g
   const int length = rows.n / kVec;  // vectors per row
   const int total = static_cast<int>(num_rows) * length;
   bool is_first = true;
-  for (int i = blockIdx.x; i < num_rows; i += gridDim.x) {
+  int unsent = kSent ? first_unsent(blockIdx.x, gridDim.x, num_sent) : 0;
+  for (int turn = blockIdx.x; turn < num_rows; turn += gridDim.x) {
+    const int i = kSent && turn < num_sent ? num_sent - 1 - turn : turn;
+    if (kSent && unsent < num_rows) {
+#pragma unroll
+      for (int k = 0; k < kVectors; ++k) {
+        const int c = begin + k * kStep;
+        if (c >= rows.n) continue;
+        const Words x = load_packed<kVec>(rows.x + static_cast<int64_t>(unsent) * rows.n + c);
+        call.push_to_all(0, total, unsent * length + c / kVec, sendable(x));
+      }
+      unsent += gridDim.x;
+    }
     const Row row{rows.x + static_cast<int64_t>(i) * rows.n,
                   rows.residual + static_cast<int64_t>(i) * rows.n,
                   rows.weight,
@@ -56,7 +72,7 @@ __device__ __forceinline__ void all_reduce_rmsnorm(const Row& rows, PeerGroup* g
     }
 #pragma unroll
     for (int k = 0; k < kVectors; ++k) {
-      if (at[k] >= 0) call.push_to_all(0, total, at[k], h[k]);
+      if (!kSent && at[k] >= 0) call.push_to_all(0, total, at[k], h[k]);
     }
 #pragma unroll
     for (int k = 0; k < kVectors; ++k) {
@@ -85,19 +101,23 @@ __device__ __forceinline__ void all_reduce_rmsnorm(const Row& rows, PeerGroup* g
 
 // Name suffixes are the longest row in KiB; the shapes match rmsnorm.cu. `blocks` is the minimum
 // number of blocks per SM, which caps the registers.
-#define ENGINE_ALL_REDUCE_RMSNORM(name, warps, vectors, blocks)                                \
+#define ENGINE_ALL_REDUCE_RMSNORM(name, warps, vectors, blocks, is_sent)                       \
   extern "C" __global__ void __launch_bounds__((warps) * 32, blocks)                           \
       name(const scalar_t* x, const scalar_t* residual, const scalar_t* weight, scalar_t* out, \
            scalar_t* residual_out, PeerGroup* group, int64_t num_rows, int n, float eps,       \
-           float weight_offset, float x_scale) {                                               \
-    all_reduce_rmsnorm<warps, vectors>(                                                        \
+           float weight_offset, float x_scale, int num_sent) {                                 \
+    all_reduce_rmsnorm<warps, vectors, is_sent>(                                               \
         Row{x, residual, weight, nullptr, out, residual_out, n, eps, weight_offset, x_scale},  \
-        group, num_rows);                                                                      \
+        group, num_rows, num_sent);                                                            \
   }
 
-ENGINE_ALL_REDUCE_RMSNORM(all_reduce_rmsnorm_1, 1, 2, 8)
-ENGINE_ALL_REDUCE_RMSNORM(all_reduce_rmsnorm_2, 2, 2, 8)
-ENGINE_ALL_REDUCE_RMSNORM(all_reduce_rmsnorm_4, 4, 2, 6)
-ENGINE_ALL_REDUCE_RMSNORM(all_reduce_rmsnorm_8, 8, 2, 3)
-ENGINE_ALL_REDUCE_RMSNORM(all_reduce_rmsnorm_16, 8, 4, 2)
-ENGINE_ALL_REDUCE_RMSNORM(all_reduce_rmsnorm_32, 16, 4, 1)
+ENGINE_ALL_REDUCE_RMSNORM(all_reduce_rmsnorm_1, 1, 2, 8, false)
+ENGINE_ALL_REDUCE_RMSNORM(all_reduce_rmsnorm_2, 2, 2, 8, false)
+ENGINE_ALL_REDUCE_RMSNORM(all_reduce_rmsnorm_4, 4, 2, 6, false)
+ENGINE_ALL_REDUCE_RMSNORM(all_reduce_rmsnorm_8, 8, 2, 3, false)
+ENGINE_ALL_REDUCE_RMSNORM(all_reduce_rmsnorm_16, 8, 4, 2, false)
+ENGINE_ALL_REDUCE_RMSNORM(all_reduce_rmsnorm_32, 16, 4, 1, false)
+ENGINE_ALL_REDUCE_RMSNORM(all_reduce_rmsnorm_4_sent, 4, 2, 6, true)
+ENGINE_ALL_REDUCE_RMSNORM(all_reduce_rmsnorm_8_sent, 8, 2, 3, true)
+ENGINE_ALL_REDUCE_RMSNORM(all_reduce_rmsnorm_16_sent, 8, 4, 2, true)
+ENGINE_ALL_REDUCE_RMSNORM(all_reduce_rmsnorm_32_sent, 16, 4, 1, true)

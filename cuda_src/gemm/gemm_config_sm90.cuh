@@ -18,6 +18,11 @@ constexpr int kSlabK = kCodes == 0 ? 64 : 128;  // values of k per slab
 constexpr int kDepth = DEPTH;                   // slabs per stage
 constexpr int kStages = STAGES;   // stages of the ring; the launch sets them for up to 64 rows
 constexpr bool kStores = STORES;  // TMA stores results while the next tile is multiplied
+#ifdef SENDS
+constexpr bool kSends = true;  // the module may send rows of its result (gemm_sender_sm90.cuh)
+#else
+constexpr bool kSends = false;
+#endif
 constexpr int kStageK = kDepth * kSlabK;
 // A swapped tile, for few rows of x, multiplies w x^T: wgmma's 64 rows are rows of the weight, and
 // its columns are 16 or 32 rows of x. A consumer warpgroup multiplies one m-tile, so a tile has one
@@ -49,8 +54,11 @@ constexpr int kThreads = kConsumerThreads + (kMovesRegisters ? 128 : 32);
 // Thread indices.
 constexpr int kFirstConsumer = kMovesRegisters ? 128 : 0;
 constexpr int kProducer = kMovesRegisters ? 0 : kConsumerThreads;
-constexpr int kProducerRegisters = kConsumerWarpgroups == 3 ? 32 : kSharesColumns ? 24 : 40;
-constexpr int kConsumerRegisters = kConsumerWarpgroups == 3 ? 160 : kSharesColumns ? 240 : 232;
+constexpr int kPlainProducerRegisters = kConsumerWarpgroups == 3 ? 32 : kSharesColumns ? 24 : 40;
+constexpr int kPlainConsumerRegisters = kConsumerWarpgroups == 3 ? 160 : kSharesColumns ? 240 : 232;
+constexpr int kProducerRegisters = kSends ? 72 : kPlainProducerRegisters;
+constexpr int kConsumerRegisters = kSends ? 216 : kPlainConsumerRegisters;
+static_assert(!kSends || (kConsumerWarpgroups == 2 && !kSharesColumns), "registers to spare");
 static_assert((kIsSwapped || kTileM % kMmaM == 0) && kTileN % 16 == 0 && kWarpgroupCols % 16 == 0,
               "tile sizes: whole m-tiles, pairs of 8 columns");
 

@@ -3,6 +3,7 @@
 
 #include "common/wgmma.cuh"
 #include "gemm/gemm_cluster_sum_sm90.cuh"
+#include "gemm/gemm_sender_sm90.cuh"
 #include "gemm/gemm_swapped_sm90.cuh"
 
 using Sums = float[kMmaTilesM][kWarpgroupCols / 2];
@@ -77,7 +78,7 @@ __device__ __forceinline__ void multiply(const Pipeline& p, const TileScheduler&
 // instructions are cached by the time x arrives.
 __device__ __forceinline__ void consume(const Pipeline& p, const TileScheduler& s,
                                         unsigned char* smem, const Epilogue& e, bool is_wide,
-                                        const TensorMap* map_out, bool warms_up) {
+                                        const TensorMap* map_out, bool warms_up, int sent_rows) {
   // The shuffle tells ptxas that it is warp-uniform: descriptors are then computed once per warp.
   const int warp_idx = __shfl_sync(~0u, (threadIdx.x - kFirstConsumer) / 32, 0);
   const int warpgroup = warp_idx / 4;
@@ -111,6 +112,9 @@ __device__ __forceinline__ void consume(const Pipeline& p, const TileScheduler& 
         const int col = tile.y + (kSharesColumns ? warpgroup * kWarpgroupCols : 0);
         store(e, acc[i], Corner{staging, row, col}, s.m, s.n, is_wide, map_out, i);
       }
+    }
+    if constexpr (kSends) {
+      if (tile.x < sent_rows) count_stored(p.stored);
     }
   }
   if constexpr (kStores) bulk_wait();  // shared memory must outlive the stores in flight

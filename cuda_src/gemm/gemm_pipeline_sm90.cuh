@@ -20,11 +20,12 @@ struct DynamicPipelineState {
 
 // Addresses in shared memory: stages of x, stages of the weight, staging of results, sums from
 // other CTAs, mbarriers (a full and an empty one per stage). Nothing arrives on `idle`: the warm-up
-// pass waits on it for a phase that counts as completed. For tiles of up to 64 rows the launch sets
-// the number of stages and their rows of x.
+// pass waits on it for a phase that counts as completed. `stored` counts the consumer warps that
+// have stored their part of a tile to send. For tiles of up to 64 rows the launch sets the number
+// of stages and their rows of x.
 struct Pipeline {
   int stages, slab_x, stage_x;  // number of stages; bytes per slab and per stage of x
-  unsigned x, w, staging, sums, full, empty, sums_barrier, idle;
+  unsigned x, w, staging, sums, full, empty, sums_barrier, idle, stored;
 
   __device__ __forceinline__ Pipeline(unsigned smem, int launch_stages, int x_rows) {
     stages = kTileM <= 64 ? launch_stages : kStages;
@@ -38,6 +39,7 @@ struct Pipeline {
     empty = full + stages * 8;
     sums_barrier = empty + stages * 8;
     idle = sums_barrier + 8;
+    stored = idle + 8;
   }
 
   // A stage is full when its bytes have arrived, and empty when every warpgroup that reads this
@@ -49,6 +51,7 @@ struct Pipeline {
       mbarrier_init(empty + i * 8, kConsumerWarpgroups * (kClusterM + kClusterN - 1));
     }
     mbarrier_init(idle, 1);
+    if constexpr (kSends) asm volatile("st.shared.u32 [%0], 0;" ::"r"(stored) : "memory");
     if constexpr (kClusterK > 1) {
       mbarrier_init(sums_barrier, 1);
       mbarrier_arrive_expect_tx(sums_barrier, (kClusterK - 1) * sums_rows * kSlice * 4);

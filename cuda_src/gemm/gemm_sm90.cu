@@ -45,7 +45,10 @@ struct GemmSm90Params {
   int num_gates;          // number of gate rows if they all precede the up rows; else 0
   int activation;         // an Activation
   int is_float;
-  int out_vector;  // an OutVector
+  int out_vector;    // an OutVector
+  PeerGroup* peers;  // with SENDS: group of this rank; else unused, like the next two
+  int sent_rows;     // Sending::rows
+  int segment;       // Sending::segment
 };
 
 extern "C" __global__ void __cluster_dims__(kClusterSize, 1, 1) __launch_bounds__(kThreads, 1)
@@ -82,10 +85,15 @@ extern "C" __global__ void __cluster_dims__(kClusterSize, 1, 1) __launch_bounds_
       if (!kLoadsAlone) load_early(pipeline, scheduler, loader);
       produce(pipeline, scheduler, loader);
     }
+    if constexpr (kSends) {
+      if (warp_idx > kProducer / 32 && p.sent_rows > 0)
+        send(pipeline, scheduler, static_cast<const Words*>(p.out),
+             Sending{p.peers, p.sent_rows, p.segment}, threadIdx.x - 32);
+    }
   } else {
     if constexpr (kMovesRegisters) warpgroup_reg_alloc<kConsumerRegisters>();
     consume(pipeline, scheduler, smem, epilogue, p.out_vector > kFourElements, &p.map_out,
-            kWarmsUp && p.uses_pdl != 0);
+            kWarmsUp && p.uses_pdl != 0, p.sent_rows);
   }
   // SAFETY: other CTAs still arrive on this one's mbarriers, so it must not exit before them. (With
   // kClusterK alone it has already waited for all their sums.)

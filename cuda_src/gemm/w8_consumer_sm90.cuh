@@ -240,7 +240,8 @@ __device__ __forceinline__ void apply_scales(const W8Scales& s, const Epilogue& 
 __device__ __forceinline__ void consume_codes(const Pipeline& p, const TileScheduler& s,
                                               unsigned char* smem, const Epilogue& e,
                                               const W8Scales& scales, bool is_wide,
-                                              const TensorMap* map_out, bool warms_up) {
+                                              const TensorMap* map_out, bool warms_up,
+                                              int sent_rows) {
   // The shuffle tells ptxas that it is warp-uniform: descriptors are then computed once per warp.
   const int warp_idx = __shfl_sync(~0u, (threadIdx.x - kFirstConsumer) / 32, 0);
   const int warpgroup = warp_idx / 4;
@@ -272,6 +273,9 @@ __device__ __forceinline__ void consume_codes(const Pipeline& p, const TileSched
         const Corner corner{staging, row + i * kMmaM, tile.y};
         store(e, acc[i], corner, s.m, s.n, is_wide, map_out, i);
       }
+    }
+    if constexpr (kSends) {
+      if (tile.x < sent_rows) count_stored(p.stored);
     }
   }
   if constexpr (kStores) bulk_wait();  // shared memory must outlive the stores in flight

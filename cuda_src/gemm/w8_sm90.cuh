@@ -31,6 +31,8 @@ struct GemmW8Sm90Params {
   int activation;
   int is_float;
   int out_vector;  // elements per access of out and residual: 0 one, 1 four, 2 eight
+  PeerGroup* peers;
+  int sent_rows, segment;
 };
 
 __device__ __forceinline__ void gemm_w8_sm90(const GemmW8Sm90Params& p) {
@@ -67,10 +69,15 @@ __device__ __forceinline__ void gemm_w8_sm90(const GemmW8Sm90Params& p) {
       if (!kLoadsAlone) load_early(pipeline, scheduler, loader);
       produce(pipeline, scheduler, loader);
     }
+    if constexpr (kSends) {
+      if (warp_idx > kProducer / 32 && p.sent_rows > 0)
+        send(pipeline, scheduler, static_cast<const Words*>(p.out),
+             Sending{p.peers, p.sent_rows, p.segment}, threadIdx.x - 32);
+    }
   } else {
     if constexpr (kMovesRegisters) warpgroup_reg_alloc<kConsumerRegisters>();
     consume_codes(pipeline, scheduler, smem, epilogue, scales, p.out_vector > 1, &p.map_out,
-                  kWarmsUp && p.uses_pdl != 0);
+                  kWarmsUp && p.uses_pdl != 0, p.sent_rows);
   }
   // SAFETY: other CTAs still arrive on this one's mbarriers, so it must not exit before them. (With
   // kClusterK alone it has already waited for all their sums.)

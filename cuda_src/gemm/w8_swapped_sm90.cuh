@@ -172,7 +172,7 @@ struct SwappedMultiplier {
 __device__ __forceinline__ void consume_codes(const Pipeline& p, const TileScheduler& s,
                                               unsigned char* smem, const Epilogue& e,
                                               const W8Scales& scales, bool, const TensorMap*,
-                                              bool warms_up) {
+                                              bool warms_up, int) {
   // The shuffle tells ptxas that it is warp-uniform: descriptors are then computed once per warp.
   const int warp_idx = __shfl_sync(~0u, threadIdx.x / 32, 0), warpgroup = warp_idx / 4;
   constexpr int kWarmup = -1;

@@ -52,6 +52,10 @@ class SharedMemoryCollectives:
         """Number of ranks."""
         return self._group.size
 
+    @property
+    def peers(self) -> None:
+        """None: products send nothing."""
+
     def all_reduce(self, x: Array, *, out: Array | None = None) -> Array:
         """Return the sum of all ranks' `x`; see `Collectives`."""
         _check_float("all_reduce", x)

@@ -89,6 +89,11 @@ class CudaCollectives:
         return self._memory.size
 
     @property
+    def peers(self) -> PeerMemory:
+        """This rank's buffers; see `Collectives`."""
+        return self._memory
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of the buffers in device memory."""
         return NUM_BUFFERS * self._memory.capacity * 16

@@ -1,7 +1,7 @@
 """Peer memory: buffers that the ranks of a group write into each other over NVLink or PCIe.
 
 A rank's `PeerMemory` holds three buffers, which its peers write, and a `PeerGroup` struct
-(`cuda_src/collectives/peer_memory.cuh`) with the addresses of all ranks' buffers. The caller
+(`cuda_src/common/peer_memory.cuh`) with the addresses of all ranks' buffers. The caller
 exchanges the addresses and passes them to `PeerMemory.connect`. `connected_ranks` builds a group
 inside one process.
 """
@@ -16,12 +16,13 @@ from typing import Any
 import numpy as np
 
 from engine import device
+from engine.errors import ContractError
 from engine.kernels._chip import sm_count
 from engine.kernels._contract import Contract
 from engine.kernels._elementwise import VECTOR_BYTES
 from engine.kernels._launch import ceil_div
 
-__all__ = ["MAX_RANKS", "MissingRank", "PeerConfig", "PeerMemory", "choose_threads"]
+__all__ = ["MAX_RANKS", "MissingRank", "PeerConfig", "PeerMemory", "Sent", "choose_threads"]
 __all__ += ["checked_parts", "connected_ranks", "peer_memory"]
 
 MAX_RANKS = 8
@@ -29,7 +30,7 @@ NUM_BUFFERS = 3
 OPS = {1: "all_reduce", 2: "all_reduce_rmsnorm", 3: "all_gather"}  # keyed by kOp in CUDA
 _EMPTY = 0x80000000
 
-# Struct PeerGroup of cuda_src/collectives/peer_memory.cuh.
+# Struct PeerGroup of cuda_src/common/peer_memory.cuh.
 _GROUP = np.dtype(
     [
         ("buffers", np.uint64, MAX_RANKS),
@@ -61,6 +62,14 @@ class PeerConfig:
 
     blocks: int
     threads: int
+
+
+@dataclass(frozen=True)
+class Sent:
+    """First rows of an array of `size` elements that a product has sent, for the next call."""
+
+    size: int
+    num_rows: int
 
 
 def choose_threads(num_vectors: int, max_blocks: int) -> PeerConfig:
@@ -99,6 +108,8 @@ class PeerMemory:
         Address of the buffers, for the peers.
     group : cupy.ndarray
         The `PeerGroup`.
+    sent : Sent or None
+        What a product launched with `peers` has sent; `take_sent` takes it.
     """
 
     def __init__(
@@ -113,6 +124,7 @@ class PeerMemory:
         self.rank = rank
         self.size = size
         self.timeout = timeout
+        self.sent: Sent | None = None
         self.capacity = capacity // VECTOR_BYTES
         self.device = int(cupy.cuda.runtime.getDevice())
         self.max_blocks = max_blocks or 2 * sm_count()
@@ -151,6 +163,26 @@ class PeerMemory:
             return None
         rank, call, op = (int(value) for value in self._error[:3])
         return MissingRank(rank - 1, call, OPS[op])
+
+    def take_sent(self, op: str, x: Any = None) -> int:
+        """Return how many rows of `x` have been sent for the call of `op` about to be launched.
+
+        Raises
+        ------
+        ContractError
+            If rows of an array of another size have been sent: its sum must come first.
+        """
+        # The address is not compared: a replayed launch plan writes to another one.
+        sent, self.sent = self.sent, None
+        if sent is None:
+            return 0
+        size = None if x is None else x.size
+        if size != sent.size:
+            raise ContractError(
+                f"{op}: x: must be the array that a product has begun to send, of {sent.size} "
+                f"elements; got {'another op' if size is None else f'{size} elements'}"
+            )
+        return sent.num_rows
 
     def abort(self) -> None:
         """Make waiting and later calls return NaN; callable from any thread.

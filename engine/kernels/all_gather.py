@@ -59,6 +59,7 @@ def all_gather(x: Any, peers: Any, *, out: Any = None) -> Any:
     n = call["N"]
     size = memory.size
     out = call.output("out", out, (*x.shape[:-1], size * n), x.dtype)
+    memory.take_sent("all_gather")
     if not x.size:
         return out
     rows = x.reshape(-1, n)

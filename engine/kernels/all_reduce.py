@@ -12,10 +12,14 @@ from engine.kernels._launch import Kernel, ceil_div
 from engine.kernels._module import ModuleSpec
 from engine.kernels._peer_memory import PeerMemory, checked_parts, choose_threads, peer_memory
 
-__all__ = ["all_reduce", "choose_kernel", "specs"]
+__all__ = ["all_reduce", "choose_kernel", "sent_segment", "specs"]
 
 _PARAMS = "x:ptr out:ptr group:ptr n:i64 is_aligned:i32"
-_KERNELS = {name: Kernel(f"all_reduce_{name}", _PARAMS) for name in ("one_shot", "two_shot")}
+_KERNELS = {
+    "one_shot": Kernel("all_reduce_one_shot", _PARAMS),
+    "sent": Kernel("all_reduce_sent", f"{_PARAMS} num_sent:i32"),
+    "two_shot": Kernel("all_reduce_two_shot", f"{_PARAMS} num_sent:i32"),
+}
 # Latency of the second exchange, as the number of bytes a link moves in that time.
 _SECOND_SHOT_BYTES = 600_000
 
@@ -49,6 +53,18 @@ def _most_bytes(memory: PeerMemory) -> int:
     """Return the size in bytes of the largest array that one two-shot launch can sum."""
     segment = memory.capacity // (2 * max(1, memory.size - 1))
     return segment * memory.size * VECTOR_BYTES
+
+
+def sent_segment(memory: PeerMemory, num_bytes: int) -> int | None:
+    """Return the vectors that each rank sums of an array of `num_bytes`: all, or a segment.
+
+    None if the array takes several launches, so that no product can send a part of it.
+    """
+    if num_bytes > _most_bytes(memory):
+        return None
+    num_vectors = ceil_div(num_bytes, VECTOR_BYTES)
+    is_whole = _shots(memory, num_bytes) == "one_shot"
+    return num_vectors if is_whole else ceil_div(num_vectors, memory.size)
 
 
 def all_reduce(x: Any, peers: Any, *, out: Any = None) -> Any:
@@ -91,14 +107,20 @@ def all_reduce(x: Any, peers: Any, *, out: Any = None) -> Any:
     step = _most_bytes(memory) // x.itemsize
     flat_x = x.reshape(-1)
     flat_out = out.reshape(-1)
+    sent_rows = memory.take_sent("all_reduce", x)
+    num_sent = sent_rows * x.shape[-1] * x.itemsize // VECTOR_BYTES if sent_rows else 0
     for begin in range(0, x.size, step):
-        _launch(memory, flat_x[begin : begin + step], flat_out[begin : begin + step])
+        _launch(memory, flat_x[begin : begin + step], flat_out[begin : begin + step], num_sent)
     return out
 
 
-def _launch(memory: PeerMemory, x: Any, out: Any) -> None:
+def _launch(memory: PeerMemory, x: Any, out: Any, num_sent: int) -> None:
+    """Sum one launch's part of x and out; `num_sent` of its first vectors have been sent."""
     num_bytes = x.size * x.itemsize
     name = _shots(memory, num_bytes)
+    arguments = {"num_sent": num_sent} if num_sent or name == "two_shot" else {}
+    if num_sent and name == "one_shot":
+        name = "sent"
     num_vectors = ceil_div(num_bytes, VECTOR_BYTES)
     if name == "two_shot":
         num_vectors = ceil_div(num_vectors, memory.size)
@@ -113,4 +135,5 @@ def _launch(memory: PeerMemory, x: Any, out: Any) -> None:
         group=memory.group,
         n=x.size,
         is_aligned=x.data.ptr % VECTOR_BYTES == 0 and out.data.ptr % VECTOR_BYTES == 0,
+        **arguments,
     )

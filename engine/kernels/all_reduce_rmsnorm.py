@@ -21,11 +21,15 @@ __all__ = ["all_reduce_rmsnorm", "choose_size", "specs"]
 
 _PARAMS = (
     "x:ptr residual:ptr weight:ptr out:ptr residual_out:ptr group:ptr num_rows:i64 n:i32 eps:f32 "
-    "weight_offset:f32 x_scale:f32"
+    "weight_offset:f32 x_scale:f32 num_sent:i32"
 )
 # Maximum row length in KiB -> threads per block, as in rmsnorm.
 _THREADS = {1: 32, 2: 64, 4: 128, 8: 256, 16: 256, 32: 512}
 _KERNELS = {size: Kernel(f"all_reduce_rmsnorm_{size}", _PARAMS) for size in _THREADS}
+# Kernels for long rows of which a product has sent a part.
+_SENT_KERNELS = {
+    size: Kernel(f"all_reduce_rmsnorm_{size}_sent", _PARAMS) for size in (4, 8, 16, 32)
+}
 
 
 def specs(dtype: str, **_: Any) -> tuple[ModuleSpec, ...]:
@@ -132,22 +136,30 @@ def _run(
     size = choose_size(row_bytes, is_aligned=aligned)
     way = choose_kernel(x.size * x.itemsize, memory.size)
     step = memory.capacity // max(1, memory.size - 1) * VECTOR_BYTES // row_bytes
-    if size is None or way == "two_shot" or step == 0:
+    fits_sent = memory.sent is None or (size in _SENT_KERNELS and step >= x.size // n)
+    if size is None or way == "two_shot" or step == 0 or not fits_sent:
         all_reduce(x, memory, out=y)
         rmsnorm(y, weight, residual=residual, out=y, residual_out=h, **numbers)
         return
+    num_sent = memory.take_sent("all_reduce_rmsnorm", x)
     arrays = [a.reshape(-1, n) for a in (x, residual, y, h)]
     for begin in range(0, arrays[0].shape[0], step):
         rows = [a[begin : begin + step] for a in arrays]
-        _launch(memory, size, weight, rows, numbers)
+        _launch(memory, size, weight, rows, numbers, num_sent)
 
 
 def _launch(
-    memory: PeerMemory, size: int, weight: Any, rows: list[Any], numbers: dict[str, Any]
+    memory: PeerMemory,
+    size: int,
+    weight: Any,
+    rows: list[Any],
+    numbers: dict[str, Any],
+    num_sent: int,
 ) -> None:
     x, residual, y, h = rows
     num_rows, n = x.shape
-    _KERNELS[size].launch(
+    kernel = _SENT_KERNELS[size] if num_sent else _KERNELS[size]
+    kernel.launch(
         specs(dtype_name(x.dtype))[0],
         (min(num_rows, _most_blocks(memory)),),
         (_THREADS[size],),
@@ -160,6 +172,7 @@ def _launch(
         group=memory.group,
         num_rows=num_rows,
         n=n,
+        num_sent=num_sent,
         **numbers,
     )
 

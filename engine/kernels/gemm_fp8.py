@@ -13,9 +13,11 @@ from engine.kernels.gemm.w8 import gemm_w8, w8_specs
 __all__ = ["gemm_fp8", "specs"]
 
 
-def specs(dtype: str, *, deterministic: bool = False, **_: Any) -> tuple[ModuleSpec, ...]:
-    """Return the modules that the op may launch for `dtype`, also with `deterministic` if given."""
-    return w8_specs("gemm_fp8", dtype, deterministic=deterministic)
+def specs(
+    dtype: str, *, deterministic: bool = False, has_peers: bool = False, **_: Any
+) -> tuple[ModuleSpec, ...]:
+    """Return the modules that the op may launch for `dtype`, also with the options if given."""
+    return w8_specs("gemm_fp8", dtype, deterministic=deterministic, has_peers=has_peers)
 
 
 def gemm_fp8(
@@ -33,6 +35,7 @@ def gemm_fp8(
     out_dtype: Any = None,
     deterministic: bool = False,
     pdl: bool = False,
+    peers: Any = None,
     out: Any = None,
 ) -> Any:
     """Multiply rows by a weight, both in e4m3 with scales: activation(x Wᵀ + bias) + residual.
@@ -54,7 +57,7 @@ def gemm_fp8(
         See `rmsnorm`.
     bias : (N,) array, optional
         Of x's dtype. With `x_scales`: of `out_dtype`, or of any dtype if that is float32.
-    residual, activation, deterministic, out
+    residual, activation, deterministic, peers, out
         See `gemm`.
     out_dtype : dtype, optional
         x's dtype (the default) or float32. With `x_scales` it is required; all three are allowed.

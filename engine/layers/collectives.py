@@ -9,7 +9,7 @@ from engine.kernels._peer_memory import NUM_BUFFERS
 
 __all__ = ["MAX_BUFFERED_BYTES", "Collectives", "buffer_bytes", "buffer_capacity"]
 
-MAX_BUFFERED_BYTES = 16 << 20
+MAX_BUFFERED_BYTES = 64 << 20
 """Largest array that two GPUs move in one launch, in bytes; larger arrays take several launches."""
 
 
@@ -28,7 +28,7 @@ def buffer_bytes(size: int) -> int:
     Examples
     --------
     >>> [buffer_bytes(size) >> 20 for size in (1, 2, 4, 8)]
-    [0, 48, 72, 84]
+    [0, 192, 288, 336]
     """
     return NUM_BUFFERS * buffer_capacity(size) if size > 1 else 0
 
@@ -51,6 +51,10 @@ class Collectives(Protocol):
     @property
     def size(self) -> int:
         """Number of ranks."""
+
+    @property
+    def peers(self) -> Any:
+        """Argument `peers` of products whose result is summed next; None if they send nothing."""
 
     def all_reduce(self, x: Any, *, out: Any = None) -> Any:
         """Return the sum of all ranks' `x`, added in float32 in rank order, rounded once.

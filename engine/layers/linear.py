@@ -29,10 +29,13 @@ class Product:
         activation(x Wᵀ + b) + residual, the contract of `kernels.gemm`.
     of_normed : callable
         ``of_normed(x, norm, weight, bias=, activation=, out=)``: the product of ``norm(x)``.
+    sends : bool
+        `plain` takes `peers`; see `kernels.gemm`.
     """
 
     plain: Callable[..., Any]
     of_normed: Callable[..., Any]
+    sends: bool = False
 
 
 class Adapter(HoldsArrays, Protocol):
@@ -82,7 +85,7 @@ def _in_8_bits(op: Callable[..., Any]) -> Product:
         options |= {"norm_weight": norm.weight, "eps": norm.eps, "weight_offset": norm.offset}
         return op(x, weight.data, weight.scales, pdl=True, **options)
 
-    return Product(plain, of_normed)
+    return Product(plain, of_normed, sends=True)
 
 
 def _stacked(
@@ -145,7 +148,7 @@ def _parts(weight: Weight) -> Iterator[tuple[Weight, slice]]:
         first += part.shape[0]
 
 
-_DENSE = Product(_dense, _dense_of_normed)
+_DENSE = Product(_dense, _dense_of_normed, sends=True)
 
 PRODUCTS: dict[str, Product] = {
     **dict.fromkeys(FLOAT_NAMES, _DENSE),
@@ -243,8 +246,12 @@ class Linear:
             activation=activation,
             out=residual,
             out_dtype=out_dtype,
-            deterministic=self.deterministic,
+            **self._options(),
         )
+
+    def _options(self) -> dict[str, Any]:
+        """Return the options of the product that do not depend on the call."""
+        return {"deterministic": self.deterministic}
 
     def of_normed(self, x: Any, norm: Norm, *, activation: str | None = None) -> Any:
         """Return activation(norm(x) Wᵀ + b). For few tokens it is one kernel."""

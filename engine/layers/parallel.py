@@ -11,6 +11,7 @@ pairs. Every rank has all tokens, so there is no all-to-all.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +35,7 @@ __all__ = [
     "ExpertParallelExperts",
     "ParallelLMHead",
     "ParallelMoE",
+    "PartialLinear",
     "RowParallelLinear",
     "VocabParallelEmbedding",
 ]
@@ -93,6 +95,46 @@ class RowParallelLinear(_ParallelLinear):
 
     def _output(self, y: Any) -> Any:
         return self._collectives.all_reduce(y, out=y)
+
+
+class PartialLinear(Linear):
+    """Linear layer divided by input features, whose output is this rank's part of a sum.
+
+    Parameters
+    ----------
+    weight, bias, deterministic
+        See `RowParallelLinear`.
+    peers : callable
+        ``peers()``: the products' argument `peers`, or None to send nothing.
+
+    Attributes
+    ----------
+    is_summed_next : bool
+        The group's next operation sums the output: large products send rows of it while they run.
+    """
+
+    __slots__ = ("_peers", "is_summed_next")
+
+    def __init__(
+        self,
+        weight: Weight,
+        bias: Weight | None = None,
+        *,
+        deterministic: bool = False,
+        peers: Callable[[], Any],
+    ) -> None:
+        super().__init__(weight, bias, deterministic=deterministic)
+        self._peers = peers
+        self.is_summed_next = False
+
+    @property
+    def may_send(self) -> bool:
+        """Whether products may send rows of the output."""
+        return self.is_summed_next and self.product.sends
+
+    def _options(self) -> dict[str, Any]:
+        peers = self._peers() if self.may_send else None
+        return super()._options() if peers is None else {**super()._options(), "peers": peers}
 
 
 class ColumnParallelLinear(_ParallelLinear):

@@ -29,6 +29,7 @@ from engine.layers.mla import Mla
 from engine.layers.mlp import MLP
 from engine.layers.moe import DenseAndExperts, MoE
 from engine.layers.norm import NoNorm, Norm
+from engine.layers.parallel import PartialLinear
 from engine.layers.rotary import long_rope_offset
 from engine.models.altup_layer import AltUpLayer
 from engine.models.chunks import active_chunk, chunk_patterns
@@ -105,6 +106,8 @@ class DecoderLayer:
         self.mlp_norm = attn_norm if mlp_norm is None else mlp_norm
         self.post_attn_norm = post_attn_norm
         self.post_mlp_norm = post_mlp_norm
+        if mlp is not None and isinstance(attn, Attention) and isinstance(attn.o, PartialLinear):
+            attn.o.is_summed_next = not is_parallel and post_attn_norm is None
         # Weight formats of the products that read each norm: the norm quantizes its output for
         # them. In a parallel block both branches may read the attention norm, unquantized.
         self.attn_format = None if is_parallel else attn.input_format
@@ -180,6 +183,17 @@ class DecoderLayer:
         if self.post_mlp_norm is not None:
             x = self.post_mlp_norm(x, out=x)
         return x, residual
+
+    @property
+    def output(self) -> PartialLinear | None:
+        """The product that returns this rank's part of the layer's output; None if none does."""
+        last: Any = None
+        if isinstance(self.mlp, MLP):
+            last = self.mlp.down
+        elif self.mlp is None and isinstance(self.attn, Attention):
+            last = self.attn.o
+        is_partial = isinstance(last, PartialLinear) and not self.is_parallel
+        return last if is_partial and self.post_mlp_norm is None else None
 
     def can_plan(self, batch: ForwardBatch) -> bool:
         """Tell whether a call launches only kernels, so that a launch plan can replay it."""
@@ -275,6 +289,7 @@ class Decoder:
         self.streams = build_streams(config, self._stream_parts)
         self.kv_scales = KVScales(self.xp, config.num_layers, config.num_kv_heads)
         self.layers = tuple(self._layer(index) for index in range(config.num_layers))
+        self._mark_summed_outputs()
         numbers = [self._numbers(index) for index in range(len(self.layers))]
         self._run_layers = LayerPlans(self.layers, numbers)
         self._parts_of_layers: tuple[LayerPlans, LayerPlans] | None = None
@@ -335,12 +350,12 @@ class Decoder:
         (R, V) array of float32
             Logits of the tokens `batch.logits_indices`, or of all T tokens.
         """
-        with self.kernels.active(), self._adapting(batch):
+        with self.kernels.active(), self._adapting(batch), self._sending(batch):
             return self._logits(self._hidden_states(batch, kv_pages))
 
     def hidden_states(self, batch: ForwardBatch, kv_pages: Pages) -> Any:
         """Return the normalised last hidden states (R, N) of the tokens `batch.logits_indices`."""
-        with self.kernels.active(), self._adapting(batch):
+        with self.kernels.active(), self._adapting(batch), self._sending(batch):
             return self._hidden_states(batch, kv_pages)
 
     def _hidden_states(self, batch: ForwardBatch, kv_pages: Pages) -> Any:
@@ -376,7 +391,7 @@ class Decoder:
             New arrays (T, N), or None for delta: `ForwardBatch.entering` of the next stage. See
             `DecoderLayer`.
         """
-        with self.kernels.active(), self._adapting(batch):
+        with self.kernels.active(), self._adapting(batch), self._sending(batch):
             delta, x, kv_pages = self._enter(batch, kv_pages)
             keep = partial(self._keep, batch.features) if batch.features else None
             delta, residual = self._run_layers(x, batch, kv_pages, None, keep, delta)
@@ -385,6 +400,10 @@ class Decoder:
     def _adapting(self, batch: ForwardBatch) -> AbstractContextManager[None]:
         """Return a context in which products apply the adapters of the tokens of `batch`."""
         return nullcontext() if self.adapters is None else self.adapters.serving(batch)
+
+    def _sending(self, batch: ForwardBatch) -> AbstractContextManager[None]:
+        """Return a context in which products send rows, unless features read the outputs too."""
+        return self.parts.sending_nothing() if batch.features else nullcontext()
 
     def refresh(self, names: Iterable[str]) -> None:
         """Compute anew what layers have derived from these weights, which have been overwritten."""
@@ -545,6 +564,24 @@ class Decoder:
         rows = [[column.get(index, 0) for column in table.values()] for index in layers]
         return tuple(table), np.array(rows, np.uint64)
 
+    def _mark_summed_outputs(self) -> None:
+        """Let products send rows of the outputs that the next layer's norm sums over the ranks.
+
+        The outputs of the last layer, and of the last that stores keys, may be gathered first.
+        """
+        gathered = (len(self.layers) - 1, self.config.num_storing_layers - 1)
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer, DecoderLayer) and layer.output is not None:
+                layer.output.is_summed_next = index not in gathered
+
+    def _sent_output(self, layer: int) -> Hashable:
+        """Return what determines how many rows the layer has sent of its output; None: no rows."""
+        one = self.layers[layer] if layer >= 0 else None
+        output = one.output if isinstance(one, DecoderLayer) else None
+        if output is None or not output.may_send:
+            return None
+        return output.weight.shape, output.weight.format.name
+
     def _numbers(self, layer: int) -> tuple[Hashable, ...]:
         """Return the non-array values that determine a layer's launches."""
         pattern = self.patterns.get(self.stage.first + layer)
@@ -554,7 +591,8 @@ class Decoder:
         own_features = 0 if c.per_layer_input is None else c.per_layer_input.size
         place = layer * own_features % _VECTOR  # alignment of the layer's part of wider rows
         rule = c.kind(layer), c.window(layer), rope_index(c, layer), pattern
-        numbers = (*rule, top_k, c.sparsity(layer), place)
+        sent = self._sent_output(layer - 1), self._sent_output(layer)
+        numbers = (*rule, top_k, c.sparsity(layer), place, *sent)
         return numbers if self.parts.can_plan else (*numbers, layer)  # each layer is its own kind
 
     def _weight(self, name: str) -> Weight:

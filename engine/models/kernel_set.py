@@ -120,6 +120,7 @@ def kernel_specs(
                 q_factors=has_q_factors(config),
                 formats=tuple(form.name for form in formats),
                 deterministic=deterministic,
+                has_peers=is_shared,
                 **({"patterns": True} if has_patterns and op == "attention_prefill" else {}),
                 **(_delta_heads(config) if op == "gated_delta" else {}),
                 **(_mamba_states(config) if op == "mamba2" else {}),

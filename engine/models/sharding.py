@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,6 +25,7 @@ from engine.layers.parallel import (
     ExpertParallelExperts,
     ParallelLMHead,
     ParallelMoE,
+    PartialLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
 )
@@ -230,6 +233,10 @@ class WholeParts:
         """Return a branch's complete output; ranks may hold partial sums of it."""
         return x
 
+    def sending_nothing(self) -> AbstractContextManager[None]:
+        """Return a context in which products send no rows to other ranks (`PartialLinear`)."""
+        return nullcontext()
+
     def entering(self, delta: Any, residual: Any) -> tuple[Any, Any]:
         """Return (delta, residual) for the first layer, as received from the previous stage."""
         return delta, residual
@@ -255,6 +262,7 @@ class ParallelParts(WholeParts):
     shard: Shard
     collectives: Collectives
     _padding_ids: list[Any] = field(default_factory=list, init=False, repr=False, compare=False)
+    _hidden: list[None] = field(default_factory=list, init=False, repr=False, compare=False)
 
     @property
     def expert_runs(self) -> tuple[tuple[int, int], ...]:
@@ -369,6 +377,18 @@ class ParallelParts(WholeParts):
         """Return a branch's complete output; ranks may hold partial sums of it."""
         return self.collectives.all_reduce(x) if self._sums_in_norms else x
 
+    @contextmanager
+    def sending_nothing(self) -> Iterator[None]:
+        """Hide the peers from products in this context."""
+        self._hidden.append(None)
+        try:
+            yield
+        finally:
+            self._hidden.pop()
+
+    def _peers(self) -> Any:
+        return None if self._hidden else self.collectives.peers
+
     def _all(self, x: Any, num_heads: int) -> Any:
         whole = self.collectives.all_gather(x.reshape(-1, x.shape[-1]), axis=1)
         parts = whole.reshape(-1, self.collectives.size, x.shape[-1])
@@ -414,5 +434,5 @@ class ParallelParts(WholeParts):
             return ColumnParallelLinear(weight, bias, share=share, gather_output=True, **options)
         own = bias if self.collectives.rank == 0 else None  # added on rank 0 only
         if self._sums_in_norms:
-            return Linear(weight, own, deterministic=deterministic)
+            return PartialLinear(weight, own, deterministic=deterministic, peers=self._peers)
         return RowParallelLinear(weight, own, **options)

@@ -416,7 +416,10 @@ class StageGroup:
             if now - peer.heard > silence:
                 if stage in self._processes:
                     self._processes[stage].kill()  # it hangs, and would not end by itself
-                return f"{peer.name} (in: {peer.doing}) has not been heard of for {silence:g} s"
+                return (
+                    f"{peer.name} has not been heard of for {silence:g} s; it was last in: "
+                    f"{peer.doing}"
+                )
         return ""
 
     def _watch(self) -> None:

@@ -13,6 +13,7 @@ import pytest
 from engine import LLMEngine, SamplingParams, device
 from engine.config import ModelConfig, MoeConfig
 from engine.errors import ConfigError, RankError
+from engine.kernels._peer_memory import PeerMemory
 from engine.parallel import pipeline, tensor
 from engine.tasks.embeddings import embed
 from tests.e2e import my_kernels
@@ -95,6 +96,46 @@ def shared_gpus(monkeypatch):
 def test_deterministic_tokens_are_those_of_one_gpu(dtype, cuda_graphs):
     options = {"dtype": dtype, "deterministic": True, "cuda_graphs": cuda_graphs}
     assert _tokens(2, **options) == _tokens(1, **options)
+
+
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+@pytest.mark.parametrize("stages", [1, 2])
+def test_rows_sent_during_the_products_of_prompts(quantization, stages, monkeypatch, shared_gpus):
+    """Logprobs are those of short steps, whose products send nothing."""
+    sizes = (1000, 4096, 4, 16, 4, 128, 4096, 4096)
+    options = {
+        "config": ModelConfig("llama", *sizes, dtype="bfloat16"),
+        "quantization": quantization,
+        "pipeline_parallel_size": stages,
+    }
+    sent = []
+    take = PeerMemory.take_sent
+
+    def watched(memory, *args):
+        sent.append(take(memory, *args))
+        return sent[-1]
+
+    monkeypatch.setattr(PeerMemory, "take_sent", watched)
+    want = _logprobs(2, **options, max_num_batched_tokens=512)
+    assert not any(sent)
+    got = _logprobs(2, **options, max_num_batched_tokens=4096)
+    # Launch plans repeat what two layers have recorded.
+    assert sum(rows > 1000 for rows in sent) >= 2
+    np.testing.assert_allclose(got, want, atol=0.03)
+
+
+def _logprobs(size, **options):
+    """Return the logprobs of the five likeliest tokens after each of two long prompts."""
+    params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=5)
+    found = {}
+    with _engine(size, **options) as engine:
+        for index in range(2):
+            engine.add_request(f"r{index}", [(7 + index) * i % 997 for i in range(1500)], params)
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                [token] = output.outputs[0].logprobs
+                found[output.request_id] = sorted(p.logprob for p in token.values())[-5:]
+    return [found["r0"], found["r1"]]
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -196,8 +237,10 @@ def test_a_stage_that_dies_or_stops_ends_the_engine(is_stopped):
     [pid] = engine.model.group.pids
     os.kill(pid, signal.SIGSTOP if is_stopped else signal.SIGKILL)
     start = time.monotonic()
-    ends = rf"a step did not end within {seconds:g} s; stage 0 is in", "was killed by SIGKILL"
-    message = ends[0 if is_stopped else 1]
+    # A stopped stage's silence may be noticed before the step's time is over.
+    silent = rf"stage 0 has not been heard of for {seconds:g} s"
+    late = rf"a step did not end within {seconds:g} s; stage 0 is in"
+    message = f"{silent}|{late}" if is_stopped else "stage 0 was killed by SIGKILL"
     with pytest.raises(RankError, match=message):
         while engine.has_unfinished_requests():
             engine.step()

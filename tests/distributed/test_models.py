@@ -74,7 +74,7 @@ def test_logits_of_every_family(on_ranks, folder, alone, case, size):
             on_ranks(size, lambda c: _logits(path, c))
         return
     for deterministic in (False, True):
-        if _is_refused(case, size, deterministic):
+        if is_refused(case, size, deterministic):
             with pytest.raises(ConfigError, match=f"parallelism of {size} ranks is not supported"):
                 on_ranks(size, lambda c, how=deterministic: _logits(path, c, deterministic=how))
             continue
@@ -82,7 +82,7 @@ def test_logits_of_every_family(on_ranks, folder, alone, case, size):
         _check(found, alone(case, deterministic), deterministic)
 
 
-def _is_refused(case: str, size: int, deterministic: bool) -> bool:
+def is_refused(case: str, size: int, deterministic: bool) -> bool:
     """Tell whether the layers differ in the heads that such ranks would hold (`local_config`)."""
     if case.startswith("mimo_v2_flash"):
         return deterministic and size == 4

@@ -13,6 +13,7 @@ from engine.errors import ContractError, ShapeError
 from engine.kernels import _cpu
 from engine.kernels._contract import FLOATS, Contract
 from engine.kernels._module import ModuleSpec
+from engine.kernels._peer_memory import peer_memory
 from engine.kernels.gemm.config import Config, choose_config
 from engine.kernels.gemm.launch import launch
 from engine.kernels.gemm.operands import (
@@ -28,9 +29,11 @@ from engine.kernels.swiglu import specs as swiglu_specs
 __all__ = ["Config", "choose_config", "gemm", "interleave_gate_up", "specs"]
 
 
-def specs(dtype: str, *, deterministic: bool = False, **_: Any) -> tuple[ModuleSpec, ...]:
-    """Return the modules that the op may launch for `dtype`, also with `deterministic` if given."""
-    tiles = hopper_specs(dtype, deterministic=deterministic)
+def specs(
+    dtype: str, *, deterministic: bool = False, has_peers: bool = False, **_: Any
+) -> tuple[ModuleSpec, ...]:
+    """Return the modules that the op may launch for `dtype`, also with the options if given."""
+    tiles = hopper_specs(dtype, deterministic=deterministic, sends=has_peers)
     return (ModuleSpec("gemm/gemm.cu", dtype), *tiles, *swiglu_specs(dtype))
 
 
@@ -44,6 +47,7 @@ def gemm(
     out_dtype: Any = None,
     deterministic: bool = False,
     pdl: bool = False,
+    peers: Any = None,
     out: Any = None,
 ) -> Any:
     """Multiply rows by a weight matrix: activation(x Wᵀ + bias) + residual.
@@ -73,6 +77,10 @@ def gemm(
     pdl : bool
         Promise that no kernel still running on the stream writes `weight` or `bias`; this holds for
         a model's parameters. With few rows they are then read while the preceding kernel ends.
+    peers : PeerMemory, optional
+        The result is this rank's part of a sum over ranks: the group's next call must be
+        `all_reduce` or `all_reduce_rmsnorm` of it. On Hopper large products send most of their rows
+        to the other ranks while they multiply the rest. Ignored for NumPy arrays.
     out : (M, N) array of `out_dtype`, optional
         Array for the result; its rows may be strided.
 
@@ -120,7 +128,9 @@ def gemm(
         )
         return call.finish(out, result, layout="rows")
     out = call.output("out", out, (call["M"], columns), dtype, layout="rows")
-    operands = Operands(x, weight, out, bias, residual, activation, deterministic, pdl)
+    if peers is not None:
+        peers = peer_memory(call, x, peers)
+    operands = Operands(x, weight, out, bias, residual, activation, deterministic, pdl, peers)
     launch("gemm", operands)
     return out
 

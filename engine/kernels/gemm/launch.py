@@ -17,9 +17,23 @@ from engine.kernels._workspace import workspace
 from engine.kernels.gemm import config as configs
 from engine.kernels.gemm import skinny
 from engine.kernels.gemm.config import Config, choose_config
-from engine.kernels.gemm.operands import SWIGLU, Norm, Operands, activation_number, row_stride
+from engine.kernels.gemm.operands import (
+    SWIGLU,
+    Norm,
+    Operands,
+    activation_number,
+    row_stride,
+    sending_segment,
+)
 from engine.kernels.gemm.skinny import SkinnyConfig
-from engine.kernels.gemm.sm90 import HopperConfig, OutVector, launch_hopper
+from engine.kernels.gemm.sm90 import (
+    MAX_FEW_ROWS,
+    HopperConfig,
+    OutVector,
+    Sending,
+    choose_sender,
+    launch_hopper,
+)
 from engine.kernels.swiglu import swiglu
 
 __all__ = ["is_vector", "launch", "out_vector"]
@@ -91,6 +105,7 @@ def launch(op: str, operands: Operands, norm: Norm | None = None) -> None:
     if max(m, n, k) > _MAX_INT32 - 256:
         raise ContractError(f"{op}: x: {m} x {k} by {n} x {k} is more than one launch can do")
     if isinstance(config, HopperConfig):
+        config, sending = _sending(config, operands)
         launch_hopper(
             config,
             x,
@@ -100,11 +115,25 @@ def launch(op: str, operands: Operands, norm: Norm | None = None) -> None:
             out_vector(operands.out, operands.residual),
             pdl=operands.pdl,
             is_split=is_split,
+            sending=sending,
         )
     elif isinstance(config, SkinnyConfig):
         _launch_skinny(op, operands, norm, config)
     else:
         _launch_portable(op, operands, norm, config, aligned)
+
+
+def _sending(config: HopperConfig, operands: Operands) -> tuple[HopperConfig, Sending | None]:
+    """Return the tile, and the rows to send of a product with peers; `config` is kept without."""
+    o = operands
+    segment = sending_segment(
+        o.peers, o.out, o.residual, o.activation, deterministic=o.deterministic
+    )
+    (m, k) = o.x.shape
+    if o.peers is None or segment is None or m <= MAX_FEW_ROWS:
+        return config, None
+    config, rows = choose_sender(config, m, o.weight.shape[0], k, sm_count())
+    return config, Sending(o.peers, rows, segment) if rows else None
 
 
 def _fuses_swiglu(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache
@@ -13,6 +13,7 @@ from engine.dtypes import dtype_name
 from engine.kernels._chip import HOPPER, HOPPER_DTYPES, sm_count
 from engine.kernels._launch import Kernel, ceil_div
 from engine.kernels._module import ModuleSpec
+from engine.kernels._peer_memory import PeerMemory, Sent
 from engine.kernels._tensor_map import tensor_map, tensor_map_2d
 
 __all__ = [
@@ -22,8 +23,11 @@ __all__ = [
     "FewRowsCost",
     "HopperConfig",
     "OutVector",
+    "Sending",
     "choose_hopper",
+    "choose_sender",
     "choose_swapped",
+    "fastest_sender",
     "hopper_specs",
     "launch_hopper",
     "launch_tiles",
@@ -34,7 +38,8 @@ _KERNEL = Kernel(
     "gemm_sm90",
     "map_x:tmap map_tail:tmap map_w:tmap map_out:tmap bias:ptr residual:ptr residual_stride:i64 "
     "out:ptr out_stride:i64 m:i32 n:i32 k:i32 band:i32 x_part:i32 tail_part:i32 stages:i32 "
-    "early:i32 uses_pdl:i32 num_gates:i32 activation:i32 is_float:i32 out_vector:i32",
+    "early:i32 uses_pdl:i32 num_gates:i32 activation:i32 is_float:i32 out_vector:i32 peers:ptr "
+    "sent_rows:i32 segment:i32",
     struct="GemmSm90Params",
 )
 
@@ -144,7 +149,7 @@ class HopperConfig:
 
     def shared_bytes(self, m: int, stages: int) -> int:
         """Return the bytes of dynamic shared memory: stages, staging, mbarriers, alignment."""
-        return stages * (self._stage_bytes(m) + 16) + self._beside_stages + 16 + 1024
+        return stages * (self._stage_bytes(m) + 16) + self._beside_stages + 24 + 1024
 
     def _stage_bytes(self, m: int) -> int:
         rows = self.tile_m
@@ -162,8 +167,24 @@ class HopperConfig:
         sums = self.tile_m * self.tile_n * 4 * (self.cluster_k - 1) // self.cluster_k
         return self.warpgroups * 4 * (2 if self.stores else 1) * _WARP_STAGING + sums
 
-    def spec(self, dtype: str) -> ModuleSpec:
-        """Return the module for `dtype`."""
+    @property
+    def may_send(self) -> bool:
+        """Tell whether warps beside the producer can send finished tiles to other ranks."""
+        is_split = self.swapped > 0 or self.cluster_k > 1
+        return not is_split and self.warpgroups == 2 and self.tile_m in (128, 256)
+
+    def sent_rows(self, m: int, n: int, sm_count: int) -> int:
+        """Return how many first rows are finished by all CTAs before their last tile.
+
+        That is with bands of one row of super-tiles.
+        """
+        clusters = self.clusters(m, n)
+        not_last = clusters - min(clusters, self.max_clusters(sm_count))
+        rows = not_last // ceil_div(n, self.tile_n * self.cluster_n)
+        return rows * self.tile_m * self.cluster_m
+
+    def spec(self, dtype: str, *, sends: bool = False) -> ModuleSpec:
+        """Return the module for `dtype`; one that `sends` can send rows to other ranks."""
         macros = {
             "TILE_M": self.tile_m,
             "TILE_N": self.tile_n,
@@ -176,6 +197,7 @@ class HopperConfig:
             "THREADS": self.threads,
             "BYTES_BESIDE_STAGES": self._beside_stages,
             "SWAPPED": self.swapped,
+            **({"SENDS": 1} if sends else {}),
         }
         return ModuleSpec("gemm/gemm_sm90.cu", dtype, tuple(macros.items()))
 
@@ -273,6 +295,13 @@ _TILES: dict[HopperConfig, _Cost] = {
 }
 
 MAX_FEW_ROWS = 64
+
+# Tiles that may send rows to other ranks while the next tiles are multiplied.
+_SENDERS = (HopperConfig(256, 128, cluster_n=2), HopperConfig(128, 128, cluster_m=2))
+_LINK_BYTES_PER_US = 3e5  # rate at which a link carries the rows
+# Bytes of rows sent per microsecond saved, less what the product loses, on two H200s: with
+# `all_reduce_rmsnorm` after it (docs/benchmarks/all_reduce.md).
+_BYTES_PER_US_SAVED = 1.0e6
 
 
 @dataclass(frozen=True)
@@ -418,12 +447,36 @@ NARROW_CONFIGS: tuple[HopperConfig, ...] = (
 )
 
 
-def hopper_specs(dtype: str, *, deterministic: bool = False) -> tuple[ModuleSpec, ...]:
-    """Return the modules that `launch_hopper` may launch for `dtype`."""
+@dataclass(frozen=True)
+class Sending:
+    """Rows of a product to send while it runs; the struct of gemm_sender_sm90.cuh.
+
+    Attributes
+    ----------
+    peers : PeerMemory
+    rows : int
+        Number of first rows.
+    segment : int
+        See `sent_segment` of `all_reduce`.
+    """
+
+    peers: PeerMemory
+    rows: int
+    segment: int
+
+
+def hopper_specs(
+    dtype: str, *, deterministic: bool = False, sends: bool = False
+) -> tuple[ModuleSpec, ...]:
+    """Return the modules that `launch_hopper` may launch for `dtype`; `sends`: also with peers."""
     if dtype not in HOPPER_DTYPES:
         return ()
     configs = (*HOPPER_CONFIGS, *NARROW_CONFIGS) if deterministic else HOPPER_CONFIGS
-    return tuple(config.spec(dtype) for config in configs)
+    senders = _SENDERS if sends else ()
+    return (
+        *(config.spec(dtype) for config in configs),
+        *(config.spec(dtype, sends=True) for config in senders),
+    )
 
 
 @cache
@@ -465,12 +518,66 @@ def choose_hopper(
         if m <= MAX_FEW_ROWS:
             sm_rate = _SM_BYTES_PER_US if deterministic else math.inf
             return _FEW_ROWS_COST.us(config, m, n, k, sm_count, sm_rate) + few_rows[config]
-        cost = tiles[config]
-        waves = config.waves(m, n, sm_count)
-        return cost.launch_us + waves * (cost.tile_us + cost.stage_us * config.tile_steps(k))
+        return _many_rows_us(config, tiles[config], m, n, k, sm_count)
 
     configs: Iterable[HopperConfig] = few_rows if m <= MAX_FEW_ROWS else tiles
     return min(filter(is_possible, configs), key=estimate)
+
+
+def _many_rows_us(
+    config: HopperConfig, cost: _Cost, m: int, n: int, k: int, sm_count: int
+) -> float:
+    waves = config.waves(m, n, sm_count)
+    return cost.launch_us + waves * (cost.tile_us + cost.stage_us * config.tile_steps(k))
+
+
+@cache
+def choose_sender(
+    plain: HopperConfig, m: int, n: int, k: int, sm_count: int
+) -> tuple[HopperConfig, int]:
+    """Choose the tile and the rows to send of a product whose result is summed over ranks.
+
+    `plain`: the choice for a product that sends nothing; it is kept, with 0 rows, if sending does
+    not pay.
+
+    Examples
+    --------
+    >>> config, rows = choose_sender(choose_hopper(8192, 4096, 7168, 132), 8192, 4096, 7168, 132)
+    >>> config.tile_m, config.tile_n, rows
+    (256, 128, 6912)
+    """
+    us = {c: _many_rows_us(c, _TILES[c], m, n, k, sm_count) for c in (plain, *_SENDERS)}
+    return fastest_sender(us, _SENDERS, m, n, k, sm_count, _BYTES_PER_US_SAVED)
+
+
+def fastest_sender(
+    us: dict[HopperConfig, float],
+    senders: Collection[HopperConfig],
+    m: int,
+    n: int,
+    k: int,
+    sm_count: int,
+    bytes_per_us_saved: float,
+) -> tuple[HopperConfig, int]:
+    """Return the tile with the least time of product and all_reduce, and the rows that it sends.
+
+    `us` holds each tile's time for the product; `k` counts 16-bit values. Only `senders` send, and
+    only if a tile has more stages than the ring (gemm_sender_sm90.cuh). The all_reduce takes a
+    microsecond less for every `bytes_per_us_saved` bytes sent before it.
+    """
+    rows = {
+        config: config.sent_rows(m, n, sm_count)
+        if config in senders and config.tile_steps(k) > config.stages(m)
+        else 0
+        for config in us
+    }
+
+    def cost(config: HopperConfig) -> float:
+        sent = 2 * n * rows[config]
+        return max(us[config], sent / _LINK_BYTES_PER_US) - sent / bytes_per_us_saved
+
+    best = min(rows, key=cost)
+    return best, rows[best]
 
 
 def launch_hopper(
@@ -483,11 +590,22 @@ def launch_hopper(
     *,
     pdl: bool = False,
     is_split: bool = False,
+    sending: Sending | None = None,
 ) -> None:
     """Launch gemm_sm90.cu on CuPy arrays. See `launch_tiles`."""
-    spec = config.spec(dtype_name(x.dtype))
+    spec = config.spec(dtype_name(x.dtype), sends=sending is not None)
     launch_tiles(
-        _KERNEL, spec, config, x, weight, out, epilogue, out_vector, pdl=pdl, is_split=is_split
+        _KERNEL,
+        spec,
+        config,
+        x,
+        weight,
+        out,
+        epilogue,
+        out_vector,
+        pdl=pdl,
+        is_split=is_split,
+        sending=sending,
     )
 
 
@@ -503,6 +621,7 @@ def launch_tiles(
     *,
     pdl: bool,
     is_split: bool,
+    sending: Sending | None,
 ) -> None:
     """Launch a module of `config` on x (M, K) and weight (N, K), both 16-bit or both 8-bit.
 
@@ -514,6 +633,8 @@ def launch_tiles(
         Read weight and bias before the preceding kernel has ended.
     is_split : bool
         A gated weight has all gate rows before the up rows; otherwise they alternate by eights.
+    sending : Sending, optional
+        Needs a module that sends, `out` contiguous and 16-bit, and neither activation nor residual.
     """
     (m, k) = x.shape
     n = weight.shape[0]
@@ -551,7 +672,7 @@ def launch_tiles(
         m=m,
         n=n,
         k=k,
-        band=config.band(m, n, num_sms),
+        band=1 if sending else config.band(m, n, num_sms),
         x_part=x_part,
         tail_part=tail_part,
         stages=stages,
@@ -559,8 +680,13 @@ def launch_tiles(
         uses_pdl=pdl,
         num_gates=num_gates,
         out_vector=out_vector,
+        peers=sending.peers.group if sending else None,
+        sent_rows=sending.rows if sending else 0,
+        segment=sending.segment if sending else 0,
         **arguments,
     )
+    if sending:
+        sending.peers.sent = Sent(out.size, sending.rows)
 
 
 def _weight_map(weight: Any, element: str, box: int, num_gates: int) -> Any:

@@ -14,6 +14,7 @@ from engine.kernels._chip import HOPPER_DTYPES, Limits, is_hopper, limits, sm_co
 from engine.kernels._contract import FLOAT32, FLOATS, Contract
 from engine.kernels._launch import Kernel, ceil_div
 from engine.kernels._module import ModuleSpec
+from engine.kernels._peer_memory import PeerMemory, peer_memory
 from engine.kernels._quantize import CODES, GROUP, num_scales
 from engine.kernels.gemm.launch import is_vector, out_vector
 from engine.kernels.gemm.operands import (
@@ -23,9 +24,15 @@ from engine.kernels.gemm.operands import (
     check_residual,
     out_dtype_of,
     row_stride,
+    sending_segment,
 )
-from engine.kernels.gemm.sm90 import HopperConfig
-from engine.kernels.gemm.w8_sm90 import choose_w8_hopper, launch_w8_hopper, w8_hopper_specs
+from engine.kernels.gemm.sm90 import MAX_FEW_ROWS, HopperConfig, Sending
+from engine.kernels.gemm.w8_sm90 import (
+    choose_w8_hopper,
+    choose_w8_sender,
+    launch_w8_hopper,
+    w8_hopper_specs,
+)
 from engine.kernels.quantize_rows import quantize_rows
 from engine.kernels.quantize_rows import specs as rows_specs
 from engine.kernels.rmsnorm_quantize import rmsnorm_quantize
@@ -67,9 +74,12 @@ _MAX_QUANTIZED_K = 16384  # maximum row length that the skinny kernels quantize
 _STATIC_BYTES = 2048  # static shared memory and the driver's reserve, in bytes
 
 
-def w8_specs(op: str, dtype: str, *, deterministic: bool = False) -> tuple[ModuleSpec, ...]:
+def w8_specs(
+    op: str, dtype: str, *, deterministic: bool = False, has_peers: bool = False
+) -> tuple[ModuleSpec, ...]:
     """Return the modules that `op` may launch for `dtype`."""
-    tiles = w8_hopper_specs(op.removeprefix("gemm_"), dtype, deterministic=deterministic)
+    codes = op.removeprefix("gemm_")
+    tiles = w8_hopper_specs(codes, dtype, deterministic=deterministic, sends=has_peers)
     own = (ModuleSpec(f"gemm/{op}.cu", dtype), *tiles)
     others = (*rows_specs(dtype), *norm_specs(dtype), *swiglu_specs(dtype))
     return tuple(dict.fromkeys((*own, *others)))
@@ -101,6 +111,7 @@ class W8Operands:
     activation: str | None
     deterministic: bool
     pdl: bool
+    peers: PeerMemory | None = None
     out: Any = None
 
     @property
@@ -197,6 +208,7 @@ def gemm_w8(
     *,
     deterministic: bool,
     pdl: bool,
+    peers: Any,
     out: Any,
     **options: Any,
 ) -> Any:
@@ -211,6 +223,8 @@ def gemm_w8(
     dtype = options.pop("out_dtype")
     out = call.output("out", out, (call["M"], columns), dtype, layout="rows")
     module = _module_dtype(options["x"], options["x_scales"], options["bias"], dtype)
+    if peers is not None:
+        options["peers"] = peer_memory(call, options["x"], peers)
     operands = W8Operands(codes, module, out=out, deterministic=deterministic, pdl=pdl, **options)
     _launch(operands)
     return out
@@ -389,8 +403,16 @@ def _launch_hopper(o: W8Operands) -> None:
     names = (
         "x_scales weight_scales bias residual residual_stride out out_stride activation is_float"
     )
+    config = _hopper_tile(o)
+    segment = sending_segment(
+        o.peers, o.out, o.residual, o.activation, deterministic=o.deterministic
+    )
+    sending = None
+    if o.peers is not None and segment is not None and o.x.shape[0] > MAX_FEW_ROWS:
+        config, rows = choose_w8_sender(config, o.x.shape[0], *o.weight.shape, sm_count())
+        sending = Sending(o.peers, rows, segment) if rows else None
     launch_w8_hopper(
-        _hopper_tile(o),
+        config,
         o.codes,
         o.dtype,
         o.x,
@@ -401,6 +423,7 @@ def _launch_hopper(o: W8Operands) -> None:
         has_blocks=o.has_blocks,
         pdl=o.pdl,
         is_split=o.activation == SWIGLU,
+        sending=sending,
     )
 
 

@@ -16,18 +16,21 @@ from engine.kernels.gemm.sm90 import (
     FewRowsCost,
     HopperConfig,
     OutVector,
+    Sending,
     choose_swapped,
+    fastest_sender,
     launch_tiles,
     swapped_configs,
 )
 
-__all__ = ["choose_w8_hopper", "launch_w8_hopper", "w8_configs", "w8_hopper_specs"]
+__all__ = ["choose_w8_hopper", "choose_w8_sender", "launch_w8_hopper", "w8_configs"]
+__all__ += ["w8_hopper_specs"]
 
 _PARAMS = (
     "map_x:tmap map_tail:tmap map_w:tmap map_out:tmap x_scales:ptr weight_scales:ptr bias:ptr "
     "residual:ptr residual_stride:i64 out:ptr out_stride:i64 m:i32 n:i32 k:i32 band:i32 x_part:i32 "
     "tail_part:i32 stages:i32 early:i32 uses_pdl:i32 num_gates:i32 activation:i32 is_float:i32 "
-    "out_vector:i32"
+    "out_vector:i32 peers:ptr sent_rows:i32 segment:i32"
 )
 _KERNELS = {
     codes: Kernel(f"gemm_{codes}_sm90", _PARAMS, struct="GemmW8Sm90Params")
@@ -50,6 +53,11 @@ _TILES: dict[HopperConfig, tuple[float, float, float]] = {
     HopperConfig(64, 64, cluster_k=2): (1.6, 1.3, 0.25),
     HopperConfig(64, 64, cluster_k=4): (1.7, 1.4, 0.4),
 }
+
+# Tiles that may send rows to other ranks while the next tiles are multiplied.
+_SENDERS = (HopperConfig(256, 128, cluster_n=2), HopperConfig(128, 128))
+# As for 16 bits, with `all_reduce` after the product: a norm that quantizes sums apart.
+_BYTES_PER_US_SAVED = 5e5
 
 # Cost model for up to MAX_FEW_ROWS rows of x. Fitted to ten layers of e4m3 at 8 to 64 rows, with
 # scales by row and by block, launched with pdl (docs/benchmarks/gemm_sm90.json).
@@ -115,9 +123,9 @@ def _has_groups(codes: str, *, has_blocks: bool) -> bool:
 
 
 def w8_hopper_specs(
-    codes: str, dtype: str, *, deterministic: bool = False
+    codes: str, dtype: str, *, deterministic: bool = False, sends: bool = False
 ) -> tuple[ModuleSpec, ...]:
-    """Return the modules that `launch_w8_hopper` may launch."""
+    """Return the modules that `launch_w8_hopper` may launch; `sends`: also with peers."""
     if dtype not in HOPPER_DTYPES:
         return ()
     blocks = (False, True) if codes == "fp8" else (False,)
@@ -128,11 +136,18 @@ def w8_hopper_specs(
         for mode in modes
         for config in w8_configs(codes, has_blocks=has_blocks, deterministic=mode)
     ]
+    found += [
+        _spec(config, codes, dtype, has_blocks=has_blocks, sends=True)
+        for has_blocks in blocks
+        for config in (_SENDERS if sends else ())
+    ]
     return tuple(dict.fromkeys(found))
 
 
-def _spec(config: HopperConfig, codes: str, dtype: str, *, has_blocks: bool) -> ModuleSpec:
-    tile = config.spec(dtype).defines
+def _spec(
+    config: HopperConfig, codes: str, dtype: str, *, has_blocks: bool, sends: bool = False
+) -> ModuleSpec:
+    tile = config.spec(dtype, sends=sends).defines
     own = (("CODES", _CODES[codes]), ("BLOCKS", int(has_blocks)))
     return ModuleSpec(f"gemm/gemm_{codes}_sm90.cu", dtype, (*tile, *own))
 
@@ -174,12 +189,34 @@ def choose_w8_hopper(
     def estimate(config: HopperConfig) -> float:
         if m <= MAX_FEW_ROWS:
             return _FEW_ROWS_COST.us(config, m, n, pairs, sm_count) + few_rows[config]
-        launch_us, tile_us, stage_us = tiles[config]
-        waves = config.waves(m, n, sm_count)
-        return launch_us + waves * (tile_us + stage_us * config.tile_steps(pairs))
+        return _many_rows_us(config, tiles[config], m, n, pairs, sm_count)
 
     configs = w8_configs(codes, has_blocks=has_blocks, deterministic=deterministic)
     return min(filter(is_possible, configs), key=estimate)
+
+
+def _many_rows_us(
+    config: HopperConfig,
+    cost: tuple[float, float, float],
+    m: int,
+    n: int,
+    pairs: int,
+    sm_count: int,
+) -> float:
+    launch_us, tile_us, stage_us = cost
+    waves = config.waves(m, n, sm_count)
+    return launch_us + waves * (tile_us + stage_us * config.tile_steps(pairs))
+
+
+@cache
+def choose_w8_sender(
+    plain: HopperConfig, m: int, n: int, k: int, sm_count: int
+) -> tuple[HopperConfig, int]:
+    """Choose the tile and the rows to send; see `choose_sender`."""
+    pairs = ceil_div(k, 2)
+    tiles = (plain, *_SENDERS)
+    us = {c: _many_rows_us(c, _TILES[c], m, n, pairs, sm_count) for c in tiles}
+    return fastest_sender(us, _SENDERS, m, n, pairs, sm_count, _BYTES_PER_US_SAVED)
 
 
 def launch_w8_hopper(
@@ -195,10 +232,20 @@ def launch_w8_hopper(
     has_blocks: bool,
     pdl: bool = False,
     is_split: bool = False,
+    sending: Sending | None = None,
 ) -> None:
     """Launch on CuPy arrays of codes, x (M, K) and weight (N, K). See `launch_tiles`."""
-    spec = _spec(config, codes, dtype, has_blocks=has_blocks)
-    kernel = _KERNELS[codes]
+    spec = _spec(config, codes, dtype, has_blocks=has_blocks, sends=sending is not None)
     launch_tiles(
-        kernel, spec, config, x, weight, out, arguments, out_vector, pdl=pdl, is_split=is_split
+        _KERNELS[codes],
+        spec,
+        config,
+        x,
+        weight,
+        out,
+        arguments,
+        out_vector,
+        pdl=pdl,
+        is_split=is_split,
+        sending=sending,
     )

@@ -9,7 +9,9 @@
 // SAFETY: rank r writes into rank q's buffer (g + 2) % 3 in call g + 2, and q has emptied it by
 // then. To finish call g + 1, r needed words of that call sent by q, or by a rank that had received
 // words from q; and q began call g + 1 only after its call g, including the emptying, had ended.
-// This requires that all ranks make the same calls in the same order, each on one stream.
+// This requires that all ranks make the same calls in the same order, each on one stream. A product
+// just before a call may send words of it (gemm/gemm_sender_sm90.cuh): its rank's preceding call
+// has ended.
 //
 // The call index and the state left by the preceding call are in device memory, so a captured graph
 // can be replayed.
@@ -105,12 +107,17 @@ class PeerCall {
     failed_ = line.v.v[3] != 0;
   }
 
-  // Sends vector i of this rank's data to `peer`. From `base` on, the buffer holds one region of
-  // `length` vectors per sender.
+  // Address at which this rank's data arrive at `peer`. From `base` on, the buffer holds one region
+  // of `length` vectors per sender.
+  __device__ __forceinline__ Words* target(int peer, int base, int length) const {
+    Words* to = group_->buffers[peer] + (call_ % kBuffers) * capacity_;
+    return to + base + (rank - (rank > peer)) * length;
+  }
+
+  // Sends vector i of this rank's data to `peer`.
   __device__ __forceinline__ void push(int peer, int base, int length, int i,
                                        const Words& x) const {
-    Words* to = group_->buffers[peer] + (call_ % kBuffers) * capacity_;
-    store_peer_words(to + base + (rank - (rank > peer)) * length + i, x);
+    store_peer_words(target(peer, base, length) + i, x);
   }
 
   __device__ __forceinline__ void push_to_all(int base, int length, int i, const Words& x) const {
@@ -272,6 +279,11 @@ __device__ __forceinline__ void store_flat(scalar_t* out, int i, int64_t n, bool
   for (int j = 0; j < kVec; ++j) {
     if (begin + j < n) out[begin + j] = values.v[j];
   }
+}
+
+// Returns the first of begin, begin + step, ... that is at least num_sent.
+__device__ __forceinline__ int first_unsent(int begin, int step, int num_sent) {
+  return begin + max(0, num_sent - begin + step - 1) / step * step;
 }
 
 // Number of vectors that hold n elements; the host keeps it below a buffer's capacity.
