@@ -458,6 +458,24 @@ def _all_reduce() -> Picture:
     return Picture("Sum over two GPUs, bfloat16", _source(record), panels, 2, 3.0)
 
 
+def _sent_rows() -> Picture:
+    record = _load("all_reduce")["sent_rows"]
+    n = 4096
+
+    def limit_us(row: dict[str, Any]) -> float:
+        form, _, m = row["case"].split()
+        rate = _E4M3 if form == "fp8" else _BF16
+        return max(2e-6 * int(m) * n * row["k"] / rate, 2 * int(m) * n / 450e3)
+
+    rows = record["rows"]
+    series = {"ours": [sum(r["sent us"]) for r in rows]}
+    series["ours, in turn"] = [sum(r["in turn us"]) for r in rows]
+    limit = "tensor cores or the link", [limit_us(r) for r in rows]
+    panel = Bars("", "us, less is better", [r["case"] for r in rows], series, limit)
+    title = "A product, and its sum over two GPUs: Llama-3.1-8B, layer and rows"
+    return Picture(title, f"{record['card']}, {record['date']}", [panel], 1, 2.6)
+
+
 def _deterministic() -> Picture:
     record = _load("deterministic")
     steps = record["steps"]["rows"]
@@ -806,6 +824,7 @@ PICTURES: dict[str, Callable[[], Picture]] = {
     "decode_batches": _decode_batches,
     "deterministic": _deterministic,
     "all_reduce": _all_reduce,
+    "all_reduce_sent": _sent_rows,
     "attention_roofline": _roofline,
     "quantization": _quantization,
     "numerics": partial(_numerics, "numerics_cpu"),
