@@ -1,5 +1,5 @@
-// The sender of gemm_sm90.cu: idle warps beside the producer send finished tiles of the result to
-// the other ranks of a group, while the consumers multiply the next ones.
+// The sender of gemm_sm90.cu and w8_sm90.cuh: idle warps beside the producer send finished tiles of
+// the result to the other ranks of a group, while the consumers multiply the next ones.
 //
 // A row counts as sent if every CTA has another tile after its tile of that row: the link carries
 // those rows during products. The rows after them are left to the collective that follows
@@ -20,7 +20,7 @@ static_assert(!kSends || sizeof(scalar_t) == 2, "a vector holds eight values");
 struct Sending {
   PeerGroup* group;  // of this rank
   int rows;          // rows to send: whole tiles of the first rows; 0: none
-  int segment;       // vectors that each rank receives: all, or rank r the r-th segment
+  int segment;       // vectors sent to each rank: the whole result, or segment r to rank r
 };
 
 // A consumer warp has stored its part of a tile to send.
@@ -43,7 +43,8 @@ __device__ __forceinline__ unsigned load_stored(unsigned stored) {
 // Sends this CTA's tiles of the first `sending.rows` rows; `thread` is below kSenderThreads.
 // SAFETY: the count tells which tiles are stored only if no warp counts a tile before all have
 // counted the previous one. A warp counts a tile after its last stage; if a tile has more stages
-// than the ring, that stage was loaded after every warp had released one of the same tile.
+// than the ring, that stage was loaded after every warpgroup had released one of the same tile,
+// and the wgmma that a release follows is one of all its four warps.
 __device__ __forceinline__ void send(const Pipeline& p, const TileScheduler& s, const Words* out,
                                      const Sending& sending, int thread) {
   constexpr int kRowVectors = kTileN / kVec;
@@ -61,7 +62,7 @@ __device__ __forceinline__ void send(const Pipeline& p, const TileScheduler& s, 
     if (tile.x >= sending.rows) return;  // so are all later ones
     awaited += kConsumerWarps;
     const int col = tile.y / kVec + thread % kRowVectors;
-    if (col >= length) continue;
+    if (col >= length) continue;                   // also for a cluster's tile past the last column
     int at = (tile.x + first_row) * length + col;  // vector index within the result
     while (load_stored(p.stored) < awaited) __nanosleep(100);
 #pragma unroll 1

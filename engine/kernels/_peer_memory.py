@@ -109,7 +109,7 @@ class PeerMemory:
     group : cupy.ndarray
         The `PeerGroup`.
     sent : Sent or None
-        What a product launched with `peers` has sent; `take_sent` takes it.
+        What a product launched with `peers` has sent; see `begin_sending` and `take_sent`.
     """
 
     def __init__(
@@ -164,16 +164,32 @@ class PeerMemory:
         rank, call, op = (int(value) for value in self._error[:3])
         return MissingRank(rank - 1, call, OPS[op])
 
+    def begin_sending(self, x: Any, num_rows: int) -> None:
+        """Note that a product sends the first rows of its result `x`, for the group's next call.
+
+        Raises
+        ------
+        ContractError
+            If the rows of another product have not been summed yet.
+        """
+        if self.sent is not None:
+            raise ContractError(
+                f"peers: must have summed the result of {self.sent.size} elements of which rows "
+                f"have been sent; got another result of {x.size} elements"
+            )
+        self.sent = Sent(x.size, num_rows)
+
     def take_sent(self, op: str, x: Any = None) -> int:
         """Return how many rows of `x` have been sent for the call of `op` about to be launched.
 
         Raises
         ------
         ContractError
-            If rows of an array of another size have been sent: its sum must come first.
+            If rows of an array of another size have been sent: its sum must come first. Every
+            later call raises it, too, since the buffers hold those rows.
         """
         # The address is not compared: a replayed launch plan writes to another one.
-        sent, self.sent = self.sent, None
+        sent = self.sent
         if sent is None:
             return 0
         size = None if x is None else x.size
@@ -182,6 +198,7 @@ class PeerMemory:
                 f"{op}: x: must be the array that a product has begun to send, of {sent.size} "
                 f"elements; got {'another op' if size is None else f'{size} elements'}"
             )
+        self.sent = None
         return sent.num_rows
 
     def abort(self) -> None:

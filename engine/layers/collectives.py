@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, Protocol
 
-from engine.kernels._peer_memory import NUM_BUFFERS
+from engine.kernels._peer_memory import NUM_BUFFERS, PeerMemory
 
 __all__ = ["MAX_BUFFERED_BYTES", "Collectives", "buffer_bytes", "buffer_capacity"]
 
@@ -53,7 +53,7 @@ class Collectives(Protocol):
         """Number of ranks."""
 
     @property
-    def peers(self) -> Any:
+    def peers(self) -> PeerMemory | None:
         """Argument `peers` of products whose result is summed next; None if they send nothing."""
 
     def all_reduce(self, x: Any, *, out: Any = None) -> Any:

@@ -26,11 +26,11 @@ class Product:
     ----------
     plain : callable
         ``plain(x, weight, bias=, residual=, activation=, out=, out_dtype=, deterministic=)``:
-        activation(x Wᵀ + b) + residual, the contract of `kernels.gemm`.
+        activation(x Wᵀ + b) + residual, the contract of `kernels.gemm`. If it sends, also `peers=`.
     of_normed : callable
         ``of_normed(x, norm, weight, bias=, activation=, out=)``: the product of ``norm(x)``.
     sends : bool
-        `plain` takes `peers`; see `kernels.gemm`.
+        Whether `plain` may send rows of its result to other ranks.
     """
 
     plain: Callable[..., Any]

@@ -291,11 +291,11 @@ class Decoder:
         self.layers = tuple(self._layer(index) for index in range(config.num_layers))
         self._mark_summed_outputs()
         numbers = [self._numbers(index) for index in range(len(self.layers))]
-        self._run_layers = LayerPlans(self.layers, numbers)
+        self._run_layers = LayerPlans(self.layers, numbers, parts.peers)
         self._parts_of_layers: tuple[LayerPlans, LayerPlans] | None = None
         if (first := config.num_storing_layers) < len(self.layers):
-            storing = LayerPlans(self.layers[:first], numbers[:first])
-            reading = LayerPlans(self.layers[first:], numbers[first:])
+            storing = LayerPlans(self.layers[:first], numbers[:first], parts.peers)
+            reading = LayerPlans(self.layers[first:], numbers[first:], parts.peers)
             self._parts_of_layers = storing, reading
         if stage.is_last:
             self.final_norm = parts.norm(self._norm("final_norm"))
@@ -574,14 +574,6 @@ class Decoder:
             if isinstance(layer, DecoderLayer) and layer.output is not None:
                 layer.output.is_summed_next = index not in gathered
 
-    def _sent_output(self, layer: int) -> Hashable:
-        """Return what determines how many rows the layer has sent of its output; None: no rows."""
-        one = self.layers[layer] if layer >= 0 else None
-        output = one.output if isinstance(one, DecoderLayer) else None
-        if output is None or not output.may_send:
-            return None
-        return output.weight.shape, output.weight.format.name
-
     def _numbers(self, layer: int) -> tuple[Hashable, ...]:
         """Return the non-array values that determine a layer's launches."""
         pattern = self.patterns.get(self.stage.first + layer)
@@ -591,8 +583,10 @@ class Decoder:
         own_features = 0 if c.per_layer_input is None else c.per_layer_input.size
         place = layer * own_features % _VECTOR  # alignment of the layer's part of wider rows
         rule = c.kind(layer), c.window(layer), rope_index(c, layer), pattern
-        sent = self._sent_output(layer - 1), self._sent_output(layer)
-        numbers = (*rule, top_k, c.sparsity(layer), place, *sent)
+        one = self.layers[layer]
+        output = one.output if isinstance(one, DecoderLayer) else None
+        sends = output is not None and output.may_send
+        numbers = (*rule, top_k, c.sparsity(layer), place, sends)
         return numbers if self.parts.can_plan else (*numbers, layer)  # each layer is its own kind
 
     def _weight(self, name: str) -> Weight:

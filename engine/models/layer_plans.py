@@ -17,6 +17,7 @@ from engine.device import is_cupy_array
 from engine.kernels._launch_plan import LaunchPlan, making_plan
 from engine.kernels._override.dispatch import add_runs, recorded_runs
 from engine.kernels._override.scope import current_overrides
+from engine.kernels._peer_memory import PeerMemory, Sent
 from engine.layers.batch import ForwardBatch
 from engine.plan_array import PlanArray, unwrapped
 
@@ -48,6 +49,7 @@ class _Planned:
     runs: dict[str, int]  # kernel -> runs in one replay of the plan
     deltas: tuple[Any, Any]  # input and output of the recorded layer, used alternately
     residual: Any
+    sent: Sent | None  # what the recorded layer has left to the next norm to sum
     num_replays: int = 0
 
     def run(self, addresses: list[int], delta: Any) -> tuple[Any, Any]:
@@ -70,10 +72,18 @@ class LayerPlans:
     layers : sequence of DecoderLayer
     numbers : sequence of hashable
         Non-array values that determine each layer's launches; equal for layers of one kind.
+    peers : callable
+        ``peers()``: the ranks to which products send rows, or None.
     """
 
-    def __init__(self, layers: Sequence[Any], numbers: Sequence[Hashable]) -> None:
+    def __init__(
+        self,
+        layers: Sequence[Any],
+        numbers: Sequence[Hashable],
+        peers: Callable[[], PeerMemory | None],
+    ) -> None:
         self._layers = tuple(layers)
+        self._peers = peers
         self._arrays = [_LayerArrays(*pair) for pair in zip(layers, numbers, strict=True)]
         self._last = {arrays.kind: index for index, arrays in enumerate(self._arrays)}
 
@@ -115,14 +125,18 @@ class LayerPlans:
         """Run `layers`, which are the first ones of the decoder."""
         plans: dict[Hashable, _Planned | None] = {}
         can_plan = current_overrides().is_planned
+        peers = self._peers()
         for index, (layer, pages) in enumerate(zip(layers, kv_pages, strict=True)):
             if before is not None:
                 before(index, delta, residual)
-            kind = self._arrays[index].kind, delta is None
+            # Rows of delta that the ranks have already sent are not sent again.
+            kind = self._arrays[index].kind, delta is None, peers and peers.sent
             planned = plans.get(kind)
             if planned is not None and residual is planned.residual:
                 addresses = self._arrays[index].addresses + [int(p.data.ptr) for p in pages]
                 delta, residual = planned.run(addresses, delta)
+                if peers is not None:
+                    peers.sent = planned.sent  # as the layer itself would have left it
             elif can_plan and self._is_worth_it(index, delta, batch) and kind not in plans:
                 delta, residual, plans[kind] = self._plan(index, delta, residual, batch, pages)
             else:
@@ -159,7 +173,9 @@ class LayerPlans:
         if delta is not None:
             moving += [("delta", delta), ("out", out)]
         plan = builder.finish([(name, int(a.data.ptr), int(a.nbytes)) for name, a in moving])
-        return out, new_residual, _Planned(plan, runs, (delta, out), new_residual)
+        peers = self._peers()
+        sent = None if peers is None else peers.sent
+        return out, new_residual, _Planned(plan, runs, (delta, out), new_residual, sent)
 
 
 def _layout(array: Any) -> tuple[Any, ...]:

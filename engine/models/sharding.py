@@ -12,6 +12,7 @@ import numpy as np
 from engine.config import ModelConfig
 from engine.device import array_module
 from engine.errors import ConfigError
+from engine.kernels._peer_memory import PeerMemory
 from engine.layers.collectives import Collectives
 from engine.layers.embedding import Embedding
 from engine.layers.linear import Linear
@@ -233,8 +234,12 @@ class WholeParts:
         """Return a branch's complete output; ranks may hold partial sums of it."""
         return x
 
+    def peers(self) -> PeerMemory | None:
+        """Return the ranks to which products send rows of partial sums; None: they send nothing."""
+        return None
+
     def sending_nothing(self) -> AbstractContextManager[None]:
-        """Return a context in which products send no rows to other ranks (`PartialLinear`)."""
+        """Return a context in which `peers` returns None."""
         return nullcontext()
 
     def entering(self, delta: Any, residual: Any) -> tuple[Any, Any]:
@@ -377,17 +382,18 @@ class ParallelParts(WholeParts):
         """Return a branch's complete output; ranks may hold partial sums of it."""
         return self.collectives.all_reduce(x) if self._sums_in_norms else x
 
+    def peers(self) -> PeerMemory | None:
+        """Return the ranks to which products send rows of partial sums; None: they send nothing."""
+        return None if self._hidden else self.collectives.peers
+
     @contextmanager
     def sending_nothing(self) -> Iterator[None]:
-        """Hide the peers from products in this context."""
+        """Hide the peers in this context."""
         self._hidden.append(None)
         try:
             yield
         finally:
             self._hidden.pop()
-
-    def _peers(self) -> Any:
-        return None if self._hidden else self.collectives.peers
 
     def _all(self, x: Any, num_heads: int) -> Any:
         whole = self.collectives.all_gather(x.reshape(-1, x.shape[-1]), axis=1)
@@ -434,5 +440,5 @@ class ParallelParts(WholeParts):
             return ColumnParallelLinear(weight, bias, share=share, gather_output=True, **options)
         own = bias if self.collectives.rank == 0 else None  # added on rank 0 only
         if self._sums_in_norms:
-            return PartialLinear(weight, own, deterministic=deterministic, peers=self._peers)
+            return PartialLinear(weight, own, deterministic=deterministic, peers=self.peers)
         return RowParallelLinear(weight, own, **options)

@@ -9,13 +9,14 @@ from engine import kernels, reference
 from engine.device import to_numpy
 from engine.errors import ContractError
 from engine.kernels.gemm.sm90 import HopperConfig, choose_hopper, choose_sender
+from engine.kernels.gemm.w8_sm90 import choose_w8_hopper, choose_w8_sender
 from engine.testing import cases
 from engine.testing.tolerances import assert_close
 from tests.cases_collectives import Ranks
 
 FORMATS = ("bfloat16", "float16", "fp8", "fp8_block", "int8")
-# Rows, columns and features: tiles of 128 x 128, and of 128 x 256 or 256 x 128.
-SHAPES = ((2100, 2600, 2048), (3000, 4096, 1024))
+# Rows, columns and features. Tiles of 128 x 128; 256 x 128; the same with a tile past the columns.
+SHAPES = ((2100, 2600, 2048), (3000, 4096, 1024), (3000, 2432, 1024))
 CAPACITY = 32 << 20
 NUMBERS = {"eps": 1e-5, "x_scale": 0.5, "weight_offset": 1.0}
 
@@ -79,6 +80,25 @@ def test_rows_arrive_as_they_are_stored(cp, form, size, shape):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("form", ["bfloat16", "fp8"])
+def test_rows_are_sent_once(cp, form):
+    """What has been sent is not read from the result again."""
+    ranks = Ranks(2, capacity=CAPACITY)
+    arrays = [_operands(form, SHAPES[0], seed=7 * r) for r in range(2)]
+    operands = list(zip(*(ranks.move(each) for each in zip(*arrays, strict=True)), strict=True))
+    ys = ranks.move([np.zeros(SHAPES[0][:2], arrays[0][0].dtype)] * 2)
+    sent = _send(ranks, form, operands, ys)
+    ranks.synchronize()
+    parts = [to_numpy(y) for y in ys]
+    for r, rows in enumerate(sent):
+        with ranks.on(r):
+            ys[r][:rows] = 0
+    ranks.run(lambda r, memory: kernels.all_reduce(ys[r], memory, out=ys[r]))
+    for r, rows in enumerate(sent):
+        np.testing.assert_array_equal(to_numpy(ys[r])[:rows], parts[1 - r][:rows])
+
+
+@pytest.mark.gpu
 def test_rows_for_a_norm(cp):
     m, n, _ = shape = SHAPES[1]
     ranks = Ranks(2, capacity=CAPACITY)
@@ -111,13 +131,15 @@ def test_what_was_sent_must_be_summed_next(cp):
     ranks = Ranks(2, capacity=CAPACITY)
     x, weight = map(cp.asarray, _operands("bfloat16", SHAPES[0], seed=0))
     with ranks.on(0) as memory:
+        y = kernels.gemm(x, weight, peers=memory)
         for call in (
-            lambda y: kernels.all_reduce(y[1:], memory),
-            lambda y: kernels.all_gather(y, memory),
+            lambda: kernels.all_reduce(y[1:], memory),
+            lambda: kernels.all_gather(y, memory),
         ):
-            y = kernels.gemm(x, weight, peers=memory)
             with pytest.raises(ContractError, match=f"begun to send, of {y.size} elements"):
-                call(y)
+                call()
+        with pytest.raises(ContractError, match="must have summed the result"):
+            kernels.gemm(x, weight, peers=memory)
 
 
 @pytest.mark.gpu
@@ -142,20 +164,41 @@ def test_numpy_arrays_are_not_sent(xp):
     np.testing.assert_array_equal(kernels.gemm(x, weight, peers=object()), kernels.gemm(x, weight))
 
 
-@pytest.mark.parametrize("tile", [(256, 128, 1, 2), (128, 256, 2, 1), (128, 128, 2, 1)])
+@pytest.mark.parametrize(
+    "config",
+    [
+        HopperConfig(256, 128, cluster_n=2),
+        HopperConfig(128, 128, cluster_m=2),
+        HopperConfig(128, 128),
+    ],
+)
 @pytest.mark.parametrize("shape", [(64, 4096), (1100, 2600), (2100, 2600), (8192, 4096)])
-def test_sent_rows_are_followed_by_another_tile(tile, shape):
+def test_sent_rows_are_followed_by_another_tile(config, shape):
     """In the order of the tile scheduler, with bands of one row of super-tiles."""
     m, n = shape
-    tile_m, tile_n, cluster_m, cluster_n = tile
-    config = HopperConfig(tile_m, tile_n, cluster_m=cluster_m, cluster_n=cluster_n)
-    rows = config.sent_rows(m, n, 132)
-    columns = -(-n // (tile_n * cluster_n))
-    count = -(-m // (tile_m * cluster_m)) * columns
+    height = config.tile_m * config.cluster_m
+    columns = -(-n // (config.tile_n * config.cluster_n))
+    count = -(-m // height) * columns
     step = min(count, config.max_clusters(132))
     last = {index for first in range(step) for index in [*range(first, count, step)][-1:]}
-    first_rows = [index // columns * tile_m * cluster_m for index in last]
-    assert rows == min(first_rows) // (tile_m * cluster_m) * tile_m * cluster_m < m
+    rows = config.sent_rows(m, n, 132)
+    assert rows == min(index // columns for index in last) * height < m
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_the_tiles_of_these_tests(form):
+    chosen = []
+    for m, n, k in SHAPES:
+        if _op(form) == "gemm":
+            plain = choose_hopper(m, n, k, 132)
+            config, rows = choose_sender(plain, m, n, k, 132)
+        else:
+            codes, _, blocks = form.partition("_")
+            plain = choose_w8_hopper(codes, m, n, k, 132, has_blocks=bool(blocks))
+            config, rows = choose_w8_sender(plain, m, n, k, 132)
+        assert m // 4 < rows < m
+        chosen.append((config.tile_m, config.tile_n))
+    assert chosen == [(128, 128), (256, 128), (256, 128)]
 
 
 @pytest.mark.parametrize(("m", "k"), [(512, 2048), (8192, 64)])

@@ -16,6 +16,7 @@ from engine.errors import LaunchPlanError
 from engine.kernels import _prepared_launch
 from engine.kernels._launch_plan import PlanBuilder, active_builder, making_plan, plan_call
 from engine.kernels._params import ParamStruct
+from engine.kernels._peer_memory import Sent
 from engine.kernels._prepared_launch import PreparedLaunch
 from engine.kernels.gemm import launch as gemm_launch
 from engine.kernels.gemm.sm90 import HopperConfig
@@ -342,6 +343,7 @@ class Planned:
     def __init__(self, residual, done):
         self.residual, self.done = residual, done
         self.runs, self.num_replays = {}, 0
+        self.sent = None
 
     def run(self, addresses, delta):
         self.done.append(("run", *addresses, delta, None))
@@ -364,7 +366,7 @@ def test_the_last_layer_is_called_when_it_drops_tokens(monkeypatch, rows):
         return Layer.__call__(layers[3], *arguments)
 
     monkeypatch.setattr(LayerPlans, "_plan", plan_layer)
-    run_layers = LayerPlans(layers, [0] * 4)
+    run_layers = LayerPlans(layers, [0] * 4, lambda: None)
     for index, arrays in enumerate(run_layers._arrays):
         arrays.addresses = [index]
     if rows is not None:
@@ -378,6 +380,62 @@ def test_the_last_layer_is_called_when_it_drops_tokens(monkeypatch, rows):
         ("run" if rows is None else "called", 3, "delta 2", rows),
     ]
     assert alive == ([] if rows is None else [None])
+
+
+class SendingLayer(Layer):
+    """A layer whose norm sums what the preceding one has sent, and that sends `rows` rows."""
+
+    def __init__(self, index, rows, link):
+        super().__init__(index, [])
+        self.sent = rows and Sent(64, rows)
+        self.link = link
+
+    def __call__(self, delta, residual, batch, pages, rows=None):
+        assert self.link.sent == self.link.carried  # what the host believes is true
+        self.link.sent = self.link.carried = self.sent
+        return super().__call__(delta, residual, batch, pages, rows)
+
+
+class PlannedSending(Planned):
+    """Replays what a `SendingLayer` has done, without the host's part of it."""
+
+    def __init__(self, residual, received, sent, link):
+        super().__init__(residual, [])
+        self.received, self.sent, self.link = received, sent, link
+
+    def run(self, addresses, delta):
+        assert self.link.carried == self.received
+        self.link.carried = self.sent
+        return super().run(addresses, delta)
+
+
+@pytest.mark.parametrize("delta", [None, "delta"])
+@pytest.mark.parametrize("rows", [None, [3]])
+@pytest.mark.parametrize(
+    "pattern",
+    [(8,) * 7, (8, None) * 4, (8, None, None) * 3, (8, 16) * 4, (None, 8, 8, None, None, 8, 8)],
+)
+def test_a_replayed_layer_leaves_what_it_has_sent(monkeypatch, pattern, rows, delta):
+    """Dense layers send rows of their outputs, experts do not; the last layer sends nothing."""
+    link = SimpleNamespace(sent=None, carried=None)
+    sent = [*pattern[:-1], None]
+    layers = [SendingLayer(index, one, link) for index, one in enumerate(sent)]
+    plans = []
+
+    def plan_layer(self, index, *arguments):
+        received = link.carried
+        results = layers[index](*arguments)
+        plans.append(PlannedSending(arguments[1], received, link.sent, link))
+        return *results, plans[-1]
+
+    monkeypatch.setattr(LayerPlans, "_plan", plan_layer)
+    run_layers = LayerPlans(layers, sent, lambda: link)
+    for index, arrays in enumerate(run_layers._arrays):
+        arrays.addresses = [index]
+    batch = SimpleNamespace(num_tokens=9)
+    run_layers("residual", batch, [()] * len(sent), rows, delta=delta)
+    assert link.sent is link.carried is None
+    assert any(planned.done for planned in plans)
 
 
 @pytest.fixture(scope="module", params=["float32", "float16", "bfloat16"])

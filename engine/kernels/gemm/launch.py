@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,9 +12,11 @@ from engine.dtypes import dtype_name
 from engine.errors import ContractError
 from engine.kernels._chip import is_hopper, limits, sm_count
 from engine.kernels._contract import FLOAT32
+from engine.kernels._elementwise import VECTOR_BYTES
 from engine.kernels._launch import Kernel, ceil_div
 from engine.kernels._module import ModuleSpec
 from engine.kernels._workspace import workspace
+from engine.kernels.all_reduce import sent_segment
 from engine.kernels.gemm import config as configs
 from engine.kernels.gemm import skinny
 from engine.kernels.gemm.config import Config, choose_config
@@ -23,7 +26,6 @@ from engine.kernels.gemm.operands import (
     Operands,
     activation_number,
     row_stride,
-    sending_segment,
 )
 from engine.kernels.gemm.skinny import SkinnyConfig
 from engine.kernels.gemm.sm90 import (
@@ -36,7 +38,7 @@ from engine.kernels.gemm.sm90 import (
 )
 from engine.kernels.swiglu import swiglu
 
-__all__ = ["is_vector", "launch", "out_vector"]
+__all__ = ["is_vector", "launch", "out_vector", "plan_sending"]
 
 _PARAMS = (
     "x:ptr x_stride:i64 weight:ptr norm_weight:ptr row_scales:ptr eps:f32 weight_offset:f32 "
@@ -70,6 +72,9 @@ _ROW_SCALES = Kernel(
 _REDUCE_THREADS = 256
 _ROW_SCALES_ROWS = 8  # rows per block
 _MAX_INT32 = 2**31 - 1
+# Minimum columns of a result of which rows may be sent: shorter rows need other kernels of
+# all_reduce_rmsnorm.
+_SENT_MIN_COLUMNS = 2048
 # Maximum rows of x, and maximum elements of the weight, for which Hopper's tiles leave swiglu to a
 # separate kernel. Tuned on a model step: `python -m tests.bench decode_loop`.
 _APART_MAX_M = 256
@@ -105,7 +110,7 @@ def launch(op: str, operands: Operands, norm: Norm | None = None) -> None:
     if max(m, n, k) > _MAX_INT32 - 256:
         raise ContractError(f"{op}: x: {m} x {k} by {n} x {k} is more than one launch can do")
     if isinstance(config, HopperConfig):
-        config, sending = _sending(config, operands)
+        config, sending = plan_sending(operands, config, choose_sender)
         launch_hopper(
             config,
             x,
@@ -123,16 +128,27 @@ def launch(op: str, operands: Operands, norm: Norm | None = None) -> None:
         _launch_portable(op, operands, norm, config, aligned)
 
 
-def _sending(config: HopperConfig, operands: Operands) -> tuple[HopperConfig, Sending | None]:
-    """Return the tile, and the rows to send of a product with peers; `config` is kept without."""
-    o = operands
-    segment = sending_segment(
-        o.peers, o.out, o.residual, o.activation, deterministic=o.deterministic
-    )
+def plan_sending(
+    o: Any, config: HopperConfig, choose: Callable[..., tuple[HopperConfig, int]]
+) -> tuple[HopperConfig, Sending | None]:
+    """Return the tile and the rows to send of `o`, Operands or W8Operands; None: it sends nothing.
+
+    `config` is the tile of a product that sends nothing, and `choose` is `choose_sender` or
+    `choose_w8_sender`.
+    """
     (m, k) = o.x.shape
-    if o.peers is None or segment is None or m <= MAX_FEW_ROWS:
+    if o.peers is None or o.peers.size == 1 or o.deterministic or m <= MAX_FEW_ROWS:
         return config, None
-    config, rows = choose_sender(config, m, o.weight.shape[0], k, sm_count())
+    if o.residual is not None or o.activation is not None or o.out.itemsize != 2:
+        return config, None
+    n = o.out.shape[1]
+    is_whole = o.out.flags.c_contiguous and o.out.data.ptr % VECTOR_BYTES == 0
+    if not is_whole or n < _SENT_MIN_COLUMNS or n * o.out.itemsize % VECTOR_BYTES:
+        return config, None
+    segment = sent_segment(o.peers, o.out.nbytes)
+    if segment is None:
+        return config, None
+    config, rows = choose(config, m, n, k, sm_count())
     return config, Sending(o.peers, rows, segment) if rows else None
 
 

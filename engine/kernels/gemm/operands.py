@@ -8,20 +8,15 @@ from typing import Any
 import numpy as np
 
 from engine.kernels._contract import FLOAT32, Contract
-from engine.kernels._elementwise import VECTOR_BYTES
 from engine.kernels._peer_memory import PeerMemory
-from engine.kernels.all_reduce import sent_segment
 
 __all__ = ["ACTIVATIONS", "SWIGLU", "Norm", "Operands", "activation_number", "check_columns"]
-__all__ += ["check_residual", "out_dtype_of", "row_stride", "sending_segment"]
+__all__ += ["check_residual", "out_dtype_of", "row_stride"]
 
 SWIGLU = "swiglu"  # like "silu_and_mul", with all gate rows before the up rows
 
 _NUMBERED = (None, "silu", "gelu", "gelu_tanh", "relu", "silu_and_mul")  # `enum Activation`
 ACTIVATIONS: tuple[str | None, ...] = (*_NUMBERED, SWIGLU)
-# Minimum columns of a result of which rows may be sent: shorter rows need other kernels of
-# all_reduce_rmsnorm.
-_SENT_MIN_COLUMNS = 2048
 
 
 @dataclass(frozen=True)
@@ -103,23 +98,3 @@ def out_dtype_of(
 def row_stride(array: Any) -> int:
     """Return the distance between rows in elements."""
     return int(array.strides[0]) // int(array.itemsize)
-
-
-def sending_segment(
-    peers: PeerMemory | None,
-    out: Any,
-    residual: Any,
-    activation: str | None,
-    *,
-    deterministic: bool,
-) -> int | None:
-    """Return `sent_segment` of a result of which rows may be sent to `peers`; None: no rows may."""
-    if peers is None or peers.size == 1 or deterministic:
-        return None
-    if residual is not None or activation is not None or out.itemsize != 2:
-        return None
-    n = out.shape[1]
-    is_whole = out.flags.c_contiguous and out.data.ptr % VECTOR_BYTES == 0
-    if not is_whole or n < _SENT_MIN_COLUMNS or n * out.itemsize % VECTOR_BYTES:
-        return None
-    return sent_segment(peers, out.nbytes)

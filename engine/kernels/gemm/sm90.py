@@ -13,7 +13,7 @@ from engine.dtypes import dtype_name
 from engine.kernels._chip import HOPPER, HOPPER_DTYPES, sm_count
 from engine.kernels._launch import Kernel, ceil_div
 from engine.kernels._module import ModuleSpec
-from engine.kernels._peer_memory import PeerMemory, Sent
+from engine.kernels._peer_memory import PeerMemory
 from engine.kernels._tensor_map import tensor_map, tensor_map_2d
 
 __all__ = [
@@ -166,12 +166,6 @@ class HopperConfig:
             return max(stagings * self.tile_m * _SWAPPED_PITCH * 4, past)
         sums = self.tile_m * self.tile_n * 4 * (self.cluster_k - 1) // self.cluster_k
         return self.warpgroups * 4 * (2 if self.stores else 1) * _WARP_STAGING + sums
-
-    @property
-    def may_send(self) -> bool:
-        """Tell whether warps beside the producer can send finished tiles to other ranks."""
-        is_split = self.swapped > 0 or self.cluster_k > 1
-        return not is_split and self.warpgroups == 2 and self.tile_m in (128, 256)
 
     def sent_rows(self, m: int, n: int, sm_count: int) -> int:
         """Return how many first rows are finished by all CTAs before their last tile.
@@ -658,6 +652,8 @@ def launch_tiles(
             out_vector = min(out_vector, OutVector.FOUR)
         if out_vector == OutVector.EIGHT:
             map_out = tensor_map_2d(out, spec.dtype, (_BOX_ROWS, _SLAB_K))
+    if sending:
+        sending.peers.begin_sending(out, sending.rows)
     kernel.launch(
         spec,
         (clusters * config.cluster_size,),
@@ -685,8 +681,6 @@ def launch_tiles(
         segment=sending.segment if sending else 0,
         **arguments,
     )
-    if sending:
-        sending.peers.sent = Sent(out.size, sending.rows)
 
 
 def _weight_map(weight: Any, element: str, box: int, num_gates: int) -> Any:

@@ -16,7 +16,7 @@ from engine.kernels._launch import Kernel, ceil_div
 from engine.kernels._module import ModuleSpec
 from engine.kernels._peer_memory import PeerMemory, peer_memory
 from engine.kernels._quantize import CODES, GROUP, num_scales
-from engine.kernels.gemm.launch import is_vector, out_vector
+from engine.kernels.gemm.launch import is_vector, out_vector, plan_sending
 from engine.kernels.gemm.operands import (
     SWIGLU,
     activation_number,
@@ -24,9 +24,8 @@ from engine.kernels.gemm.operands import (
     check_residual,
     out_dtype_of,
     row_stride,
-    sending_segment,
 )
-from engine.kernels.gemm.sm90 import MAX_FEW_ROWS, HopperConfig, Sending
+from engine.kernels.gemm.sm90 import HopperConfig
 from engine.kernels.gemm.w8_sm90 import (
     choose_w8_hopper,
     choose_w8_sender,
@@ -403,14 +402,7 @@ def _launch_hopper(o: W8Operands) -> None:
     names = (
         "x_scales weight_scales bias residual residual_stride out out_stride activation is_float"
     )
-    config = _hopper_tile(o)
-    segment = sending_segment(
-        o.peers, o.out, o.residual, o.activation, deterministic=o.deterministic
-    )
-    sending = None
-    if o.peers is not None and segment is not None and o.x.shape[0] > MAX_FEW_ROWS:
-        config, rows = choose_w8_sender(config, o.x.shape[0], *o.weight.shape, sm_count())
-        sending = Sending(o.peers, rows, segment) if rows else None
+    config, sending = plan_sending(o, _hopper_tile(o), choose_w8_sender)
     launch_w8_hopper(
         config,
         o.codes,
