@@ -75,7 +75,7 @@ def test_the_budget_is_the_engines(device, num_ranks, monkeypatch):
     """GPUs that share a model have allocated the buffers of collectives by then."""
     config = built_in_config("qwen3-0.6b")
     total, weights = 80 * 10**9, 1_200_000_000
-    buffers = 3 * 24 << 20 if device.is_cuda and num_ranks > 1 else 0
+    buffers = 3 * 96 << 20 if device.is_cuda and num_ranks > 1 else 0
     shares = 1 if device.is_cuda else num_ranks  # processes on the memory of this machine
     left = total - weights * shares - buffers
     monkeypatch.setattr(resolving, "device_memory", lambda place: (total * shares, left))
@@ -92,7 +92,7 @@ def test_the_budget_is_the_engines(device, num_ranks, monkeypatch):
     expected = default_budget(config, "bfloat16", device.kind, total, weights, num_ranks=num_ranks)
     assert replace(found, others=0) == expected and expected.collectives == buffers
     assert found.others == 0 or not device.is_cuda
-    assert ("buffers of collectives 72.00 MiB" in str(found)) == bool(buffers)
+    assert ("buffers of collectives 288.00 MiB" in str(found)) == bool(buffers)
 
 
 @pytest.mark.parametrize("total", [80 * 10**9, 30 * 10**9])

@@ -45,10 +45,10 @@ struct GemmSm90Params {
   int num_gates;          // number of gate rows if they all precede the up rows; else 0
   int activation;         // an Activation
   int is_float;
-  int out_vector;    // an OutVector
-  PeerGroup* peers;  // with SENDS: group of this rank; else unused, like the next two
-  int sent_rows;     // Sending::rows
-  int segment;       // Sending::segment
+  int out_vector;  // an OutVector
+  void* peers;     // with SENDS: PeerGroup of this rank; else unused, like the next two
+  int sent_rows;   // Sending::rows
+  int segment;     // Sending::segment
 };
 
 extern "C" __global__ void __cluster_dims__(kClusterSize, 1, 1) __launch_bounds__(kThreads, 1)
@@ -88,7 +88,7 @@ extern "C" __global__ void __cluster_dims__(kClusterSize, 1, 1) __launch_bounds_
     if constexpr (kSends) {
       if (warp_idx > kProducer / 32 && p.sent_rows > 0)
         send(pipeline, scheduler, static_cast<const Words*>(p.out),
-             Sending{p.peers, p.sent_rows, p.segment}, threadIdx.x - 32);
+             Sending{static_cast<PeerGroup*>(p.peers), p.sent_rows, p.segment}, threadIdx.x - 32);
     }
   } else {
     if constexpr (kMovesRegisters) warpgroup_reg_alloc<kConsumerRegisters>();

@@ -31,7 +31,7 @@ struct GemmW8Sm90Params {
   int activation;
   int is_float;
   int out_vector;  // elements per access of out and residual: 0 one, 1 four, 2 eight
-  PeerGroup* peers;
+  void* peers;
   int sent_rows, segment;
 };
 
@@ -72,7 +72,7 @@ __device__ __forceinline__ void gemm_w8_sm90(const GemmW8Sm90Params& p) {
     if constexpr (kSends) {
       if (warp_idx > kProducer / 32 && p.sent_rows > 0)
         send(pipeline, scheduler, static_cast<const Words*>(p.out),
-             Sending{p.peers, p.sent_rows, p.segment}, threadIdx.x - 32);
+             Sending{static_cast<PeerGroup*>(p.peers), p.sent_rows, p.segment}, threadIdx.x - 32);
     }
   } else {
     if constexpr (kMovesRegisters) warpgroup_reg_alloc<kConsumerRegisters>();

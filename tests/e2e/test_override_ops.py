@@ -215,6 +215,23 @@ def test_a_fused_op_gives_way_to_an_overridden_part(op, part):
         )
 
 
+@pytest.mark.parametrize("overridden", ["rmsnorm", "all_reduce", "all_reduce_rmsnorm", "gemm"])
+def test_peers_reach_only_the_catalogs_products_and_sums(overridden, monkeypatch):
+    """A user's sum would miss the rows sent, and a user's product may change them."""
+    given = []
+    gemm = OPS["gemm"]
+
+    def product(*args, peers=None, **options):
+        given.append(peers)
+        return gemm(*args, **options)
+
+    if overridden != "gemm":
+        monkeypatch.setitem(OPS, "gemm", product)
+    with ModelKernels().active(), kernels.override(overridden, product):
+        kernels.gemm(array(3, 4), array(3, 4), peers="peers")
+    assert given == ["peers" if overridden == "rmsnorm" else None]
+
+
 def test_a_function_with_fewer_keywords():
     """Defaults are left out, a residual is added first, and launch keywords are dropped."""
     x, weight, residual = array(3, 16), array(16), array(3, 16)

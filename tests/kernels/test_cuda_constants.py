@@ -22,8 +22,8 @@ _FP8_TILE = "attention_prefill/attention_prefill_fp8_tile_sm90.cuh"
 
 # Module and name in engine.kernels; file or folder in cuda_src, and the name there.
 CONSTANTS = [
-    ("_peer_memory.MAX_RANKS", "collectives", "kMaxRanks"),
-    ("_peer_memory.NUM_BUFFERS", "collectives", "kBuffers"),
+    ("_peer_memory.MAX_RANKS", "common", "kMaxRanks"),
+    ("_peer_memory.NUM_BUFFERS", "common", "kBuffers"),
     ("_quantize.GROUP", "quantize_rows", "kGroup"),
     ("attention_backward.sm90._KEYS", "attention_backward", "kKeys"),
     ("attention_backward.sm90._STAGES", "attention_backward", "kStages"),

@@ -12,7 +12,7 @@ from engine.device import empty_like
 from engine.errors import ConfigError, ContractError
 from engine.kernels._override.arrays import contiguous, copy_into, in_rows, is_same, overlaps
 from engine.kernels._override.dispatch import ACTIVE, OPS, Active, count
-from engine.kernels._override.fused import Options, Step, stepwise
+from engine.kernels._override.fused import SENDERS, Options, Step, stepwise
 from engine.kernels._override.results import WRITERS, check_results, sample_result
 from engine.kernels._user.op import Op
 
@@ -72,6 +72,8 @@ class Override:
         """Call the function with what it accepts, and return what the op would return."""
         names = self._positional[len(args) :]
         args += tuple(options.pop(name) for name in names if name in options)
+        if self.op in SENDERS:  # the function may change what the catalog's op would have sent
+            options.pop("peers", None)
         return stepwise(self.op, self._is_taken_off, self._run, *args, **options)
 
     def _is_taken_off(self, step: Step, options: Options) -> bool:

@@ -19,7 +19,7 @@ from engine.device import empty_like
 from engine.kernels._override.arrays import copy_into
 from engine.kernels._override.dispatch import run
 
-__all__ = ["KEPT", "STEPS", "WHOLES", "Step", "stepwise"]
+__all__ = ["KEPT", "SENDERS", "STEPS", "WHOLES", "Step", "stepwise"]
 
 Options = dict[str, Any]
 Rest = Callable[..., Any]
@@ -118,10 +118,6 @@ def _normalise(rest: Rest, args: tuple[Any, ...], options: Options) -> Any:
     return rest(y, *others, **_without(options, "norm_weight", *norm))
 
 
-def _send_nothing(rest: Rest, args: tuple[Any, ...], options: Options) -> Any:
-    return rest(*args, **_without(options, "peers"))
-
-
 def _store_new_token(rest: Rest, args: tuple[Any, ...], options: Options) -> Any:
     """Rotate and store the new token of each sequence, then attend to the pages."""
     q, k_pages, v_pages = args
@@ -163,19 +159,13 @@ _ADD = Step(("residual",), _always("residual_add"), _add)
 _ADD_FIRST = Step(("residual", "residual_out"), _unscaled, _add_first)
 _ACTIVATE = Step(("activation",), _activations, _activate)
 _NORMALISE = Step(("norm_weight", "eps", "weight_offset"), _always("rmsnorm"), _normalise)
-# Rows are sent by the catalog's products, for the catalog's sums.
-_SEND = Step(
-    ("peers",),
-    _always("all_reduce", "all_reduce_rmsnorm", "gemm", "gemm_fp8", "gemm_int8"),
-    _send_nothing,
-)
 _STORE = Step((*_NEW_TOKEN, *_NORMS), _store_parts, _store_new_token)
 
 STEPS: dict[str, tuple[Step, ...]] = {
-    "gemm": (_SEND, _ADD, _ACTIVATE),
+    "gemm": (_ADD, _ACTIVATE),
     "gemm_wna16": (_ADD, _ACTIVATE),
-    "gemm_fp8": (_SEND, _ADD, _ACTIVATE, _NORMALISE),
-    "gemm_int8": (_SEND, _ADD, _ACTIVATE, _NORMALISE),
+    "gemm_fp8": (_ADD, _ACTIVATE, _NORMALISE),
+    "gemm_int8": (_ADD, _ACTIVATE, _NORMALISE),
     "rmsnorm_gemm": (_ACTIVATE,),
     "rmsnorm_gemm_wna16": (_ACTIVATE,),
     "moe_gemm": (_ACTIVATE,),
@@ -305,6 +295,9 @@ WHOLES: dict[str, tuple[Parts, Callable[..., Any]]] = {
     "qk_norm_rope_store": (_head_parts, _qk_norm_rope_store),
 }
 """Fused op -> its parts, given its keywords, and the op composed of them."""
+
+SENDERS = ("gemm", "gemm_fp8", "gemm_int8")
+"""Ops with a keyword `peers`: they may send rows of their result, as the kernel computes them."""
 
 KEPT: Mapping[str, tuple[str, ...]] = {
     "quantize_rows": ("gemm_fp8", "gemm_int8", "moe_gemm"),

@@ -12,7 +12,7 @@ from engine.checks import shown_with_type
 from engine.errors import ConfigError, unknown_keyword
 from engine.kernels._override.adapt import Override, name_of
 from engine.kernels._override.dispatch import OPS, count
-from engine.kernels._override.fused import KEPT, STEPS, WHOLES, Options, Step, stepwise
+from engine.kernels._override.fused import KEPT, SENDERS, STEPS, WHOLES, Options, Step, stepwise
 from engine.kernels._override.places import load_place, place_of
 from engine.kernels._user.op import Op
 
@@ -23,6 +23,8 @@ _log = logging.getLogger(__name__)
 # SAFETY: with pdl, attention_decode reads tables and older keys before it waits. These ops let it
 # start only once they are written; a user's kernel in their place may trigger earlier.
 _BEFORE_ATTENTION = ("embedding", "qk_norm_rope_store", "rope", "kv_store")
+# Rows that a product has sent are summed by the catalog's ops only.
+_SUMS = ("all_reduce", "all_reduce_rmsnorm")
 
 
 class Overrides:
@@ -145,6 +147,8 @@ class Overrides:
         """Run a fused op; the parts of it that are overridden run on their own."""
         if op == "attention_decode" and self.has_any(_BEFORE_ATTENTION):
             options["pdl"] = False
+        if op in SENDERS and self.has_any(_SUMS):
+            options.pop("peers", None)
         if op in WHOLES:
             parts, compose = WHOLES[op]
             if self.has_any(parts(options)):
