@@ -66,10 +66,10 @@ class PeerConfig:
 
 @dataclass(frozen=True)
 class Sent:
-    """First rows of an array of `size` elements that a product has sent, for the next call."""
+    """First `num_sent` of an array's `size` elements, sent by a product for the next call."""
 
     size: int
-    num_rows: int
+    num_sent: int
 
 
 def choose_threads(num_vectors: int, max_blocks: int) -> PeerConfig:
@@ -165,28 +165,28 @@ class PeerMemory:
         return MissingRank(rank - 1, call, OPS[op])
 
     def begin_sending(self, x: Any, num_rows: int) -> None:
-        """Note that a product sends the first rows of its result `x`, for the group's next call.
+        """Note that a product sends the first rows of its result `x` (M, N) for the next call.
 
         Raises
         ------
         ContractError
-            If the rows of another product have not been summed yet.
+            If the result of another product has not been summed yet.
         """
         if self.sent is not None:
             raise ContractError(
                 f"peers: must have summed the result of {self.sent.size} elements of which rows "
                 f"have been sent; got another result of {x.size} elements"
             )
-        self.sent = Sent(x.size, num_rows)
+        self.sent = Sent(x.size, num_rows * x.shape[1])
 
     def take_sent(self, op: str, x: Any = None) -> int:
-        """Return how many rows of `x` have been sent for the call of `op` about to be launched.
+        """Return how many elements of `x` have been sent for the call of `op` to be launched now.
 
         Raises
         ------
         ContractError
-            If rows of an array of another size have been sent: its sum must come first. Every
-            later call raises it, too, since the buffers hold those rows.
+            If a part of an array of another size has been sent: its sum must come first. Every
+            later call raises it, too, since the buffers hold that part.
         """
         # The address is not compared: a replayed launch plan writes to another one.
         sent = self.sent
@@ -199,7 +199,7 @@ class PeerMemory:
                 f"elements; got {'another op' if size is None else f'{size} elements'}"
             )
         self.sent = None
-        return sent.num_rows
+        return sent.num_sent
 
     def abort(self) -> None:
         """Make waiting and later calls return NaN; callable from any thread.

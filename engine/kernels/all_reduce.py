@@ -107,8 +107,7 @@ def all_reduce(x: Any, peers: Any, *, out: Any = None) -> Any:
     step = _most_bytes(memory) // x.itemsize
     flat_x = x.reshape(-1)
     flat_out = out.reshape(-1)
-    sent_rows = memory.take_sent("all_reduce", x)
-    num_sent = sent_rows * x.shape[-1] * x.itemsize // VECTOR_BYTES if sent_rows else 0
+    num_sent = memory.take_sent("all_reduce", x) * x.itemsize // VECTOR_BYTES
     for begin in range(0, x.size, step):
         _launch(memory, flat_x[begin : begin + step], flat_out[begin : begin + step], num_sent)
     return out

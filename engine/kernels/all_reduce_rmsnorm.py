@@ -141,7 +141,7 @@ def _run(
         all_reduce(x, memory, out=y)
         rmsnorm(y, weight, residual=residual, out=y, residual_out=h, **numbers)
         return
-    num_sent = memory.take_sent("all_reduce_rmsnorm", x)
+    num_sent = memory.take_sent("all_reduce_rmsnorm", x) // n
     arrays = [a.reshape(-1, n) for a in (x, residual, y, h)]
     for begin in range(0, arrays[0].shape[0], step):
         rows = [a[begin : begin + step] for a in arrays]

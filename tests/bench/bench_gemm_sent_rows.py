@@ -43,7 +43,7 @@ def _times(bench, form, m, k):
         total()
 
     product(peers=peers)
-    sent = 0 if peers.sent is None else peers.sent.num_rows
+    sent = 0 if peers.sent is None else peers.sent.num_sent // N
     total()
     return {
         "rows sent": sent,

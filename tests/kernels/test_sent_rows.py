@@ -46,7 +46,7 @@ def _send(ranks, form, operands, ys):
     for r, arrays in enumerate(operands):
         with ranks.on(r) as memory:
             getattr(kernels, _op(form))(*arrays, peers=memory, out=ys[r])
-            sent.append(0 if memory.sent is None else memory.sent.num_rows)
+            sent.append(0 if memory.sent is None else memory.sent.num_sent // ys[r].shape[1])
     return sent
 
 

@@ -168,9 +168,9 @@ class HopperConfig:
         return self.warpgroups * 4 * (2 if self.stores else 1) * _WARP_STAGING + sums
 
     def sent_rows(self, m: int, n: int, sm_count: int) -> int:
-        """Return how many first rows are finished by all CTAs before their last tile.
+        """Return how many first rows all CTAs finish before their last tiles.
 
-        That is with bands of one row of super-tiles.
+        For launches in bands of one row of super-tiles.
         """
         clusters = self.clusters(m, n)
         not_last = clusters - min(clusters, self.max_clusters(sm_count))
@@ -293,8 +293,8 @@ MAX_FEW_ROWS = 64
 # Tiles that may send rows to other ranks while the next tiles are multiplied.
 _SENDERS = (HopperConfig(256, 128, cluster_n=2), HopperConfig(128, 128, cluster_m=2))
 _LINK_BYTES_PER_US = 3e5  # rate at which a link carries the rows
-# Bytes of rows sent per microsecond saved, less what the product loses, on two H200s: with
-# `all_reduce_rmsnorm` after it (docs/benchmarks/all_reduce.md).
+# Bytes of rows to send for each microsecond that product and sum save together, on two H200s, with
+# `all_reduce_rmsnorm` after the product (docs/benchmarks/all_reduce.md).
 _BYTES_PER_US_SAVED = 1.0e6
 
 
