@@ -23,7 +23,7 @@ from engine.weights import Format
 __all__ = ["UNFITTED", "Point", "collective_points", "measured_points"]
 
 FOLDER = Path(__file__).parents[2] / "docs" / "benchmarks"
-UNFITTED = "steps of 256 requests, not fitted to", "several H100s, not fitted to"
+UNFITTED = "steps of 256 requests, not fitted to", "several GPUs, not fitted to"
 """Groups of points held out from the fit."""
 
 _GROUPS = (
@@ -214,6 +214,7 @@ def measured_points() -> list[Point]:
         *_stages(whole),
         *_steps_of_requests(loop),
         *_several_gpus(whole),
+        *_prompts_of_two(_load("all_reduce")["sent_rows"]),
     ]
     return sorted(points, key=lambda point: _GROUPS.index(point.group))
 
@@ -316,6 +317,14 @@ def _several_gpus(record: dict[str, Any]) -> Iterator[Point]:
             division = Division(int(gpus), expert=way != "TP")
             case = _Case(name, (weights or "bfloat16").strip(), card="h100", division=division)
             yield from _of_row(case, row, "whole_models.json, several_gpus", UNFITTED[1])
+
+
+def _prompts_of_two(record: dict[str, Any]) -> Iterator[Point]:
+    """Yield the prompts of two H200s that share the layers, as measured last."""
+    for weights, before_or_now in ((w, record["prompts"][w]) for w in ("bfloat16", "fp8")):
+        rates = before_or_now.get("now", before_or_now["before"])
+        case = _Case("llama-3.1-8b", weights, division=Division(2))
+        yield _prompts(UNFITTED[1], case, sum(rates) / len(rates), "all_reduce.json, sent_rows")
 
 
 def _steps_of_requests(loop: dict[str, Any]) -> Iterator[Point]:
