@@ -10,7 +10,7 @@
 #include "gemm/gemm_pipeline_sm90.cuh"
 #include "gemm/gemm_scheduler_sm90.cuh"
 
-constexpr int kNoOp = 0;            // sending never waits, so that it cannot time out
+constexpr int kNoOp = 0;            // sending never waits, so it cannot time out
 constexpr int kSenderThreads = 96;  // the warps beside the producer
 constexpr int kSenderVectors = 4;   // 16-byte vectors that a thread has in flight
 constexpr int kConsumerWarps = kConsumerThreads / 32;
@@ -18,7 +18,7 @@ static_assert(!kSends || sizeof(scalar_t) == 2, "a vector holds eight values");
 
 // What a launch sends.
 struct Sending {
-  PeerGroup* group;  // of this rank
+  PeerGroup* group;  // this rank's view of the group
   int rows;          // rows to send: whole tiles of the first rows; 0: none
   int segment;       // vectors sent to each rank: the whole result, or segment r to rank r
 };
@@ -48,7 +48,7 @@ __device__ __forceinline__ unsigned load_stored(unsigned stored) {
 __device__ __forceinline__ void send(const Pipeline& p, const TileScheduler& s, const Words* out,
                                      const Sending& sending, int thread) {
   constexpr int kRowVectors = kTileN / kVec;
-  constexpr int kRows = kSenderThreads / kRowVectors;  // that all threads read at once
+  constexpr int kRows = kSenderThreads / kRowVectors;  // rows per access of all threads
   static_assert(!kSends || kSenderThreads % kRowVectors == 0, "a thread has one column");
   PeerCall call(sending.group, kNoOp);
   pdl_wait();
@@ -76,7 +76,7 @@ __device__ __forceinline__ void send(const Pipeline& p, const TileScheduler& s, 
       for (int peer = 0; peer < call.size; ++peer) {
         if (peer == call.rank) continue;
         Words* to = call.target(peer, 0, sending.segment);
-        const int first = is_whole ? 0 : peer * sending.segment;  // of the vectors for `peer`
+        const int first = is_whole ? 0 : peer * sending.segment;  // the peer's first vector
 #pragma unroll
         for (int i = 0; i < kSenderVectors; ++i) {
           const int k = at + i * kRows * length - first;

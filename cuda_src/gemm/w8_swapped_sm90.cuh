@@ -68,8 +68,8 @@ class SwappedGroups {
   }
 };
 
-// The scales of a warp's sums that hold for all of k. A lane has those of two rows of the weight,
-// which its sums belong to, and of one row of x.
+// Scales of a warp's sums that are the same for all of k. A lane holds those of its two rows of the
+// weight, and that of one row of x.
 struct SwappedScales {
   float weight[2], x;
 

@@ -26,7 +26,7 @@ _PARAMS = (
 # Maximum row length in KiB -> threads per block, as in rmsnorm.
 _THREADS = {1: 32, 2: 64, 4: 128, 8: 256, 16: 256, 32: 512}
 _KERNELS = {size: Kernel(f"all_reduce_rmsnorm_{size}", _PARAMS) for size in _THREADS}
-# Kernels for long rows of which a product has sent a part.
+# Kernels for arrays of long rows, some of which a product has sent.
 _SENT_KERNELS = {
     size: Kernel(f"all_reduce_rmsnorm_{size}_sent", _PARAMS) for size in (4, 8, 16, 32)
 }

@@ -11,7 +11,6 @@ pairs. Every rank has all tokens, so there is no all-to-all.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +18,7 @@ import numpy as np
 
 from engine import kernels
 from engine.device import array_module, empty_like
+from engine.kernels._peer_memory import PeerMemory
 from engine.layers.collectives import Collectives
 from engine.layers.embedding import Embedding
 from engine.layers.linear import Linear
@@ -104,8 +104,8 @@ class PartialLinear(Linear):
     ----------
     weight, bias, deterministic
         See `RowParallelLinear`.
-    peers : callable
-        ``peers()``: the products' argument `peers`, or None to send nothing.
+    peers : PeerMemory or None
+        The products' argument `peers`; None: they send nothing.
 
     Attributes
     ----------
@@ -121,7 +121,7 @@ class PartialLinear(Linear):
         bias: Weight | None = None,
         *,
         deterministic: bool = False,
-        peers: Callable[[], Any],
+        peers: PeerMemory | None,
     ) -> None:
         super().__init__(weight, bias, deterministic=deterministic)
         self._peers = peers
@@ -130,11 +130,11 @@ class PartialLinear(Linear):
     @property
     def may_send(self) -> bool:
         """Whether products may send rows of the output."""
-        return self.is_summed_next and self.product.sends
+        return self._peers is not None and self.is_summed_next and self.product.sends
 
     def _options(self) -> dict[str, Any]:
-        peers = self._peers() if self.may_send else None
-        return super()._options() if peers is None else {**super()._options(), "peers": peers}
+        options = super()._options()
+        return {**options, "peers": self._peers} if self.may_send else options
 
 
 class ColumnParallelLinear(_ParallelLinear):

@@ -350,12 +350,12 @@ class Decoder:
         (R, V) array of float32
             Logits of the tokens `batch.logits_indices`, or of all T tokens.
         """
-        with self.kernels.active(), self._adapting(batch), self._sending(batch):
+        with self.kernels.active(), self._adapting(batch):
             return self._logits(self._hidden_states(batch, kv_pages))
 
     def hidden_states(self, batch: ForwardBatch, kv_pages: Pages) -> Any:
         """Return the normalised last hidden states (R, N) of the tokens `batch.logits_indices`."""
-        with self.kernels.active(), self._adapting(batch), self._sending(batch):
+        with self.kernels.active(), self._adapting(batch):
             return self._hidden_states(batch, kv_pages)
 
     def _hidden_states(self, batch: ForwardBatch, kv_pages: Pages) -> Any:
@@ -391,7 +391,7 @@ class Decoder:
             New arrays (T, N), or None for delta: `ForwardBatch.entering` of the next stage. See
             `DecoderLayer`.
         """
-        with self.kernels.active(), self._adapting(batch), self._sending(batch):
+        with self.kernels.active(), self._adapting(batch):
             delta, x, kv_pages = self._enter(batch, kv_pages)
             keep = partial(self._keep, batch.features) if batch.features else None
             delta, residual = self._run_layers(x, batch, kv_pages, None, keep, delta)
@@ -400,10 +400,6 @@ class Decoder:
     def _adapting(self, batch: ForwardBatch) -> AbstractContextManager[None]:
         """Return a context in which products apply the adapters of the tokens of `batch`."""
         return nullcontext() if self.adapters is None else self.adapters.serving(batch)
-
-    def _sending(self, batch: ForwardBatch) -> AbstractContextManager[None]:
-        """Return a context in which products send rows, unless features read the outputs too."""
-        return self.parts.sending_nothing() if batch.features else nullcontext()
 
     def refresh(self, names: Iterable[str]) -> None:
         """Compute anew what layers have derived from these weights, which have been overwritten."""

@@ -49,7 +49,7 @@ class _Planned:
     runs: dict[str, int]  # kernel -> runs in one replay of the plan
     deltas: tuple[Any, Any]  # input and output of the recorded layer, used alternately
     residual: Any
-    sent: Sent | None  # what the recorded layer has left to the next norm to sum
+    sent: Sent | None  # rows of its output that the recorded layer has sent
     num_replays: int = 0
 
     def run(self, addresses: list[int], delta: Any) -> tuple[Any, Any]:
@@ -72,15 +72,15 @@ class LayerPlans:
     layers : sequence of DecoderLayer
     numbers : sequence of hashable
         Non-array values that determine each layer's launches; equal for layers of one kind.
-    peers : callable
-        ``peers()``: the ranks to which products send rows, or None.
+    peers : PeerMemory or None
+        The ranks to which products send rows.
     """
 
     def __init__(
         self,
         layers: Sequence[Any],
         numbers: Sequence[Hashable],
-        peers: Callable[[], PeerMemory | None],
+        peers: PeerMemory | None,
     ) -> None:
         self._layers = tuple(layers)
         self._peers = peers
@@ -125,11 +125,11 @@ class LayerPlans:
         """Run `layers`, which are the first ones of the decoder."""
         plans: dict[Hashable, _Planned | None] = {}
         can_plan = current_overrides().is_planned
-        peers = self._peers()
+        peers = self._peers
         for index, (layer, pages) in enumerate(zip(layers, kv_pages, strict=True)):
             if before is not None:
                 before(index, delta, residual)
-            # Rows of delta that the ranks have already sent are not sent again.
+            # The rows of delta that have been sent are constants of the plan that sums them.
             kind = self._arrays[index].kind, delta is None, peers and peers.sent
             planned = plans.get(kind)
             if planned is not None and residual is planned.residual:
@@ -173,8 +173,7 @@ class LayerPlans:
         if delta is not None:
             moving += [("delta", delta), ("out", out)]
         plan = builder.finish([(name, int(a.data.ptr), int(a.nbytes)) for name, a in moving])
-        peers = self._peers()
-        sent = None if peers is None else peers.sent
+        sent = None if self._peers is None else self._peers.sent
         return out, new_residual, _Planned(plan, runs, (delta, out), new_residual, sent)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -171,6 +169,11 @@ class WholeParts:
         return True
 
     @property
+    def peers(self) -> PeerMemory | None:
+        """The ranks to which products send rows of partial sums; None: they send nothing."""
+        return None
+
+    @property
     def can_fuse(self) -> bool:
         """Whether products may add their output to the residual stream."""
         return True
@@ -234,14 +237,6 @@ class WholeParts:
         """Return a branch's complete output; ranks may hold partial sums of it."""
         return x
 
-    def peers(self) -> PeerMemory | None:
-        """Return the ranks to which products send rows of partial sums; None: they send nothing."""
-        return None
-
-    def sending_nothing(self) -> AbstractContextManager[None]:
-        """Return a context in which `peers` returns None."""
-        return nullcontext()
-
     def entering(self, delta: Any, residual: Any) -> tuple[Any, Any]:
         """Return (delta, residual) for the first layer, as received from the previous stage."""
         return delta, residual
@@ -267,7 +262,6 @@ class ParallelParts(WholeParts):
     shard: Shard
     collectives: Collectives
     _padding_ids: list[Any] = field(default_factory=list, init=False, repr=False, compare=False)
-    _hidden: list[None] = field(default_factory=list, init=False, repr=False, compare=False)
 
     @property
     def expert_runs(self) -> tuple[tuple[int, int], ...]:
@@ -284,6 +278,11 @@ class ParallelParts(WholeParts):
         """Whether layers launch only kernels, which all-gathers do not: they also copy."""
         c = self.config
         return not (self.shard.by_output or c.whole_qk_norm or c.inner_norms)
+
+    @property
+    def peers(self) -> PeerMemory | None:
+        """The ranks to which products send rows of partial sums; None: they send nothing."""
+        return self.collectives.peers
 
     @property
     def can_fuse(self) -> bool:
@@ -381,19 +380,6 @@ class ParallelParts(WholeParts):
     def summed(self, x: Any) -> Any:
         """Return a branch's complete output; ranks may hold partial sums of it."""
         return self.collectives.all_reduce(x) if self._sums_in_norms else x
-
-    def peers(self) -> PeerMemory | None:
-        """Return the ranks to which products send rows of partial sums; None: they send nothing."""
-        return None if self._hidden else self.collectives.peers
-
-    @contextmanager
-    def sending_nothing(self) -> Iterator[None]:
-        """Hide the peers in this context."""
-        self._hidden.append(None)
-        try:
-            yield
-        finally:
-            self._hidden.pop()
 
     def _all(self, x: Any, num_heads: int) -> Any:
         whole = self.collectives.all_gather(x.reshape(-1, x.shape[-1]), axis=1)

@@ -321,8 +321,9 @@ def _several_gpus(record: dict[str, Any]) -> Iterator[Point]:
 
 def _prompts_of_two(record: dict[str, Any]) -> Iterator[Point]:
     """Yield the prompts of two H200s that share the layers, as measured last."""
-    for weights, before_or_now in ((w, record["prompts"][w]) for w in ("bfloat16", "fp8")):
-        rates = before_or_now.get("now", before_or_now["before"])
+    for weights in ("bfloat16", "fp8"):
+        runs = record["prompts"][weights]
+        rates = runs.get("now", runs["before"])
         case = _Case("llama-3.1-8b", weights, division=Division(2))
         yield _prompts(UNFITTED[1], case, sum(rates) / len(rates), "all_reduce.json, sent_rows")
 

@@ -109,16 +109,20 @@ def test_sums_of_every_family(rank, case, deterministic, tmp_path):
         assert rank.num_sent == 3 * (2 * layers["num_hidden_layers"] - 1)
 
 
-@pytest.mark.parametrize("layers", [(), (1,)])
-def test_nothing_is_sent_if_features_read_the_sums(rank, tmp_path, layers):
+def test_features_sum_what_has_been_sent(rank, tmp_path):
+    """The norm after them sums the same output once more, of which no rows have been sent."""
     options = {"device": "cpu", "progress": False}
     with engine.load(write_checkpoint("llama", tmp_path), collectives=rank, **options) as model:
         decoder = model.decoder
         cfg = decoder.config
         shape = (cfg.num_layers, 2, 2, cfg.num_kv_heads, 16, cfg.head_dim)
         batch = ForwardBatch.build([IDS], [0], [[1, 0]], 16, logits="all")
-        features = {layer: np.empty((len(IDS), cfg.hidden_size), np.float32) for layer in layers}
-        decoder.hidden_states(
-            dataclasses.replace(batch, features=features), np.zeros(shape, np.float32)
-        )
-    assert (rank.num_sent == 0) == bool(layers)
+        hidden = []
+        for layers in ((), range(cfg.num_layers + 1)):
+            features = {n: np.empty((len(IDS), cfg.hidden_size), np.float32) for n in layers}
+            pages = np.zeros(shape, np.float32)
+            own = dataclasses.replace(batch, features=features)
+            hidden.append(decoder.hidden_states(own, pages))
+            assert rank.sent is None
+    assert rank.num_sent == 2 * (2 * cfg.num_layers - 1)
+    np.testing.assert_array_equal(*hidden)

@@ -366,7 +366,7 @@ def test_the_last_layer_is_called_when_it_drops_tokens(monkeypatch, rows):
         return Layer.__call__(layers[3], *arguments)
 
     monkeypatch.setattr(LayerPlans, "_plan", plan_layer)
-    run_layers = LayerPlans(layers, [0] * 4, lambda: None)
+    run_layers = LayerPlans(layers, [0] * 4, None)
     for index, arrays in enumerate(run_layers._arrays):
         arrays.addresses = [index]
     if rows is not None:
@@ -391,7 +391,7 @@ class SendingLayer(Layer):
         self.link = link
 
     def __call__(self, delta, residual, batch, pages, rows=None):
-        assert self.link.sent == self.link.carried  # what the host believes is true
+        assert self.link.sent == self.link.carried  # the host knows what was sent
         self.link.sent = self.link.carried = self.sent
         return super().__call__(delta, residual, batch, pages, rows)
 
@@ -409,14 +409,18 @@ class PlannedSending(Planned):
         return super().run(addresses, delta)
 
 
+@pytest.mark.parametrize("features", [(), (2,), (3, 4)])
 @pytest.mark.parametrize("delta", [None, "delta"])
 @pytest.mark.parametrize("rows", [None, [3]])
 @pytest.mark.parametrize(
     "pattern",
     [(8,) * 7, (8, None) * 4, (8, None, None) * 3, (8, 16) * 4, (None, 8, 8, None, None, 8, 8)],
 )
-def test_a_replayed_layer_leaves_what_it_has_sent(monkeypatch, pattern, rows, delta):
-    """Dense layers send rows of their outputs, experts do not; the last layer sends nothing."""
+def test_a_replayed_layer_leaves_what_it_has_sent(monkeypatch, pattern, rows, delta, features):
+    """Dense layers send rows of their outputs, experts do not; the last layer sends nothing.
+
+    Features sum what enters a layer before it does.
+    """
     link = SimpleNamespace(sent=None, carried=None)
     sent = [*pattern[:-1], None]
     layers = [SendingLayer(index, one, link) for index, one in enumerate(sent)]
@@ -429,11 +433,17 @@ def test_a_replayed_layer_leaves_what_it_has_sent(monkeypatch, pattern, rows, de
         return *results, plans[-1]
 
     monkeypatch.setattr(LayerPlans, "_plan", plan_layer)
-    run_layers = LayerPlans(layers, sent, lambda: link)
+    run_layers = LayerPlans(layers, sent, link)
     for index, arrays in enumerate(run_layers._arrays):
         arrays.addresses = [index]
+
+    def keep(index, *_):
+        assert link.sent == link.carried
+        if index in features:
+            link.sent = link.carried = None
+
     batch = SimpleNamespace(num_tokens=9)
-    run_layers("residual", batch, [()] * len(sent), rows, delta=delta)
+    run_layers("residual", batch, [()] * len(sent), rows, keep, delta)
     assert link.sent is link.carried is None
     assert any(planned.done for planned in plans)
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from engine.dtypes import dtype_name
 from engine.kernels._chip import HOPPER, HOPPER_DTYPES, sm_count
@@ -24,6 +24,7 @@ __all__ = [
     "HopperConfig",
     "OutVector",
     "Sending",
+    "TileCost",
     "choose_hopper",
     "choose_sender",
     "choose_swapped",
@@ -248,44 +249,48 @@ class HopperConfig:
         return 1 if self.cluster_m > 1 or self.tile_m > 64 else _BAND
 
 
-@dataclass(frozen=True)
-class _Cost:
+class TileCost(NamedTuple):
     """Microseconds on an H200: per launch, per tile (without its stages), per stage of a tile."""
 
     launch_us: float
     tile_us: float
     stage_us: float
 
+    def us(self, config: HopperConfig, m: int, n: int, k: int, sm_count: int) -> float:
+        """Return the estimated time of a GEMM of many rows; `k` counts 16-bit values."""
+        waves = config.waves(m, n, sm_count)
+        return self.launch_us + waves * (self.tile_us + self.stage_us * config.tile_steps(k))
+
 
 # Costs for over MAX_FEW_ROWS rows of x. Fitted to sweeps of the configurations over 22 layers at
 # 96 to 8192 rows and 47 further problems, in bfloat16; clusters of four were fitted in two further
 # runs (docs/benchmarks/gemm_sm90.md). `python -m tests.bench gemm` measures the choices.
-_TILES: dict[HopperConfig, _Cost] = {
-    HopperConfig(192, 224): _Cost(2.98, 2.06, 0.837),
-    HopperConfig(192, 192): _Cost(2.62, 1.34, 0.729),
-    HopperConfig(256, 128, cluster_n=2): _Cost(2.86, 1.18, 0.645),
-    HopperConfig(128, 256, cluster_m=2): _Cost(2.56, 1.18, 0.6455),
-    HopperConfig(128, 224): _Cost(2.6, 1.21, 0.598),
-    HopperConfig(128, 224, cluster_m=2): _Cost(2.15, 1.91, 0.561),
-    HopperConfig(192, 128): _Cost(1.88, 1.14, 0.527),
-    HopperConfig(128, 192, cluster_m=2): _Cost(2.43, 1.3, 0.486),
-    HopperConfig(128, 160, cluster_m=2): _Cost(2.2, 1.37, 0.422),
-    HopperConfig(192, 96): _Cost(1.84, 1.09, 0.39),
-    HopperConfig(128, 128, cluster_n=2): _Cost(2.29, 0.87, 0.342),
-    HopperConfig(128, 128, cluster_m=2): _Cost(1.86, 1.02, 0.333),
-    HopperConfig(128, 112, cluster_n=2): _Cost(2.08, 0.86, 0.314),
-    HopperConfig(128, 96): _Cost(1.63, 0.93, 0.278),
-    HopperConfig(128, 96, cluster_m=2): _Cost(1.65, 1.1, 0.265),
-    HopperConfig(128, 64, cluster_m=2): _Cost(1.43, 0.68, 0.201),
-    HopperConfig(64, 128, cluster_m=4): _Cost(1.0, 1.5, 0.166),
-    HopperConfig(64, 96, cluster_m=4): _Cost(1.7, 1.15, 0.139),
-    HopperConfig(64, 96, cluster_m=2, depth=2): _Cost(1.48, 0.92, 0.342),
-    HopperConfig(64, 64, cluster_m=2, depth=2): _Cost(1.54, 0.51, 0.264),
-    HopperConfig(64, 48, cluster_m=2, depth=2): _Cost(1.63, 0.54, 0.191),
-    HopperConfig(128, 128, cluster_k=2): _Cost(0.0, 4.0, 0.343),
-    HopperConfig(192, 64, cluster_k=2): _Cost(0.0, 2.84, 0.323),
-    HopperConfig(128, 64, cluster_k=2): _Cost(0.0, 3.14, 0.219),
-    HopperConfig(128, 64, cluster_k=4): _Cost(0.0, 3.09, 0.23),
+_TILES: dict[HopperConfig, TileCost] = {
+    HopperConfig(192, 224): TileCost(2.98, 2.06, 0.837),
+    HopperConfig(192, 192): TileCost(2.62, 1.34, 0.729),
+    HopperConfig(256, 128, cluster_n=2): TileCost(2.86, 1.18, 0.645),
+    HopperConfig(128, 256, cluster_m=2): TileCost(2.56, 1.18, 0.6455),
+    HopperConfig(128, 224): TileCost(2.6, 1.21, 0.598),
+    HopperConfig(128, 224, cluster_m=2): TileCost(2.15, 1.91, 0.561),
+    HopperConfig(192, 128): TileCost(1.88, 1.14, 0.527),
+    HopperConfig(128, 192, cluster_m=2): TileCost(2.43, 1.3, 0.486),
+    HopperConfig(128, 160, cluster_m=2): TileCost(2.2, 1.37, 0.422),
+    HopperConfig(192, 96): TileCost(1.84, 1.09, 0.39),
+    HopperConfig(128, 128, cluster_n=2): TileCost(2.29, 0.87, 0.342),
+    HopperConfig(128, 128, cluster_m=2): TileCost(1.86, 1.02, 0.333),
+    HopperConfig(128, 112, cluster_n=2): TileCost(2.08, 0.86, 0.314),
+    HopperConfig(128, 96): TileCost(1.63, 0.93, 0.278),
+    HopperConfig(128, 96, cluster_m=2): TileCost(1.65, 1.1, 0.265),
+    HopperConfig(128, 64, cluster_m=2): TileCost(1.43, 0.68, 0.201),
+    HopperConfig(64, 128, cluster_m=4): TileCost(1.0, 1.5, 0.166),
+    HopperConfig(64, 96, cluster_m=4): TileCost(1.7, 1.15, 0.139),
+    HopperConfig(64, 96, cluster_m=2, depth=2): TileCost(1.48, 0.92, 0.342),
+    HopperConfig(64, 64, cluster_m=2, depth=2): TileCost(1.54, 0.51, 0.264),
+    HopperConfig(64, 48, cluster_m=2, depth=2): TileCost(1.63, 0.54, 0.191),
+    HopperConfig(128, 128, cluster_k=2): TileCost(0.0, 4.0, 0.343),
+    HopperConfig(192, 64, cluster_k=2): TileCost(0.0, 2.84, 0.323),
+    HopperConfig(128, 64, cluster_k=2): TileCost(0.0, 3.14, 0.219),
+    HopperConfig(128, 64, cluster_k=4): TileCost(0.0, 3.09, 0.23),
 }
 
 MAX_FEW_ROWS = 64
@@ -372,9 +377,9 @@ _FEW_ROWS: dict[HopperConfig, float] = {
 
 # Further tiles for `deterministic`, which rules out split-k: narrow ones keep more multiprocessors
 # busy. Extrapolated from the constants above, not fitted.
-_NARROW_TILES: dict[HopperConfig, _Cost] = {
-    HopperConfig(64, 32, cluster_m=2, depth=2): _Cost(1.63, 0.54, 0.13),
-    HopperConfig(64, 32, cluster_m=4, depth=2): _Cost(1.7, 0.6, 0.13),
+_NARROW_TILES: dict[HopperConfig, TileCost] = {
+    HopperConfig(64, 32, cluster_m=2, depth=2): TileCost(1.63, 0.54, 0.13),
+    HopperConfig(64, 32, cluster_m=4, depth=2): TileCost(1.7, 0.6, 0.13),
 }
 _NARROW_FEW_ROWS: dict[HopperConfig, float] = {
     HopperConfig(64, 16, depth=2): 0.0,
@@ -512,17 +517,10 @@ def choose_hopper(
         if m <= MAX_FEW_ROWS:
             sm_rate = _SM_BYTES_PER_US if deterministic else math.inf
             return _FEW_ROWS_COST.us(config, m, n, k, sm_count, sm_rate) + few_rows[config]
-        return _many_rows_us(config, tiles[config], m, n, k, sm_count)
+        return tiles[config].us(config, m, n, k, sm_count)
 
     configs: Iterable[HopperConfig] = few_rows if m <= MAX_FEW_ROWS else tiles
     return min(filter(is_possible, configs), key=estimate)
-
-
-def _many_rows_us(
-    config: HopperConfig, cost: _Cost, m: int, n: int, k: int, sm_count: int
-) -> float:
-    waves = config.waves(m, n, sm_count)
-    return cost.launch_us + waves * (cost.tile_us + cost.stage_us * config.tile_steps(k))
 
 
 @cache
@@ -540,7 +538,7 @@ def choose_sender(
     >>> config.tile_m, config.tile_n, rows
     (256, 128, 6912)
     """
-    us = {c: _many_rows_us(c, _TILES[c], m, n, k, sm_count) for c in (plain, *_SENDERS)}
+    us = {c: _TILES[c].us(c, m, n, k, sm_count) for c in (plain, *_SENDERS)}
     return fastest_sender(us, _SENDERS, m, n, k, sm_count, _BYTES_PER_US_SAVED)
 
 

@@ -17,6 +17,7 @@ from engine.kernels.gemm.sm90 import (
     HopperConfig,
     OutVector,
     Sending,
+    TileCost,
     choose_swapped,
     fastest_sender,
     launch_tiles,
@@ -42,16 +43,16 @@ _BLOCK = 128  # rows and columns of a scale block: only swapped tiles may stradd
 # Costs for over MAX_FEW_ROWS rows of x, in microseconds on an H200: per launch, per tile without
 # its stages, per stage of a tile. Fitted to six layers of e4m3 at 16 to 4096 rows, launched with
 # pdl. `python -m tests.bench gemm_fp8` times the choices.
-_TILES: dict[HopperConfig, tuple[float, float, float]] = {
-    HopperConfig(256, 128, cluster_n=2): (0.1, 4.12, 0.64),
-    HopperConfig(128, 128): (0.56, 3.01, 0.346),
-    HopperConfig(128, 96, cluster_m=2): (1.23, 2.13, 0.29),
-    HopperConfig(128, 64): (1.23, 1.62, 0.242),
-    HopperConfig(128, 128, cluster_k=2): (1.73, 1.73, 0.369),
-    HopperConfig(128, 64, cluster_k=2): (1.53, 1.53, 0.264),
-    HopperConfig(64, 64): (1.58, 1.2, 0.192),
-    HopperConfig(64, 64, cluster_k=2): (1.6, 1.3, 0.25),
-    HopperConfig(64, 64, cluster_k=4): (1.7, 1.4, 0.4),
+_TILES: dict[HopperConfig, TileCost] = {
+    HopperConfig(256, 128, cluster_n=2): TileCost(0.1, 4.12, 0.64),
+    HopperConfig(128, 128): TileCost(0.56, 3.01, 0.346),
+    HopperConfig(128, 96, cluster_m=2): TileCost(1.23, 2.13, 0.29),
+    HopperConfig(128, 64): TileCost(1.23, 1.62, 0.242),
+    HopperConfig(128, 128, cluster_k=2): TileCost(1.73, 1.73, 0.369),
+    HopperConfig(128, 64, cluster_k=2): TileCost(1.53, 1.53, 0.264),
+    HopperConfig(64, 64): TileCost(1.58, 1.2, 0.192),
+    HopperConfig(64, 64, cluster_k=2): TileCost(1.6, 1.3, 0.25),
+    HopperConfig(64, 64, cluster_k=4): TileCost(1.7, 1.4, 0.4),
 }
 
 # Tiles that may send rows to other ranks while the next tiles are multiplied.
@@ -83,9 +84,9 @@ _FEW_ROWS: dict[HopperConfig, float] = {
 
 # Further tiles for `deterministic`, which rules out split-k: narrow ones keep more multiprocessors
 # busy. Those for over MAX_FEW_ROWS rows are extrapolated from the constants above, not fitted.
-_NARROW_TILES: dict[HopperConfig, tuple[float, float, float]] = {
-    HopperConfig(64, 32): (1.58, 1.2, 0.13),
-    HopperConfig(64, 16): (1.58, 1.2, 0.1),
+_NARROW_TILES: dict[HopperConfig, TileCost] = {
+    HopperConfig(64, 32): TileCost(1.58, 1.2, 0.13),
+    HopperConfig(64, 16): TileCost(1.58, 1.2, 0.1),
 }
 _NARROW_FEW_ROWS: dict[HopperConfig, float] = {HopperConfig(64, 32, depth=2): 0.4}
 
@@ -189,23 +190,10 @@ def choose_w8_hopper(
     def estimate(config: HopperConfig) -> float:
         if m <= MAX_FEW_ROWS:
             return _FEW_ROWS_COST.us(config, m, n, pairs, sm_count) + few_rows[config]
-        return _many_rows_us(config, tiles[config], m, n, pairs, sm_count)
+        return tiles[config].us(config, m, n, pairs, sm_count)
 
     configs = w8_configs(codes, has_blocks=has_blocks, deterministic=deterministic)
     return min(filter(is_possible, configs), key=estimate)
-
-
-def _many_rows_us(
-    config: HopperConfig,
-    cost: tuple[float, float, float],
-    m: int,
-    n: int,
-    pairs: int,
-    sm_count: int,
-) -> float:
-    launch_us, tile_us, stage_us = cost
-    waves = config.waves(m, n, sm_count)
-    return launch_us + waves * (tile_us + stage_us * config.tile_steps(pairs))
 
 
 @cache
@@ -214,8 +202,7 @@ def choose_w8_sender(
 ) -> tuple[HopperConfig, int]:
     """Choose the tile and the rows to send; see `choose_sender`."""
     pairs = ceil_div(k, 2)
-    tiles = (plain, *_SENDERS)
-    us = {c: _many_rows_us(c, _TILES[c], m, n, pairs, sm_count) for c in tiles}
+    us = {c: _TILES[c].us(c, m, n, pairs, sm_count) for c in (plain, *_SENDERS)}
     return fastest_sender(us, _SENDERS, m, n, pairs, sm_count, _BYTES_PER_US_SAVED)
 
 
