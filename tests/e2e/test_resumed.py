@@ -126,6 +126,7 @@ def test_they_are_checked_like_others():
 @pytest.mark.parametrize("kind", [{"temperature": 0.0}, {"temperature": 0.7, "seed": 3}], ids=str)
 def test_drafts_are_proposed_after_what_came_before(kind):
     config = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
+    config["adaptive"] = False
     prompt = [5, 6, 7, 8] * 8
     engine = make_engine(_model(), speculative_config=config)
     engine.add_request("r", prompt, _params(**kind))
