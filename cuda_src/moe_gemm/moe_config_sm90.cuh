@@ -55,7 +55,12 @@ enum MoeWeightKind { kDense = 0, kPacked = 1, kBytes = 2, kCodes = 3 };
 #else
 #include "moe_gemm/moe_codes_sm90.cuh"
 #endif
-#if WEIGHT_KIND != 3
+#if WEIGHT_KIND == 3
+// Results are e4m3 codes with a scale per 128 features of a row, for a product of codes.
+constexpr bool kQuantizesOut = QUANTIZES_OUT;
+static_assert(!kQuantizesOut || kWarpgroups * kMmaM == 128, "a tile has 128 features and a gate");
+#else
+constexpr bool kQuantizesOut = false;
 constexpr int kStageScales = 4;  // none are stored outside the stage, but arrays need a size
 
 struct MoeRowScales {  // rows of x have no scales
@@ -81,6 +86,12 @@ struct MoeTileRecord {
   MoeTile tile;
   int rows[kTokens];       // rows of out, if results are scattered
   float weights[kTokens];  // weights of these pairs
+
+  // With kQuantizesOut, largest magnitude among a warpgroup's 64 features, by token. Results are
+  // not scattered then, so that rows and weights are free.
+  __device__ __forceinline__ float* peaks(int warpgroup) {
+    return warpgroup == 0 ? reinterpret_cast<float*>(rows) : weights;
+  }
 };
 constexpr int kRecords = 2;
 constexpr int kRecordWriters = kProducerThreads - kWarpSize;  // all but the copying warp

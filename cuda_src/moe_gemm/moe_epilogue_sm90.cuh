@@ -5,16 +5,18 @@
 // features. With one m-tile it has one accumulator and no gate.
 #pragma once
 
+#include "common/codes.cuh"
 #include "moe_gemm/moe_activation.cuh"
 #include "common/pipeline_state.cuh"
 #include "moe_gemm/moe_scheduler_sm90.cuh"
 
 struct MoeEpilogue {
-  const scalar_t* bias;  // (E, R), or null
-  scalar_t* out;
+  const scalar_t* bias;   // (E, R), or null
+  scalar_t* out;          // with kQuantizesOut: the codes
   bool scatters;          // false: rows of out are sorted by expert
   int num_rows, columns;  // rows of the weight, columns of out
   MoeGate gate;
+  float* out_scales;  // with kQuantizesOut: (P, columns / 128)
 
   __device__ __forceinline__ bool is_gated() const { return gate.is_gated(); }
 
@@ -26,42 +28,91 @@ struct MoeEpilogue {
 
 using MoeSums = float[kMmaTiles][kTokens / 2];
 
-// Writes 64 features of the tile's tokens through shared memory, which transposes them into rows.
-__device__ __forceinline__ void store(const MoeEpilogue& e, MoeShared& smem,
-                                      const MoeTileRecord& record, int warpgroup, int column,
+// Writes 64 features of the tile's tokens, from token `first` on, to staging, which transposes them
+// into rows. Ends with a barrier of the warpgroup.
+__device__ __forceinline__ void stage(MoeShared& smem, int warpgroup, int first, int count,
                                       const float (&acc)[kTokens / 2]) {
-  const int count = record.tile.count;
   const unsigned staging = smem_address(smem.staging[warpgroup]);
   const int thread = threadIdx.x % 128, lane_idx = thread % kWarpSize, warp_idx = thread / 32;
-  const int barrier = 1 + warpgroup;
   const int row = lane_idx % 8 + lane_idx / 16 * 8;  // matrices: 8 tokens by 8 features, 2 x 2
   const int chunk = (warp_idx * 2 + lane_idx / 8 % 2) ^ (row & 7);
   const unsigned to = staging + row * kSlabRowBytes + (chunk << 4);
 #pragma unroll
+  for (int i = 0; i < kStagingTokens / 16; ++i) {
+    if (first + i * 16 >= kTokens) break;  // past the end of the last part
+    const float* v = acc + first / 2 + 8 * i;
+    if (first + i * 16 < count)
+      stmatrix_x4_transposed(to + i * 16 * kSlabRowBytes, pack2<scalar_t>(v[0], v[1]),
+                             pack2<scalar_t>(v[2], v[3]), pack2<scalar_t>(v[4], v[5]),
+                             pack2<scalar_t>(v[6], v[7]));
+  }
+  named_barrier_sync<128>(1 + warpgroup);
+}
+
+// Returns features 8 `part` to 8 `part` + 7 of a row of staging.
+__device__ __forceinline__ Vec<scalar_t, 8> staged(const MoeShared& smem, int warpgroup, int row,
+                                                   int part) {
+  const unsigned char* from =
+      smem.staging[warpgroup] + row * kSlabRowBytes + ((part ^ (row & 7)) << 4);
+  return load_vec<scalar_t, 8>(reinterpret_cast<const scalar_t*>(from));
+}
+
+// Writes 64 features of the tile's tokens.
+__device__ __forceinline__ void store(const MoeEpilogue& e, MoeShared& smem,
+                                      const MoeTileRecord& record, int warpgroup, int column,
+                                      const float (&acc)[kTokens / 2]) {
+  const int count = record.tile.count, thread = threadIdx.x % 128;
+#pragma unroll
   for (int first = 0; first < kTokens; first += kStagingTokens) {
     if (first >= count) break;
-#pragma unroll
-    for (int i = 0; i < kStagingTokens / 16; ++i) {
-      if (first + i * 16 >= kTokens) break;  // past the end of the last part
-      const float* v = acc + first / 2 + 8 * i;
-      if (first + i * 16 < count)
-        stmatrix_x4_transposed(to + i * 16 * kSlabRowBytes, pack2<scalar_t>(v[0], v[1]),
-                               pack2<scalar_t>(v[2], v[3]), pack2<scalar_t>(v[4], v[5]),
-                               pack2<scalar_t>(v[6], v[7]));
-    }
-    named_barrier_sync<128>(barrier);
+    stage(smem, warpgroup, first, count, acc);
     const int part = thread % 8;
     if (column + part * 8 < e.columns) {
       for (int i = thread / 8; i < min(count - first, kStagingTokens); i += 16) {
-        const unsigned char* from =
-            smem.staging[warpgroup] + i * kSlabRowBytes + ((part ^ (i & 7)) << 4);
         const int to_row = e.scatters ? record.rows[first + i] : record.tile.first + first + i;
         scalar_t* out = e.out + static_cast<int64_t>(to_row) * e.columns;
-        store_vec(out + column + part * 8,
-                  load_vec<scalar_t, 8>(reinterpret_cast<const scalar_t*>(from)));
+        store_vec(out + column + part * 8, staged(smem, warpgroup, i, part));
       }
     }
-    named_barrier_sync<128>(barrier);  // SAFETY: the next results overwrite staging.
+    named_barrier_sync<128>(1 + warpgroup);  // SAFETY: the next results overwrite staging.
+  }
+}
+
+// Writes 64 features of the tile's tokens as codes, rounded first, as quantize_rows.cu quantizes
+// rows. The other warpgroup has the other 64 that share a scale.
+__device__ __forceinline__ void quantize(const MoeEpilogue& e, MoeShared& smem,
+                                         MoeTileRecord& record, int warpgroup,
+                                         const float (&acc)[kTokens / 2]) {
+  constexpr int kRows = kStagingTokens / 16;  // rows of staging per thread
+  const int count = record.tile.count, thread = threadIdx.x % 128, part = thread % 8;
+  float* own = record.peaks(warpgroup);
+  const float* others = record.peaks(1 - warpgroup);
+  unsigned char* codes =
+      reinterpret_cast<unsigned char*>(e.out) + record.tile.row + warpgroup * kMmaM + part * 8;
+#pragma unroll
+  for (int first = 0; first < kTokens; first += kStagingTokens) {
+    if (first >= count) break;
+    stage(smem, warpgroup, first, count, acc);
+    Vec<scalar_t, 8> x[kRows];
+    float peaks[kRows];
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      x[i] = staged(smem, warpgroup, thread / 8 + i * 16, part);
+      peaks[i] = lanes_max_or_nan<8>(peak_of(x[i], 0.0f));
+      const int token = first + thread / 8 + i * 16;
+      if (part == 0 && token < count) own[token] = peaks[i];
+    }
+    named_barrier_sync<kConsumerThreads>(1 + kWarpgroups);  // staging may be overwritten, too
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const int token = first + thread / 8 + i * 16;
+      if (token >= count) break;
+      const float peak = max_or_nan(peaks[i], others[token]);
+      const int64_t row = record.tile.first + token;
+      store_codes<E4m3>(codes + row * e.columns, x[i], code_factor<E4m3>(peak));
+      if (part == 0 && warpgroup == 0)
+        e.out_scales[row * (e.columns / 128) + record.tile.row / 128] = code_scale<E4m3>(peak);
+    }
   }
 }
 

@@ -18,6 +18,7 @@ struct MoeGemmQuantizedSm90Params {
   const float* pair_weights;  // (P,), or null
   const scalar_t* bias;       // (E, R), or null
   scalar_t* out;              // (P, R), or (P, R / 2) with an activation
+  float* out_scales;          // QUANTIZES_OUT: (P, R / 256), and out is codes
   int num_experts, num_rows, k, top_k;
   int activation;  // a MoeActivation
   float alpha, limit;
@@ -63,8 +64,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
     produce(smem, load, scheduler, p.is_early != 0);
   } else {
     if constexpr (kMovesRegisters) warpgroup_reg_alloc<kConsumerRegisters>();
-    const MoeEpilogue epilogue{p.bias,     p.out,   !is_gathered,
-                               p.num_rows, columns, MoeGate{p.activation, p.alpha, p.limit}};
+    const MoeEpilogue epilogue{p.bias,      p.out,   !is_gathered,
+                               p.num_rows,  columns, MoeGate{p.activation, p.alpha, p.limit},
+                               p.out_scales};
     consume(epilogue, smem, scheduler.count(), (p.k + kSlabK - 1) / kSlabK);
   }
 }

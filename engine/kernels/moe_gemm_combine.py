@@ -36,6 +36,7 @@ def moe_gemm_combine(
     weight: Any,
     routing: Routing,
     *,
+    x_scales: Any = None,
     bias: Any = None,
     shared: Any = None,
     shared_gate: Any = None,
@@ -43,6 +44,7 @@ def moe_gemm_combine(
     deterministic: bool = False,
     pdl: bool = False,
     quantize_x: bool = False,
+    out_dtype: Any = None,
     out: Any = None,
 ) -> Any:
     """Multiply each expert's rows by its matrix, and sum the outputs of each token's experts.
@@ -50,22 +52,26 @@ def moe_gemm_combine(
     Parameters
     ----------
     x : (P, K) array of float32, float16 or bfloat16
-        Rows sorted by expert: the result of `moe_gemm`.
+        Rows sorted by expert: the result of `moe_gemm`. With `x_scales`, codes.
     weight : (E, R, K) array of x's dtype, or Weight
     routing : Routing
         Routing of T tokens to k experts each, P = T·k, with the offsets of all experts.
-    bias : (E, R) array of x's dtype, optional
+    x_scales : (P, ceil(K / 128)) array of float32, optional
+        See `moe_gemm`.
+    bias : (E, R) array of `out_dtype`, optional
         Added to an expert's output before the routing weight is applied.
     shared, shared_gate, residual : optional
-        Arrays (T, R), (T, 1) and (T, R) of x's dtype. See `moe_combine`.
+        Arrays (T, R), (T, 1) and (T, R) of `out_dtype`. See `moe_combine`.
     deterministic, pdl, quantize_x : bool
         See `moe_gemm`.
-    out : (T, R) array of x's dtype, optional
+    out_dtype : dtype, optional
+        See `moe_gemm`.
+    out : (T, R) array of `out_dtype`, optional
         Array for the result; may be `residual`.
 
     Returns
     -------
-    (T, R) array of x's dtype
+    (T, R) array of `out_dtype`
 
     Raises
     ------
@@ -77,7 +83,7 @@ def moe_gemm_combine(
     Equals `moe_combine` of `moe_gemm` with `scatter`. With quantized weights it is a single kernel
     for one token, and also for up to 8 tokens if its blocks fill the multiprocessors evenly. That
     kernel does not round the experts' outputs before the sum; it is not used with
-    `deterministic` or `quantize_x`.
+    `deterministic`, `quantize_x` or `x_scales`.
 
     Examples
     --------
@@ -89,23 +95,32 @@ def moe_gemm_combine(
     array([[2.5]], dtype=float32)
     """
     call = Contract("moe_gemm_combine")
-    x, weight, routing, bias = check_product(
-        call, x, weight, routing, bias, scatter=True, quantize_x=quantize_x
+    x, x_scales, dtype, weight, routing, bias = check_product(
+        call,
+        x,
+        weight,
+        routing,
+        bias,
+        x_scales=x_scales,
+        out_dtype=out_dtype,
+        scatter=True,
+        quantize_x=quantize_x,
     )
     call.check("shared_gate", shared_gate is None or shared is not None, "None without shared", "")
     if shared is not None:
-        shared = call.array("shared", shared, "T R", x.dtype)
+        shared = call.array("shared", shared, "T R", dtype)
     if shared_gate is not None:
-        shared_gate = call.array("shared_gate", shared_gate, "T 1", x.dtype)
+        shared_gate = call.array("shared_gate", shared_gate, "T 1", dtype)
     if residual is not None:
-        residual = call.array("residual", residual, "T R", x.dtype)
-    options = {"bias": bias, "deterministic": deterministic, "quantize_x": quantize_x}
+        residual = call.array("residual", residual, "T R", dtype)
+    options = {"x_scales": x_scales, "bias": bias, "deterministic": deterministic}
+    options |= {"quantize_x": quantize_x, "out_dtype": out_dtype}
     others = {"shared": shared, "shared_gate": shared_gate, "residual": residual}
     if call.on_cpu:
         result = reference.moe_gemm_combine(x, weight, routing, **options, **others)
         return call.finish(out, result)
-    out = call.output("out", out, (call["T"], call["R"]), x.dtype)
-    if isinstance(weight, Weight) and not quantize_x:
+    out = call.output("out", out, (call["T"], call["R"]), dtype)
+    if isinstance(weight, Weight) and not quantize_x and x_scales is None:
         own = (x, weight, routing, out, bias, None, 0.0, 0.0, True, deterministic, pdl, call["E"])
         operands = MoeOperands(*own, summed=Summed(**others))
         if (config := few_combine.choose(operands)) is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from engine import reference
 from engine.dtypes import dtype_name
 from engine.kernels import _cpu
 from engine.kernels._contract import FLOATS, Contract
@@ -18,8 +19,8 @@ from engine.kernels.rmsnorm import specs as rmsnorm_specs
 __all__ = ["rmsnorm_quantize", "specs"]
 
 _PARAMS = (
-    "x:ptr residual:ptr weight:ptr residual_out:ptr codes:ptr scales:ptr x_stride:i64 n:i32 "
-    "group:i32 eps:f32 weight_offset:f32 x_scale:f32"
+    "x:ptr residual:ptr weight:ptr residual_out:ptr out:ptr codes:ptr scales:ptr x_stride:i64 "
+    "n:i32 group:i32 eps:f32 weight_offset:f32 x_scale:f32"
 )
 # Size of the rmsnorm kernel that keeps a row in registers -> warps per row.
 _WARPS = {"1": 1, "2": 2, "4": 4, "8": 8, "16": 8, "32": 16}
@@ -48,6 +49,7 @@ def rmsnorm_quantize(
     weight_offset: float = 0.0,
     dtype: str = "fp8",
     group: int = 0,
+    out: Any = None,
     residual_out: Any = None,
 ) -> Any:
     """Normalise rows by their root mean square, and quantize the result to 8 bits.
@@ -60,6 +62,8 @@ def rmsnorm_quantize(
         See `rmsnorm`.
     dtype, group
         See `quantize_rows`.
+    out : (M, N) array of x's dtype, optional
+        Array for the normalised rows, which otherwise are not written.
 
     Returns
     -------
@@ -99,11 +103,15 @@ def rmsnorm_quantize(
         residual = call.array("residual", residual, "M N", x.dtype)
     numbers: dict[str, Any] = {"eps": eps, "weight_offset": weight_offset, "x_scale": x_scale}
     if call.on_cpu:
-        result = _cpu.rmsnorm_quantize(
-            x, weight, residual=residual, dtype=dtype, group=group, **numbers
-        )
-        return result if residual is None else _with_h(call, result, residual_out)
+        normed = _cpu.rmsnorm(x, weight, residual=residual, **numbers)
+        y, *sums = (normed,) if residual is None else normed
+        if out is not None:
+            call.finish(out, y)
+        coded = reference.quantize_rows(y, dtype=dtype, group=group)
+        return (*coded, *(call.finish(residual_out, h, "residual_out") for h in sums))
     arrays = [x, weight, *(() if residual is None else (residual,))]
+    if out is not None:
+        arrays.append(call.output("out", out, x.shape, x.dtype))
     h = None
     if residual is not None:
         h = call.output("residual_out", residual_out, x.shape, x.dtype)
@@ -115,29 +123,23 @@ def rmsnorm_quantize(
     if size in _WARPS:
         codes, scales = new_codes(call, x.shape[0], n, dtype, group)
         _launch(
-            (dtype, size), x, residual, weight, h, codes, scales, group=group if n else 0, **numbers
+            (dtype, size),
+            (x, residual, weight, h, out),
+            codes,
+            scales,
+            group=group if n else 0,
+            **numbers,
         )
     else:
-        y = rmsnorm(x, weight, residual=residual, residual_out=h, **numbers)
+        y = rmsnorm(x, weight, residual=residual, out=out, residual_out=h, **numbers)
         codes, scales = quantize_rows(y if h is None else y[0], dtype=dtype, group=group)
     return (codes, scales) if h is None else (codes, scales, h)
 
 
-def _with_h(call: Contract, result: tuple[Any, Any, Any], residual_out: Any) -> Any:
-    codes, scales, h = result
-    return codes, scales, call.finish(residual_out, h, "residual_out")
-
-
 def _launch(
-    kernel: tuple[str, str],
-    x: Any,
-    residual: Any,
-    weight: Any,
-    h: Any,
-    codes: Any,
-    scales: Any,
-    **numbers: Any,
+    kernel: tuple[str, str], arrays: tuple[Any, ...], codes: Any, scales: Any, **numbers: Any
 ) -> None:
+    x, residual, weight, h, out = arrays
     _KERNELS[kernel].launch(
         ModuleSpec("quantize_rows/rmsnorm_quantize.cu", dtype_name(x.dtype)),
         (x.shape[0],),
@@ -147,6 +149,7 @@ def _launch(
         residual=residual,
         weight=weight,
         residual_out=h,
+        out=out,
         codes=codes,
         scales=scales,
         x_stride=x.strides[0] // x.itemsize,

@@ -14,7 +14,7 @@ from engine.errors import ConfigError, WeightsError
 from engine.layers.arrays import arrays_of
 from engine.layers.linear import Linear
 from engine.layers.mlp import MLP
-from engine.layers.norm import Norm
+from engine.layers.norm import Norm, QuantizedRows
 from engine.weights import Format, Weight
 
 __all__ = ["DenseAndExperts", "Experts", "MoE", "RoutingParams"]
@@ -22,6 +22,9 @@ __all__ = ["DenseAndExperts", "Experts", "MoE", "RoutingParams"]
 _FLOAT32 = np.dtype(np.float32)
 _QUANTIZED_BLOCK = (128, 128)  # scale block of weights multiplied with quantized activations
 _QUANTIZED_FROM = 9  # minimum tokens to quantize x: for fewer, reading weights dominates
+# Minimum tokens to quantize x in the norm. For fewer, the first product starts while a kernel of
+# its own quantizes x, which takes less time than this start.
+_CODED_FROM = 2048
 
 
 @dataclass(frozen=True)
@@ -125,15 +128,16 @@ class Experts:
         yield from arrays_of(**dict(self._weights()))
 
     def __call__(self, x: Any, routing: kernels.Routing, *, deterministic: bool = False) -> Any:
-        """Return (T, k, N): the weighted output of each of a token's k experts, for `x` (T, N).
+        """Return (T, k, N): the weighted output of each of a token's k experts.
 
-        Pairs of experts that return their input are not written.
+        `x` (T, N) is an array or `QuantizedRows`. Pairs of experts that return their input are not
+        written.
         """
         own, options = self._with_matrices(routing)
         rows = self.first_product(x, own, deterministic=deterministic, **options)
         return self.second_product(rows, own, deterministic=deterministic, **options)
 
-    def _with_matrices(self, routing: kernels.Routing) -> tuple[kernels.Routing, dict[str, int]]:
+    def _with_matrices(self, routing: kernels.Routing) -> tuple[kernels.Routing, dict[str, Any]]:
         """Return the pairs of experts with matrices, and options of their products."""
         if not self.num_identity:
             return routing, {}
@@ -153,12 +157,14 @@ class Experts:
     ) -> Any:
         """Return (T, N): the weighted sum over a token's experts, for `x` (T, N).
 
-        `others` are keywords of `kernels.moe_combine`: further summands, and `out`.
+        `x` is an array or `QuantizedRows`. `others` are keywords of `kernels.moe_combine`: further
+        summands, and `out`.
         """
         if self.num_identity:
             pairs = self(x, routing, deterministic=deterministic)
             return kernels.moe_combine(pairs, **self._identity(x, routing), **others)
         rows = self.first_product(x, routing, deterministic=deterministic)
+        rows, options = _operand(rows, self.down, routing, deterministic=deterministic)
         return kernels.moe_gemm_combine(
             rows,
             self.down,
@@ -166,9 +172,13 @@ class Experts:
             bias=None if self.down_bias is None else self.down_bias.data,
             deterministic=deterministic,
             pdl=True,  # safe, as in `first_product`
-            quantize_x=_quantizes(self.down, routing, deterministic=deterministic),
+            **options,
             **others,
         )
+
+    def multiplies_codes(self, num_tokens: int, *, deterministic: bool) -> bool:
+        """Tell whether the first product of `num_tokens` tokens multiplies codes of x."""
+        return _multiplies_codes(self.gate_up, num_tokens, deterministic=deterministic)
 
     def first_product(
         self,
@@ -177,16 +187,22 @@ class Experts:
         *,
         deterministic: bool,
         num_experts: int | None = None,
+        as_codes: bool = True,
     ) -> Any:
         """Return act(gate) * up, or act(up), of every pair (token, expert), sorted by expert.
 
-        The result is (T k, I).
+        The result is (T k, I): an array or, if the second product multiplies codes and `as_codes`
+        is not False, `QuantizedRows`.
 
         `num_experts`: number of experts in the layer, if this rank holds only some of them.
         """
         # pdl is safe: no kernel writes the weights or biases. The second product follows the first,
         # which triggers its launch only once the routing is complete.
         is_gated = self.activation != "relu2"
+        num_tokens = routing.experts.shape[0]
+        quantizes = _multiplies_codes(self.down, num_tokens, deterministic=deterministic)
+        quantizes &= as_codes and is_gated
+        x, options = _operand(x, self.gate_up, routing, deterministic=deterministic)
         rows = kernels.moe_gemm(
             x,
             self.gate_up,
@@ -197,9 +213,13 @@ class Experts:
             limit=self.limit,
             deterministic=deterministic,
             pdl=True,
-            quantize_x=_quantizes(self.gate_up, routing, deterministic=deterministic),
+            quantize_out=quantizes,
             num_experts=num_experts,
+            **options,
         )
+        if quantizes:
+            codes, scales = rows
+            return QuantizedRows(codes, scales, options.get("out_dtype", x.dtype))
         return rows if is_gated else kernels.relu(rows, squared=True, out=rows)
 
     def second_product(
@@ -212,6 +232,7 @@ class Experts:
         out: Any = None,
     ) -> Any:
         """Return (T, k, N) for the rows of `first_product`, in `out` (T k, N) if given."""
+        rows, options = _operand(rows, self.down, routing, deterministic=deterministic)
         pairs = kernels.moe_gemm(
             rows,
             self.down,
@@ -220,17 +241,28 @@ class Experts:
             scatter=True,
             deterministic=deterministic,
             pdl=True,
-            quantize_x=_quantizes(self.down, routing, deterministic=deterministic),
             num_experts=num_experts,
             out=out,
+            **options,
         )
         return pairs.reshape(*routing.experts.shape, pairs.shape[1])
 
 
-def _quantizes(weight: Weight, routing: kernels.Routing, *, deterministic: bool) -> bool:
-    """Tell whether a product quantizes x; for few tokens it does not."""
-    is_large = deterministic or routing.experts.shape[0] >= _QUANTIZED_FROM
+def _multiplies_codes(weight: Weight, num_tokens: int, *, deterministic: bool) -> bool:
+    """Tell whether a product multiplies codes of x; for few tokens it does not."""
+    is_large = deterministic or num_tokens >= _QUANTIZED_FROM
     return weight.format.block == _QUANTIZED_BLOCK and is_large
+
+
+def _operand(
+    x: Any, weight: Weight, routing: kernels.Routing, *, deterministic: bool
+) -> tuple[Any, dict[str, Any]]:
+    """Return the rows of a product, given an array or `QuantizedRows`, and options for them."""
+    if isinstance(x, QuantizedRows):
+        return x.codes, {"x_scales": x.scales, "out_dtype": x.dtype}
+    num_tokens = routing.experts.shape[0]
+    has_codes = _multiplies_codes(weight, num_tokens, deterministic=deterministic)
+    return x, {"quantize_x": has_codes}
 
 
 class MoE:
@@ -303,8 +335,19 @@ class MoE:
 
     @property
     def input_format(self) -> Format | None:
-        """None: router and experts read the same input, which no norm quantizes."""
+        """None: router and experts read the same input, and the router reads no codes."""
         return None
+
+    def coded_format(self, num_tokens: int) -> Format | None:
+        """Return the weight format for which a norm may quantize the input, keeping its numbers.
+
+        None: the input is read as it is, or quantized by a kernel of its own.
+        """
+        form = self.experts.gate_up.format
+        reads_input = self.latent is None and not self.params.scales_input
+        is_read = reads_input and not self.experts.num_identity
+        is_large = num_tokens >= _CODED_FROM
+        return form if form.block == _QUANTIZED_BLOCK and is_read and is_large else None
 
     @property
     def num_multiplied(self) -> int:
@@ -335,20 +378,24 @@ class MoE:
     ) -> Any:
         """Return the output (T, N) for `x` (T, N), or for ``norm(x)``.
 
-        With a `residual` (T, N), which may be `x`, the output is added to it. With `slots` (T,)
-        int64, padding (a negative slot) is not counted in `load`.
+        `x` is an array or `QuantizedRows` with numbers. With a `residual` (T, N), which may be `x`,
+        the output is added to it. With `slots` (T,) int64, padding (a negative slot) is not counted
+        in `load`.
         """
         return self.combined(*self.normed_and_routed(x, norm, slots), residual=residual)
 
     def combined(self, x: Any, routing: kernels.Routing, rows: Any, *, residual: Any = None) -> Any:
-        """Return the output (T, N) for tokens `x` (T, N), of which experts read `rows` (T, N)."""
+        """Return the output (T, N) for tokens `x` (T, N), of which experts read `rows`.
+
+        `rows` (T, N) is an array or `QuantizedRows`.
+        """
         if self.latent is not None:
             return self._combined_latents(x, routing, rows, residual)
         return self.experts.combined(
             rows,
             routing,
             deterministic=self.deterministic,
-            shared=self._shared_output(x),
+            shared=self._shared_output(rows if self._shares(rows) else x),
             shared_gate=None if self.shared_gate is None else self.shared_gate(x),
             residual=residual,
             out=residual,
@@ -363,6 +410,13 @@ class MoE:
             y = kernels.residual_add(self._shared_output(x), y, out=y)
         return y if residual is None else kernels.residual_add(y, residual, out=residual)
 
+    def _shares(self, rows: Any) -> bool:
+        """Tell whether the shared expert multiplies the same codes as the others."""
+        if self.shared is None or not isinstance(rows, QuantizedRows):
+            return False
+        own, others = self.shared.input_format, self.experts.gate_up.format
+        return own is not None and own.block == others.block
+
     def _shared_output(self, x: Any) -> Any:
         """Return the shared expert's output (T, N), or None."""
         if self.shared is None:
@@ -374,8 +428,15 @@ class MoE:
     def normed_and_routed(
         self, x: Any, norm: Norm | None, slots: Any
     ) -> tuple[Any, kernels.Routing, Any]:
-        """Return `x`, normalised by `norm` if given, its routing, and the experts' input."""
+        """Return (numbers, routing, rows) of `x`, normalised by `norm` if given.
+
+        `rows` are the experts' input: these numbers, or `x` itself if it is `QuantizedRows`.
+        """
         p = self.params
+        if isinstance(x, QuantizedRows):
+            _, routing, _ = self.normed_and_routed(x.numbers, norm, slots)
+            has_codes = self.experts.multiplies_codes(x.shape[0], deterministic=self.deterministic)
+            return x.numbers, routing, x if has_codes else x.numbers
         if p.scales_input:
             x = x if norm is None else norm(x)
             return x, *self._routed_by_input(x, slots)

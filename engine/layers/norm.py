@@ -23,11 +23,14 @@ class QuantizedRows:
     scales : (T, 1) or (T, ceil(N / 128)) array of float32
     dtype : dtype
         Dtype of the rows before they were quantized.
+    numbers : (T, N) array of `dtype`, optional
+        These rows, if they were kept.
     """
 
     codes: Any
     scales: Any
     dtype: Any
+    numbers: Any = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -106,10 +109,13 @@ class Norm:
         )
         return y, h
 
-    def add_for(self, form: Format | None, x: Any, residual: Any) -> tuple[Any, Any]:
+    def add_for(
+        self, form: Format | None, x: Any, residual: Any, *, keeps_numbers: bool = False
+    ) -> tuple[Any, Any]:
         """Add, normalise, and quantize the result for a product of weight format `form`.
 
-        norm(h) is returned as `QuantizedRows` if the format has both operands in 8 bits. See `add`.
+        norm(h) is returned as `QuantizedRows` if the format has both operands in 8 bits; with
+        `keeps_numbers` they have `numbers`. See `add`.
         """
         if form is None or not form.activations or self.weight is None or self.subtract_mean:
             return self.add(x, residual, is_late=form is not None and form.is_packed)
@@ -122,9 +128,10 @@ class Norm:
             x_scale=self.branch_scale,
             dtype=form.activations,
             group=form.activation_group,
+            out=x if keeps_numbers else None,
             residual_out=residual,
         )
-        return QuantizedRows(codes, scales, x.dtype), h
+        return QuantizedRows(codes, scales, x.dtype, x if keeps_numbers else None), h
 
     def _options(self) -> dict[str, Any]:
         options = {"eps": self.eps, "weight_offset": self.offset}

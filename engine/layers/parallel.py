@@ -301,14 +301,17 @@ class AllReduceNorm(Norm):
             return super().add(x, residual, is_late=is_late)
         return self._collectives.all_reduce_rmsnorm(x, residual, self.weight, self.eps, out=x)
 
-    def add_for(self, form: Format | None, x: Any, residual: Any) -> tuple[Any, Any]:
+    def add_for(
+        self, form: Format | None, x: Any, residual: Any, *, keeps_numbers: bool = False
+    ) -> tuple[Any, Any]:
         """Add, normalise, and quantize for a product of weight format `form`.
 
         See `Norm.add_for`. Quantizing needs the sum first, as an operation of its own.
         """
         if form is None or not form.activations:
             return self.add(x, residual, is_late=form is not None and form.is_packed)
-        return super().add_for(form, self._collectives.all_reduce(x, out=x), residual)
+        x = self._collectives.all_reduce(x, out=x)
+        return super().add_for(form, x, residual, keeps_numbers=keeps_numbers)
 
 
 class _PairedExperts(Experts):
@@ -331,9 +334,10 @@ class ColumnParallelExperts(_PairedExperts):
     def __call__(self, x: Any, routing: kernels.Routing, *, deterministic: bool = False) -> Any:
         """Return this rank's columns of each pair, (T, k, N / ranks). See `Experts`."""
         own, options = self._with_matrices(routing)
-        rows = self.first_product(x, own, deterministic=deterministic, **options)
+        options["deterministic"] = deterministic
+        rows = self.first_product(x, own, as_codes=False, **options)
         whole = self.collectives.all_gather(rows, axis=1)
-        return self.second_product(whole, own, deterministic=deterministic, **options)
+        return self.second_product(whole, own, **options)
 
     def _identity(self, x: Any, routing: kernels.Routing) -> dict[str, Any]:
         """Return the options of `kernels.moe_combine`, for this rank's columns of `x`."""
@@ -411,6 +415,10 @@ class ParallelMoE(MoE):
     ) -> None:
         super().__init__(params, router, experts, **options)
         self._collectives = collectives
+
+    def coded_format(self, num_tokens: int) -> Format | None:
+        """Return None: the norm before it also sums over the ranks, and does not quantize."""
+        return None
 
     def combined(self, x: Any, routing: kernels.Routing, rows: Any, *, residual: Any = None) -> Any:
         """Return the output (T, N) of all ranks together. See `MoE`."""

@@ -178,8 +178,11 @@ class DecoderLayer:
             return kernels.residual_add(self.mlp(given, slots=slots), x, out=x), residual
         if self.post_attn_norm is not None:
             x = self.post_attn_norm(x, out=x)
-        x, residual = self.mlp_norm.add_for(self.mlp_format, x, residual)
-        x = self.mlp(x, slots=slots)
+        mlp = self.mlp
+        is_moe = isinstance(mlp, MoE)
+        form = mlp.coded_format(x.shape[0]) if isinstance(mlp, MoE) else self.mlp_format
+        x, residual = self.mlp_norm.add_for(form, x, residual, keeps_numbers=is_moe)
+        x = mlp(x, slots=slots)
         if self.post_mlp_norm is not None:
             x = self.post_mlp_norm(x, out=x)
         return x, residual

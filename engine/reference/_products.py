@@ -11,7 +11,7 @@ from engine.reference.gemm import epilogue
 from engine.reference.quantize_rows import quantize_rows
 from engine.reference.rmsnorm import rmsnorm
 
-__all__ = ["GROUP", "multiply_8bit", "rounded_rows"]
+__all__ = ["GROUP", "multiply_8bit", "rounded_rows", "values_of_codes"]
 
 Array = np.ndarray[Any, Any]
 
@@ -59,8 +59,12 @@ def multiply_8bit(
 
 def rounded_rows(x: Array) -> Array:
     """Return rows rounded to e4m3, as float32, with one scale per GROUP columns."""
-    codes, scales = quantize_rows(x, dtype="fp8", group=GROUP)
-    of_columns = np.repeat(scales, GROUP, axis=1)[:, : x.shape[1]]
+    return values_of_codes(*quantize_rows(x, dtype="fp8", group=GROUP))
+
+
+def values_of_codes(codes: Array, scales: Array) -> Array:
+    """Return rows of e4m3 codes with one scale per GROUP columns as float32."""
+    of_columns = np.repeat(scales, GROUP, axis=1)[:, : codes.shape[1]]
     return np.asarray(_values(codes) * of_columns, np.float32)
 
 

@@ -8,9 +8,10 @@ import numpy as np
 
 from engine.dtypes import accumulation_dtype
 from engine.reference import _activation
-from engine.reference._products import rounded_rows
+from engine.reference._products import GROUP, values_of_codes
 from engine.reference._row_by_row import multiply_row_by_row
 from engine.reference.moe_route import Routing
+from engine.reference.quantize_rows import quantize_rows
 from engine.weights import Weight
 from engine.weights.stack import take_matrices
 from engine.weights.values import unpack_weight
@@ -25,6 +26,7 @@ def moe_gemm(
     weight: Array | Weight,
     routing: Routing,
     *,
+    x_scales: Array | None = None,
     bias: Array | None = None,
     activation: str | None = None,
     alpha: float = 1.702,
@@ -34,25 +36,31 @@ def moe_gemm(
     transposed: bool = False,
     deterministic: bool = False,
     quantize_x: bool = False,
-) -> Array:
+    quantize_out: bool = False,
+    out_dtype: Any = None,
+) -> Any:
     """Multiply each expert's rows by its matrix, in float32, rounded once.
 
     Token rows (T, K) become rows (P, R) sorted by expert. With `scatter`, rows (P, K) sorted by
     expert become rows (P, R) in pair order, each multiplied by its pair's routing weight unless
     `weighted` is False. With `transposed` the matrices are (K, R). If the offsets are a slice for
     some of the experts, rows of the other experts' pairs are zero here and not written by the
-    kernels. With `quantize_x`, x and the matrix have the values of their e4m3 codes.
+    kernels. With `quantize_x`, x and the matrix have the values of their e4m3 codes. With
+    `x_scales`, x are codes. With `quantize_out`, the result is quantized.
     """
     (_, top_k) = routing.experts.shape
     order = routing.order
     offsets = routing.offsets
     num_pairs = len(order)
     num_rows = weight.shape[2 if transposed else 1]
-    result_dtype = x.dtype
-    matrix_dtype = np.dtype(np.float32) if quantize_x else x.dtype
-    real = accumulation_dtype(x.dtype).type
+    result_dtype = x.dtype if out_dtype is None else np.dtype(out_dtype)
+    has_codes = quantize_x or x_scales is not None
+    matrix_dtype = np.dtype(np.float32) if has_codes else x.dtype
+    real = accumulation_dtype(result_dtype).type
     if quantize_x:
-        x = rounded_rows(x)
+        x, x_scales = quantize_rows(x, dtype="fp8", group=GROUP)
+    if x_scales is not None:
+        x = values_of_codes(x, x_scales)
     y = np.zeros((num_pairs, num_rows // 2 if activation else num_rows), real)
     for expert in np.flatnonzero(np.diff(offsets)):
         here = slice(int(offsets[expert]), int(offsets[expert + 1]))
@@ -64,7 +72,8 @@ def moe_gemm(
             z += bias[expert].astype(real, copy=False)
         y[here] = _gated(z, activation, real(alpha), real(limit))
     if not scatter:
-        return y.astype(result_dtype)
+        y = y.astype(result_dtype)
+        return quantize_rows(y, dtype="fp8", group=GROUP) if quantize_out else y
     result = np.empty_like(y, result_dtype)
     result[order] = y * routing.weights.reshape(-1)[order][:, None] if weighted else y
     return result

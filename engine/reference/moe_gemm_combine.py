@@ -21,12 +21,14 @@ def moe_gemm_combine(
     weight: Array | Weight,
     routing: Routing,
     *,
+    x_scales: Array | None = None,
     bias: Array | None = None,
     shared: Array | None = None,
     shared_gate: Array | None = None,
     residual: Array | None = None,
     deterministic: bool = False,
     quantize_x: bool = False,
+    out_dtype: Any = None,
 ) -> Array:
     """Multiply each expert's rows (P, K) by its matrix, and sum the outputs of a token's experts.
 
@@ -36,10 +38,12 @@ def moe_gemm_combine(
         x,
         weight,
         routing,
+        x_scales=x_scales,
         bias=bias,
         scatter=True,
         deterministic=deterministic,
         quantize_x=quantize_x,
+        out_dtype=out_dtype,
     )
     return moe_combine(
         pairs.reshape(*routing.experts.shape, pairs.shape[1]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -117,7 +118,9 @@ def _check_codes(xp, monkeypatch, shape, dtype, router, **options):
     x, weight, bias = _inputs("fp8_block", shape, dtype, scatter=options.get("scatter", False))
     routing, calls, launch = _routing(*shape[:3], router), [], codes_sm90.launch
     with monkeypatch.context() as patch:
-        patch.setattr(codes_sm90, "launch", lambda *args: calls.append(launch(*args)))
+        patch.setattr(
+            codes_sm90, "launch", lambda *a, **options: calls.append(launch(*a, **options))
+        )
         gx, gb = cases.to_module(xp, x, bias)
         got = kernels.moe_gemm(
             *(gx, weight_to(xp, weight), _on(xp, routing)),
@@ -165,6 +168,82 @@ def test_every_tile_of_codes_matches_mirror(hopper, monkeypatch, config, dtype):
             options = {"activation": "swiglu"} if shape[4] % 128 == 0 else {}
             assert _check_codes(hopper, monkeypatch, shape, dtype, router, **options)
             assert _check_codes(hopper, monkeypatch, shape, dtype, router, scatter=True)
+
+
+# Columns in no groups of 128; not aligned; in groups; more tiles than fit the GPU at once.
+QUANTIZED_SHAPES = (
+    (150, 3, 2, 512, 384),
+    (300, 3, 2, 1024, 130),
+    (70, 4, 2, 384, 256),
+    (300, 3, 2, 1040, 512),
+    (300, 64, 8, 256, 1536),
+)
+
+
+@pytest.mark.grid("dtype", DTYPES)
+@pytest.mark.grid("shape", QUANTIZED_SHAPES)
+@pytest.mark.grid("config", codes_sm90.QUANTIZING_CONFIGS)
+def test_codes_go_from_one_product_to_the_next(xp, tier, monkeypatch, config, shape, dtype):
+    """Given or returned, they are `quantize_rows` of the numbers: the same bits."""
+    monkeypatch.setattr(codes_sm90, "QUANTIZING_CONFIGS", (config, config))
+    x, weight, bias = _inputs("fp8_block", shape, dtype)
+    gx, gb = cases.to_module(xp, x, bias)
+    gw = weight_to(xp, weight)
+    coded = kernels.quantize_rows(gx, group=128)
+    for router in ("random", "one"):
+        routing = _on(xp, _routing(*shape[:3], router))
+        for activation in (None, "swiglu", "swiglu_clamped", "geglu"):
+            options = {"activation": activation, "bias": gb, "limit": 1.25, "pdl": True}
+            numbers = kernels.moe_gemm(gx, gw, routing, quantize_x=True, **options)
+            given = {"x_scales": coded[1], "out_dtype": gx.dtype, **options}
+            again = kernels.moe_gemm(coded[0], gw, routing, **given)
+            np.testing.assert_array_equal(to_numpy(again), to_numpy(numbers))
+            wanted = kernels.quantize_rows(numbers, group=128)
+            for rows, how in ((coded[0], given), (gx, {"quantize_x": True, **options})):
+                got = kernels.moe_gemm(rows, gw, routing, quantize_out=True, **how)
+                for one, other in zip(got, wanted, strict=True):
+                    np.testing.assert_array_equal(to_numpy(one), to_numpy(other))
+
+
+def test_codes_of_infinite_and_missing_numbers(xp, tier):
+    """A NaN makes the scale of its 128 columns NaN; zeros have the scale 0."""
+    shape = (150, 3, 2, 512, 256)
+    x, weight, _ = _inputs("fp8_block", shape, "bfloat16")
+    x[7], x[11] = np.nan, 0
+    bias = np.zeros(weight.shape[:2], x.dtype)
+    bias[1, 130], bias[2, 3] = np.nan, 1e30
+    arrays = cases.to_module(xp, x, bias)
+    options = {"activation": "swiglu", "quantize_x": True, "bias": arrays[1]}
+    call = partial(
+        kernels.moe_gemm, arrays[0], weight_to(xp, weight), _on(xp, _routing(*shape[:3]))
+    )
+    wanted = kernels.quantize_rows(call(**options), group=128)
+    for one, other in zip(call(**options, quantize_out=True), wanted, strict=True):
+        np.testing.assert_array_equal(to_numpy(one), to_numpy(other))
+    assert np.isnan(to_numpy(wanted[1])).any() and (to_numpy(wanted[1]) == 0).any()
+
+
+def test_arguments_of_codes():
+    x, weight, _ = _inputs("fp8_block", SHAPES[1], "float32")
+    routing = _routing(*SHAPES[1][:3])
+    codes, scales = kernels.quantize_rows(x, group=128)
+    given = {"x_scales": scales, "out_dtype": np.float32}
+    for options, message in (
+        ({"x_scales": scales}, "out_dtype: must be given with x_scales"),
+        ({**given, "quantize_x": True}, "quantize_x: must be False with x_scales"),
+        ({**given, "out_dtype": np.int32}, "out_dtype: must be x's, or with x_scales"),
+        ({**given, "x_scales": scales[1:]}, "x_scales: "),
+        ({**given, "quantize_out": True, "out": x}, "out: must be None with quantize_out"),
+    ):
+        with pytest.raises((ContractError, ShapeError), match=message):
+            kernels.moe_gemm(codes, weight, routing, **options)
+    with pytest.raises(DTypeError, match="x: "):
+        kernels.moe_gemm(x, weight, routing, **given)
+    with pytest.raises(ContractError, match="out_dtype: must be x's"):
+        kernels.moe_gemm(x, weight, routing, out_dtype=np.float16)
+    rows, down, _ = _inputs("fp8_block", SHAPES[1], "float32", scatter=True)
+    with pytest.raises(ContractError, match="quantize_out: must be False with scatter"):
+        kernels.moe_gemm(rows, down, routing, scatter=True, quantize_x=True, quantize_out=True)
 
 
 def test_rows_of_codes_do_not_depend_on_the_company(xp, tier):
@@ -396,7 +475,7 @@ def test_choice_fits_shared_memory():
             stage = quantized_sm90._stage_bytes(config, FORMATS[name])
             assert config.stages(stage) >= 2
             assert config.blocks * (config.shared_bytes(stage) + 1024) <= 233_472
-    for config in codes_sm90.CODES_CONFIGS:
+    for config in (*codes_sm90.CODES_CONFIGS, *codes_sm90.QUANTIZING_CONFIGS):
         stage = codes_sm90._bytes(config)
         assert config.stages(*stage) >= 4
         assert config.blocks * (config.shared_bytes(*stage) + 1024) <= 233_472
@@ -404,9 +483,10 @@ def test_choice_fits_shared_memory():
     for form, wanted in ((FORMATS["q4_k"], few), (FORMATS["mxfp4"], few_e2m1)):
         assert quantized_sm90.choose_config(256 * 128, 128, form) is wanted
         assert quantized_sm90.choose_config(256 * 128 + 1, 128, form) is many
-    few, many = codes_sm90.CODES_CONFIGS
-    assert codes_sm90.choose_config(8, 128) is few
-    assert codes_sm90.choose_config(256 * 128, 128) is many
+    for quantizes_out in (False, True):
+        configs = codes_sm90.QUANTIZING_CONFIGS if quantizes_out else codes_sm90.CODES_CONFIGS
+        for pairs, config in zip((8, 256 * 128), configs, strict=True):
+            assert codes_sm90.choose_config(pairs, 128, quantizes_out=quantizes_out) is config
 
 
 def test_few_tokens_are_cut_to_fit():

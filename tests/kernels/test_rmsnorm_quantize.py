@@ -32,10 +32,14 @@ def test_is_the_two_ops(xp, rows, n, dtype, codes, group):
     y = kernels.rmsnorm(x, weight, **numbers)
     got = kernels.rmsnorm_quantize(x, weight, **numbers, **wanted)
     assert_same(got, kernels.quantize_rows(y, **wanted))
+    out = xp.full_like(x, np.nan)
+    assert_same(kernels.rmsnorm_quantize(x, weight, **numbers, **wanted, out=out), got)
+    np.testing.assert_array_equal(to_numpy(out), to_numpy(y))
     added = {"residual": residual, "x_scale": 0.75, **numbers}
     y, h = kernels.rmsnorm(x, weight, **added)
-    got = kernels.rmsnorm_quantize(x, weight, **added, **wanted)
+    got = kernels.rmsnorm_quantize(x, weight, **added, **wanted, out=out)
     assert_same(got, (*kernels.quantize_rows(y, **wanted), h))
+    np.testing.assert_array_equal(to_numpy(out), to_numpy(y))
 
 
 @pytest.mark.parametrize("start", [8, 3])

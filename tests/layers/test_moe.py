@@ -10,10 +10,11 @@ import pytest
 from engine import reference
 from engine.device import to_numpy
 from engine.errors import WeightsError
+from engine.layers import moe as moe_layer
 from engine.layers.linear import Linear
 from engine.layers.mlp import MLP
 from engine.layers.moe import Experts, MoE, RoutingParams
-from engine.layers.norm import Norm
+from engine.layers.norm import Norm, QuantizedRows
 from engine.reference import Routing, moe_route
 from engine.testing import cases
 from engine.testing.cases_quantized import random_weight, weight_to
@@ -181,7 +182,7 @@ def test_a_quantized_bias_is_refused():
     ],
 )
 def test_quantized_experts(xp, name, num_tokens, deterministic, has_codes):
-    """Which products round x to codes, and that a chain of them gives what each alone gives."""
+    """Which products multiply codes, and that a chain of them gives what each alone gives."""
     shapes = (256, 128), (128, 128)
     weights = [
         stack_matrices([random_weight(name, *shape, seed) for seed in range(E)]) for shape in shapes
@@ -191,12 +192,74 @@ def test_quantized_experts(xp, name, num_tokens, deterministic, has_codes):
     options = {"quantize_x": has_codes, "deterministic": deterministic}
     experts = Experts(*(weight_to(xp, weight) for weight in weights))
     on_device, gx = Routing(*cases.to_module(xp, *routing)), xp.asarray(x)
-    rows = experts.first_product(gx, on_device, deterministic=deterministic)
+    assert experts.multiplies_codes(num_tokens, deterministic=deterministic) == has_codes
+    rows = experts.first_product(gx, on_device, deterministic=deterministic, as_codes=False)
     want = reference.moe_gemm(x, weights[0], routing, activation="swiglu", **options)
     assert_close(rows, want, reduction=257)
-    got = experts.second_product(rows, on_device, deterministic=deterministic)
+    coded = experts.first_product(gx, on_device, deterministic=deterministic)
+    assert isinstance(coded, QuantizedRows) == has_codes
+    got = experts.second_product(coded, on_device, deterministic=deterministic)
+    apart = experts.second_product(rows, on_device, deterministic=deterministic)
+    np.testing.assert_array_equal(to_numpy(got).view("u2"), to_numpy(apart).view("u2"))
     want = reference.moe_gemm(to_numpy(rows), weights[1], routing, scatter=True, **options)
     assert_close(got, want.reshape(got.shape), reduction=257)
     for _ in range(3):  # now the kernels overlap
         whole = experts(gx, on_device, deterministic=deterministic)
         np.testing.assert_array_equal(to_numpy(whole).view("u2"), to_numpy(got).view("u2"))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 8, 9, 40, 300])
+def test_a_chain_of_layers_with_codes(xp, monkeypatch, num_tokens):
+    """Norm, experts and shared expert exchange codes; each kernel starts before others have ended.
+
+    The bits are those of products that quantize their own rows, waited for one by one.
+    """
+
+    def weight(*shape, seed):
+        return weight_to(xp, random_weight("fp8_block", *shape, seed))
+
+    monkeypatch.setattr(moe_layer, "_CODED_FROM", 1)
+    width, hidden, count = 128, 256, 16
+    shapes = (2 * width, hidden), (hidden, width)
+    matrices = [[random_weight("fp8_block", *s, seed) for seed in range(count)] for s in shapes]
+    router = cases.normal((count, hidden), "bfloat16", 1, scale=0.1)
+    moe = MoE(
+        RoutingParams(4),
+        Linear(Weight.dense(xp.asarray(router))),
+        Experts(*(weight_to(xp, stack_matrices(one)) for one in matrices)),
+        shared=MLP(*(Linear(weight(*s, seed=9)) for s in shapes), "silu"),
+    )
+    norm = Norm(xp.asarray(cases.normal((hidden,), "bfloat16", 2, mean=1.0)), 1e-6)
+    start = [cases.normal((num_tokens, hidden), "bfloat16", seed) for seed in (3, 4)]
+
+    def apart(x, residual):
+        y, residual = norm.add(x, residual)
+        _waited(xp)
+        _, routing, rows = moe.normed_and_routed(y, None, None)
+        _waited(xp)
+        assert rows is y
+        x = moe.combined(y, routing, rows)
+        _waited(xp)
+        return x, residual
+
+    def together(x, residual):
+        y, residual = norm.add_for(moe.coded_format(num_tokens), x, residual, keeps_numbers=True)
+        return moe(y), residual
+
+    def run(step):
+        x, residual = (xp.asarray(one.copy()) for one in start)
+        for _ in range(10):
+            x, residual = step(x, residual)
+        return to_numpy(x).view("u2")
+
+    want = run(apart)
+    for _ in range(3):
+        np.testing.assert_array_equal(run(together), want)
+    y, _ = norm.add_for(moe.coded_format(num_tokens), *map(xp.asarray, start), keeps_numbers=True)
+    rows = moe.normed_and_routed(y, None, None)[2]
+    assert (rows is y) == moe._shares(rows) == (num_tokens > 8)
+
+
+def _waited(xp):
+    if xp is not np:
+        xp.cuda.Device().synchronize()

@@ -6,7 +6,7 @@ that tests compare these with.
 """
 
 from engine.kernels._cpu.attention import attention_decode
-from engine.kernels._cpu.norms import rmsnorm, rmsnorm_quantize
+from engine.kernels._cpu.norms import rmsnorm
 from engine.kernels._cpu.products import (
     gemm,
     gemm_wna16,
@@ -21,5 +21,4 @@ __all__ = [
     "rmsnorm",
     "rmsnorm_gemm",
     "rmsnorm_gemm_wna16",
-    "rmsnorm_quantize",
 ]

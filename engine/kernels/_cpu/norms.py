@@ -8,7 +8,7 @@ import numpy as np
 
 from engine import reference
 
-__all__ = ["normalised", "rmsnorm", "rmsnorm_quantize"]
+__all__ = ["normalised", "rmsnorm"]
 
 Array = np.ndarray[Any, Any]
 
@@ -42,24 +42,6 @@ def rmsnorm(
         return normalised(x, weight, eps, weight_offset)
     h = x + residual if x_scale == 1.0 else x * np.float32(x_scale) + residual
     return normalised(h, weight, eps, weight_offset), h
-
-
-def rmsnorm_quantize(
-    x: Array,
-    weight: Array,
-    *,
-    eps: float = 1e-6,
-    residual: Array | None = None,
-    x_scale: float = 1.0,
-    weight_offset: float = 0.0,
-    dtype: str = "fp8",
-    group: int = 0,
-) -> Any:
-    """See `engine.kernels.rmsnorm_quantize`: bitwise `rmsnorm`, then `quantize_rows`."""
-    y = rmsnorm(x, weight, eps=eps, residual=residual, x_scale=x_scale, weight_offset=weight_offset)
-    if residual is None:
-        return reference.quantize_rows(y, dtype=dtype, group=group)
-    return (*reference.quantize_rows(y[0], dtype=dtype, group=group), y[1])
 
 
 def normalised(x: Array, weight: Array, eps: float, weight_offset: float) -> Array:

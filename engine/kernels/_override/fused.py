@@ -147,6 +147,14 @@ def _store_parts(options: Options) -> Collection[str]:
     return ("qk_norm_rope_store", "rope", "kv_store", *norm)
 
 
+def _quantize_rows(rest: Rest, args: tuple[Any, ...], options: Options) -> Any:
+    return run("quantize_rows", rest(*args, **_without(options, "quantize_out")), group=128)
+
+
+def _quantized(options: Options) -> Collection[str]:
+    return ("quantize_rows",) if options.get("quantize_out") else ()
+
+
 def _always(*parts: str) -> Parts:
     return lambda options: parts
 
@@ -159,6 +167,7 @@ _ADD = Step(("residual",), _always("residual_add"), _add)
 _ADD_FIRST = Step(("residual", "residual_out"), _unscaled, _add_first)
 _ACTIVATE = Step(("activation",), _activations, _activate)
 _NORMALISE = Step(("norm_weight", "eps", "weight_offset"), _always("rmsnorm"), _normalise)
+_QUANTIZE_OUT = Step(("quantize_out",), _quantized, _quantize_rows)
 _STORE = Step((*_NEW_TOKEN, *_NORMS), _store_parts, _store_new_token)
 
 STEPS: dict[str, tuple[Step, ...]] = {
@@ -168,7 +177,7 @@ STEPS: dict[str, tuple[Step, ...]] = {
     "gemm_int8": (_ADD, _ACTIVATE, _NORMALISE),
     "rmsnorm_gemm": (_ACTIVATE,),
     "rmsnorm_gemm_wna16": (_ACTIVATE,),
-    "moe_gemm": (_ACTIVATE,),
+    "moe_gemm": (_QUANTIZE_OUT, _ACTIVATE),
     "moe_combine": (_ADD,),
     "rmsnorm": (_ADD_FIRST,),
     "attention_decode": (_STORE,),

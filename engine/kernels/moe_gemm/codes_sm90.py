@@ -14,7 +14,14 @@ from engine.kernels.moe_gemm.sm90 import MoeTileConfig
 from engine.kernels.moe_route import MAX_EXPERTS
 from engine.weights import FORMATS
 
-__all__ = ["CODES_CONFIGS", "choose_config", "is_supported", "launch", "specs"]
+__all__ = [
+    "CODES_CONFIGS",
+    "QUANTIZING_CONFIGS",
+    "choose_config",
+    "is_supported",
+    "launch",
+    "specs",
+]
 
 _WEIGHT_KIND = 3  # kCodes in CUDA
 _BLOCK = (128, 128)  # rows and columns of the weight per scale
@@ -22,33 +29,38 @@ _SLAB_BYTES = 128
 _BOX_ROWS = 16
 _MMA_ROWS = 64
 
-_FEW = MoeTileConfig(1, 64, 1, blocks=2)
-_MANY = MoeTileConfig(2, 80, 1)
-CODES_CONFIGS = (_FEW, _MANY)
+# Tiles for few and for many tokens per expert.
+CODES_CONFIGS = (MoeTileConfig(1, 48, 1, blocks=2), MoeTileConfig(2, 80, 1))
+# The same for results that are quantized: two warpgroups have the 128 columns of a scale.
+QUANTIZING_CONFIGS = (MoeTileConfig(2, 48, 1), MoeTileConfig(2, 80, 1))
 _MANY_FROM = 32  # above this average of tokens per expert, use the larger tile
 
 
-def choose_config(num_pairs: int, num_experts: int) -> MoeTileConfig:
+def choose_config(num_pairs: int, num_experts: int, *, quantizes_out: bool) -> MoeTileConfig:
     """Choose the tile for `num_pairs` pairs (token, expert).
 
     Examples
     --------
-    >>> choose_config(2048, 128).tokens, choose_config(8192, 128).tokens
-    (64, 80)
+    >>> few, many = (choose_config(pairs, 128, quantizes_out=False) for pairs in (2048, 8192))
+    >>> few.tokens, many.tokens, choose_config(2048, 128, quantizes_out=True).warpgroups
+    (48, 80, 2)
     """
-    return _MANY if num_pairs > _MANY_FROM * num_experts else _FEW
+    configs = QUANTIZING_CONFIGS if quantizes_out else CODES_CONFIGS
+    return configs[num_pairs > _MANY_FROM * num_experts]
 
 
 def specs(dtype: str, formats: tuple[str, ...]) -> tuple[ModuleSpec, ...]:
     """Return the modules that `launch` may launch for weights of `formats`."""
     if dtype not in HOPPER_DTYPES or not any(FORMATS[name].block == _BLOCK for name in formats):
         return ()
-    return tuple(_spec(config, dtype) for config in CODES_CONFIGS)
+    plain = [_spec(config, dtype, quantizes_out=False) for config in CODES_CONFIGS]
+    return (*plain, *(_spec(config, dtype, quantizes_out=True) for config in QUANTIZING_CONFIGS))
 
 
-def _spec(config: MoeTileConfig, dtype: str) -> ModuleSpec:
+def _spec(config: MoeTileConfig, dtype: str, *, quantizes_out: bool) -> ModuleSpec:
     macros = config.macros(*_bytes(config))
-    return ModuleSpec(FILE, dtype, (*macros.items(), ("WEIGHT_KIND", _WEIGHT_KIND)))
+    own = (("WEIGHT_KIND", _WEIGHT_KIND), ("QUANTIZES_OUT", int(quantizes_out)))
+    return ModuleSpec(FILE, dtype, (*macros.items(), *own))
 
 
 def _bytes(config: MoeTileConfig) -> tuple[int, int]:
@@ -56,35 +68,41 @@ def _bytes(config: MoeTileConfig) -> tuple[int, int]:
     return config.rows * config.depth * _SLAB_BYTES, config.depth * 4 * (4 + config.tokens)
 
 
-def is_supported(operands: MoeOperands) -> bool:
-    """Tell whether the kernel supports this device and these operands, with x quantized."""
-    x = operands.x
+def is_supported(operands: MoeOperands, dtype: Any) -> bool:
+    """Tell whether the kernel supports this device and these operands, x quantized from `dtype`."""
     weight = operands.weight
     out = operands.out
     num_experts, num_rows, k = weight.shape
-    if not is_hopper(dtype_name(x.dtype)) or num_experts > MAX_EXPERTS:
+    if not is_hopper(dtype_name(dtype)) or num_experts > MAX_EXPERTS:
         return False
     if weight.num_elements == 0 or out.size == 0:
         return False
     if operands.activation is not None and num_rows // 2 % _MMA_ROWS:
         return False  # each m-tile of up needs a single scale
+    if operands.out_scales is not None and (operands.activation is None or num_rows % 256):
+        return False  # a tile is 128 gate rows and their up rows
     sizes = (k, out.shape[-1] * out.itemsize, int(out.data.ptr), int(weight.data.data.ptr))
     return all(size % 16 == 0 for size in sizes)
 
 
-def launch(operands: MoeOperands, codes: Any, scales: Any) -> None:
-    """Launch on CuPy arrays; `codes` and `scales` are the quantized rows of x.
+def launch(
+    operands: MoeOperands, codes: Any, scales: Any, dtype: Any, *, has_routing: bool
+) -> None:
+    """Launch on CuPy arrays; `codes` and `scales` are the rows of x, quantized from `dtype`.
 
-    The preceding kernel wrote them and let this one start only after the routing was complete.
+    `has_routing`: see `launch_module`.
     """
-    config = choose_config(operands.expected_pairs, operands.weight.shape[0])
+    quantizes_out = operands.out_scales is not None
+    config = choose_config(
+        operands.expected_pairs, operands.weight.shape[0], quantizes_out=quantizes_out
+    )
     launch_module(
-        _spec(config, dtype_name(operands.x.dtype)),
+        _spec(config, dtype_name(dtype), quantizes_out=quantizes_out),
         config,
         config.shared_bytes(*_bytes(config)),
         operands,
         byte_maps(operands.weight),
-        has_routing=True,
+        has_routing=has_routing,
         map_x=tensor_map_2d(codes, "uint8", (_BOX_ROWS, _SLAB_BYTES)),
         x=codes,
         x_scales=scales,

@@ -6,7 +6,7 @@ Launched by `few_tokens.py`, `portable.py` and the `sm90.py` files; mirror `refe
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -14,24 +14,46 @@ from engine import reference
 from engine.device import empty_like
 from engine.dtypes import dtype_name
 from engine.errors import ShapeError
-from engine.kernels._contract import FLOAT32, FLOAT64, INT32, MIRROR_FLOATS, Contract
+from engine.kernels._contract import FLOAT32, FLOAT64, FLOATS, INT32, MIRROR_FLOATS, Contract
 from engine.kernels._launch import ceil_div
 from engine.kernels._module import ModuleSpec
 from engine.kernels._packed import check_planes
-from engine.kernels._quantize import GROUP, new_codes
+from engine.kernels._quantize import CODES, GROUP, new_codes, num_scales
 from engine.kernels.dequantize import launch as dequantize
 from engine.kernels.moe_gemm import codes_sm90, few_tokens, portable, quantized_sm90, scratch, sm90
 from engine.kernels.moe_gemm.operands import ACTIVATIONS, MoeOperands
-from engine.kernels.quantize_rows import launch as quantize_rows
+from engine.kernels.quantize_rows import launch as launch_quantize_rows
+from engine.kernels.quantize_rows import quantize_rows
 from engine.kernels.quantize_rows import specs as quantize_specs
 from engine.reference import Routing
 from engine.weights import FORMATS, Format, Weight
 from engine.weights.formats import TILE_COLUMNS, TILE_ROWS
 
-__all__ = ["SAMPLES", "check_product", "launch", "moe_gemm", "specs"]
+__all__ = ["SAMPLES", "MoeProduct", "check_product", "moe_gemm", "specs"]
 
 _ROWS = Format("rows of x", 8, (1, GROUP), 32, "e4m3", activations="fp8")
 SAMPLES = ("fp8_block", "int8", "mxfp4", "int4_g128", "q4_k", "q6_k")
+
+
+class MoeProduct(NamedTuple):
+    """Checked arguments of a product of experts.
+
+    Attributes
+    ----------
+    x, x_scales : array, array or None
+        Rows; with scales, codes.
+    dtype : dtype
+        Dtype of the rows that x holds or is quantized from: the result's.
+    weight, routing, bias
+        See `moe_gemm`.
+    """
+
+    x: Any
+    x_scales: Any
+    dtype: Any
+    weight: Any
+    routing: Routing
+    bias: Any
 
 
 def specs(
@@ -62,6 +84,7 @@ def moe_gemm(
     weight: Any,
     routing: Routing,
     *,
+    x_scales: Any = None,
     bias: Any = None,
     activation: str | None = None,
     alpha: float = 1.702,
@@ -72,7 +95,9 @@ def moe_gemm(
     deterministic: bool = False,
     pdl: bool = False,
     quantize_x: bool = False,
+    quantize_out: bool = False,
     num_experts: int | None = None,
+    out_dtype: Any = None,
     out: Any = None,
 ) -> Any:
     """Multiply each expert's rows by its matrix (grouped GEMM).
@@ -80,14 +105,17 @@ def moe_gemm(
     Parameters
     ----------
     x : (T, K) array of float32, float16 or bfloat16; (P, K) with `scatter`
-        The tokens; with `scatter`, rows sorted by expert, as returned by the first GEMM.
+        The tokens; with `scatter`, rows sorted by expert, as returned by the first GEMM. With
+        `x_scales`, codes: uint8 (bits of e4m3).
     weight : (E, R, K) array of x's dtype, or Weight
         One matrix (out features, in features) per expert. With an activation, the first R / 2 rows
         are gate, the others up. A quantized `Weight` (E, R, K) has the layout of
         `weights.stack`; in a packed format R is a multiple of 16.
     routing : Routing
         Result of `moe_route`, with P = T·k pairs.
-    bias : (E, R) array of x's dtype, optional
+    x_scales : (T, ceil(K / 128)) or (P, ceil(K / 128)) array of float32, optional
+        Scales of x, as returned by `quantize_rows`. Like `quantize_x`, for "fp8_block" only.
+    bias : (E, R) array of `out_dtype`, optional
     activation : None, "swiglu", "geglu" or "swiglu_clamped"
         silu(gate) · up, gelu(gate) · up (the tanh approximation), or gpt-oss's
         (clip(up, -limit, limit) + 1) · g · sigmoid(alpha·g) with g = min(gate, limit).
@@ -113,15 +141,21 @@ def moe_gemm(
     quantize_x : bool
         First quantize rows of x to e4m3 with a scale per 128 columns, like `quantize_rows`. Only
         for a weight in blocks of 128 x 128 ("fp8_block").
+    quantize_out : bool
+        Return rows quantized to e4m3 with a scale per 128 columns, like `quantize_rows`: x and
+        `x_scales` of the second GEMM.
     num_experts : int, optional
         Number of experts that share the pairs, by default E. Needed if `weight` and the offsets
         cover only some of the experts: the tile is chosen for the average pairs per expert.
-    out : (P, R) or, with an activation, (P, R / 2) array of x's dtype, optional
+    out_dtype : dtype, optional
+        Dtype of the result: x's, or with `x_scales` any of the three, which then is required.
+    out : (P, R) or, with an activation, (P, R / 2) array of `out_dtype`, optional
         Array for the result.
 
     Returns
     -------
-    (P, R) or (P, R / 2) array of x's dtype
+    (P, R) or (P, R / 2) array of `out_dtype`; with `quantize_out` codes and scales:
+        (P, R) or (P, R / 2) array of uint8, (P, ceil(R / 128)) or (P, ceil(R / 256)) of float32
 
     Raises
     ------
@@ -133,8 +167,10 @@ def moe_gemm(
     Sums, bias, activation and the pairs' weights are float32; the result is rounded once. Experts
     without tokens cost nothing: their matrices are not read.
 
-    With `quantize_x`, codes are multiplied, and the sum over each 128 columns is multiplied by both
-    scales. Otherwise x is not quantized, whatever the format. For at most 8 tokens, the weight's
+    With `quantize_x` or `x_scales`, codes are multiplied, and the sum over each 128 columns is
+    multiplied by both scales. `quantize_out` rounds to `out_dtype` first; on Hopper it takes no
+    launch of its own if codes are multiplied and an activation leaves a multiple of 128 columns.
+    Otherwise x is not quantized, whatever the format. For at most 8 tokens, the weight's
     codes are multiplied and the sum of each group is scaled; for more, quantized weights are
     rounded to x's dtype before the GEMM, as in the mirror. If no kernel supports the format for
     that many tokens, for example on GPUs before Hopper, all matrices (and the codes of x) are
@@ -150,16 +186,19 @@ def moe_gemm(
     array([3., 2.], dtype=float32)
     """
     call = Contract("moe_gemm")
-    x, weight, routing, bias = check_product(
+    checked = check_product(
         call,
         x,
         weight,
         routing,
         bias,
+        x_scales=x_scales,
+        out_dtype=out_dtype,
         scatter=scatter,
         quantize_x=quantize_x,
         transposed=transposed,
     )
+    x, x_scales, dtype, weight, routing, bias = checked
     _check_plain(call, weight, bias, activation, weighted=weighted, transposed=transposed)
     call.check("activation", activation in ACTIVATIONS, f"one of {ACTIVATIONS}", activation)
     rows = call["R"]
@@ -169,11 +208,14 @@ def moe_gemm(
     call.number("limit", limit, low=0.0)
     num_experts = call["E"] if num_experts is None else num_experts
     call.number("num_experts", num_experts, low=call["E"])
+    call.check("quantize_out", not (quantize_out and scatter), "False with scatter", quantize_out)
+    call.check("out", not quantize_out or out is None, "None with quantize_out", "an array")
     if call.on_cpu:
         result = reference.moe_gemm(
             x,
             weight,
             routing,
+            x_scales=x_scales,
             bias=bias,
             activation=activation,
             alpha=alpha,
@@ -183,22 +225,27 @@ def moe_gemm(
             transposed=transposed,
             deterministic=deterministic,
             quantize_x=quantize_x,
+            quantize_out=quantize_out,
+            out_dtype=out_dtype,
         )
-        return call.finish(out, result)
-    columns = rows if activation is None else rows // 2
-    out = call.output("out", out, (call["P"], columns), x.dtype)
-    own = (x, weight, routing, out, bias, activation, alpha, limit, scatter, deterministic, pdl)
-    operands = MoeOperands(*own, num_experts, transposed=transposed, weighted=weighted)
-    launch(call, operands, quantize_x=quantize_x)
-    return out
-
-
-def launch(call: Contract, operands: MoeOperands, *, quantize_x: bool) -> None:
-    """Launch on CuPy arrays checked by `check_product`."""
-    if quantize_x:
-        _launch_quantized(call, operands)
+        return result if quantize_out else call.finish(out, result)
+    shape = (call["P"], rows if activation is None else rows // 2)
+    has_codes = quantize_x or x_scales is not None
+    own = (bias, activation, alpha, limit, scatter, deterministic, pdl, num_experts)
+    more: dict[str, Any] = {"transposed": transposed, "weighted": weighted}
+    if quantize_out and has_codes:
+        codes, scales = new_codes(call, *shape, "fp8", GROUP)
+        operands = MoeOperands(x, weight, routing, codes, *own, **more, out_scales=scales)
+        if codes_sm90.is_supported(operands, dtype):
+            _launch_codes(call, operands, checked)
+            return codes, scales
+    out = call.output("out", out, shape, dtype)
+    operands = MoeOperands(x, weight, routing, out, *own, **more)
+    if has_codes:
+        _launch_codes(call, operands, checked)
     else:
         _launch(operands)
+    return quantize_rows(out, dtype="fp8", group=GROUP) if quantize_out else out
 
 
 def check_product(
@@ -208,14 +255,27 @@ def check_product(
     routing: Routing,
     bias: Any,
     *,
+    x_scales: Any,
+    out_dtype: Any,
     scatter: bool,
     quantize_x: bool,
     transposed: bool = False,
-) -> tuple[Any, Any, Routing, Any]:
-    """Check and return x, weight, routing and bias; a dense weight becomes an array."""
+) -> MoeProduct:
+    """Check and return the arguments; a dense weight becomes an array."""
     experts = call.array("routing.experts", routing.experts, "T k", INT32)
     call.bind("P", call["T"] * call["k"], "routing.experts")
-    x = call.array("x", x, "P K" if scatter else "T K", MIRROR_FLOATS)
+    count = "P" if scatter else "T"
+    is_coded = x_scales is not None
+    x = call.array("x", x, f"{count} K", (CODES["fp8"],) if is_coded else MIRROR_FLOATS)
+    if is_coded:
+        x_scales = call.array(
+            "x_scales", x_scales, f"{count} {num_scales(call['K'], GROUP)}", FLOAT32
+        )
+        call.check("quantize_x", not quantize_x, "False with x_scales", quantize_x)
+        call.check("out_dtype", out_dtype is not None, "given with x_scales", out_dtype)
+    dtype = x.dtype if out_dtype is None else np.dtype(out_dtype)
+    is_allowed = dtype in FLOATS if is_coded else dtype == x.dtype
+    call.check("out_dtype", is_allowed, "x's, or with x_scales a float dtype", dtype)
     if isinstance(weight, Weight) and weight.format.is_dense:
         weight = weight.data
     if isinstance(weight, Weight):
@@ -225,12 +285,13 @@ def check_product(
     weights = call.array("routing.weights", routing.weights, "T k", (FLOAT32, FLOAT64))
     order = call.array("routing.order", routing.order, "P", INT32)
     offsets = call.array("routing.offsets", routing.offsets, f"{call['E'] + 1}", INT32)
-    if quantize_x:
+    if quantize_x or is_coded:
         is_supported = isinstance(weight, Weight) and weight.format.block == (GROUP, GROUP)
-        call.check("weight", is_supported, "in blocks of 128 x 128 with quantize_x", _name(weight))
+        call.check("weight", is_supported, "in blocks of 128 x 128 for codes of x", _name(weight))
     if bias is not None:
-        bias = call.array("bias", bias, "E R", x.dtype)
-    return x, weight, Routing(experts, weights, order, offsets), bias
+        bias = call.array("bias", bias, "E R", dtype)
+    routing = Routing(experts, weights, order, offsets)
+    return MoeProduct(x, x_scales, dtype, weight, routing, bias)
 
 
 def _check_plain(
@@ -250,18 +311,22 @@ def _check_plain(
     call.check("transposed", bare or not transposed, "False with a bias or activation", transposed)
 
 
-def _launch_quantized(call: Contract, operands: MoeOperands) -> None:
-    """Quantize x and launch the grouped GEMM of codes, or of the dequantized codes."""
-    rows, columns = operands.x.shape
-    codes, scales = new_codes(call, rows, columns, "fp8", GROUP)
-    # `is_late` completes the routing before the first GEMM starts, so the GEMM may read it while x
-    # is quantized. Before the second GEMM it is complete in any case: see `pdl`.
-    is_late = not operands.scatter
-    quantize_rows(operands.x, codes, scales, dtype="fp8", group=GROUP, is_late=is_late)
-    if codes_sm90.is_supported(operands):
-        codes_sm90.launch(operands, codes, scales)
+def _launch_codes(call: Contract, operands: MoeOperands, checked: MoeProduct) -> None:
+    """Launch the grouped GEMM of x's codes, or of the dequantized codes; quantize x if needed."""
+    codes = checked.x
+    scales = checked.x_scales
+    dtype = checked.dtype
+    has_routing = scales is None
+    if has_routing:
+        codes, scales = new_codes(call, codes.shape[0], codes.shape[1], "fp8", GROUP)
+        # `is_late` completes the routing before the first GEMM starts, so the GEMM may read it
+        # while x is quantized. Before the second GEMM it is complete in any case: see `pdl`.
+        is_late = not operands.scatter
+        launch_quantize_rows(checked.x, codes, scales, dtype="fp8", group=GROUP, is_late=is_late)
+    if codes_sm90.is_supported(operands, dtype):
+        codes_sm90.launch(operands, codes, scales, dtype, has_routing=has_routing)
         return
-    numbers = empty_like(operands.x)
+    numbers = empty_like(codes, dtype)
     dequantize(Weight(_ROWS, codes, codes.shape, scales), dtype_name(numbers.dtype), numbers)
     _launch(replace(operands, x=numbers))
 

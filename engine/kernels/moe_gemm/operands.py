@@ -25,7 +25,10 @@ class Summed:
 
 @dataclass(frozen=True)
 class MoeOperands:
-    """CuPy arrays and options of `moe_gemm` or, with `summed`, of `moe_gemm_combine`."""
+    """CuPy arrays and options of `moe_gemm` or, with `summed`, of `moe_gemm_combine`.
+
+    With `out_scales`, `out` are codes.
+    """
 
     x: Any
     weight: Any
@@ -43,6 +46,7 @@ class MoeOperands:
     summed: Summed | None = None
     transposed: bool = False
     weighted: bool = True
+    out_scales: Any = None
 
     @property
     def matrices(self) -> tuple[int, int, int]:

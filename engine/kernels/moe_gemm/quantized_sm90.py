@@ -22,8 +22,8 @@ __all__ += ["byte_maps", "launch_module"]
 _KERNEL = Kernel(
     "moe_gemm_quantized_sm90",
     "map_data:tmap map_high:tmap map_scales:tmap map_supers:tmap map_x:tmap scales:ptr x:ptr "
-    "x_scales:ptr order:ptr offsets:ptr pair_weights:ptr bias:ptr out:ptr num_experts:i32 "
-    "num_rows:i32 k:i32 top_k:i32 activation:i32 alpha:f32 limit:f32 is_early:i32",
+    "x_scales:ptr order:ptr offsets:ptr pair_weights:ptr bias:ptr out:ptr out_scales:ptr "
+    "num_experts:i32 num_rows:i32 k:i32 top_k:i32 activation:i32 alpha:f32 limit:f32 is_early:i32",
     struct="MoeGemmQuantizedSm90Params",
 )
 FILE = "moe_gemm/moe_gemm_sm90.cu"
@@ -147,6 +147,7 @@ def launch_module(
         pdl=True,  # the kernel waits before it accesses memory that others write
         is_early=operands.pdl and (operands.scatter or has_routing),
         scales=None if weight.format.is_packed else weight.scales,
+        out_scales=operands.out_scales,
         **arguments,
         **maps,
         **operands.arguments(),
