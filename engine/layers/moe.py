@@ -414,8 +414,8 @@ class MoE:
         """Tell whether the shared expert multiplies the same codes as the others."""
         if self.shared is None or not isinstance(rows, QuantizedRows):
             return False
-        own, others = self.shared.input_format, self.experts.gate_up.format
-        return own is not None and own.block == others.block
+        own = self.shared.input_format
+        return own is not None and own.block == self.experts.gate_up.format.block
 
     def _shared_output(self, x: Any) -> Any:
         """Return the shared expert's output (T, N), or None."""
