@@ -16,7 +16,10 @@ from engine.llm_engine import LLMEngine
 from engine.sampling_params import SamplingParams
 
 DEVICE = "GPU"
-_MODELS = ("qwen2.5-0.5b", "qwen3-0.6b", "llama-3.2-1b", "llama-3.1-8b")
+_MODELS = (
+    *(("qwen2.5-0.5b", None), ("qwen3-0.6b", None), ("llama-3.2-1b", None), ("llama-3.1-8b", None)),
+    ("qwen3-30b-a3b", "fp8_block"),
+)
 _SIZES = (1, 8, 64, 256)
 _PROMPT, _WARM_STEPS, _STEPS = 500, 60, 20
 
@@ -68,14 +71,15 @@ def main(device):
 
     torch.cuda.init()
     rows = []
-    for name in _MODELS:
-        config = built_in_config(name)
-        model = load(config=config, load_format="dummy", max_model_len=1024, device="cuda")
+    for name, form in _MODELS:
+        options = {"config": built_in_config(name), "quantization": form, "max_model_len": 1024}
+        model = load(load_format="dummy", device="cuda", **options)
+        case = name if form is None else f"{name} {form}"
         with LLMEngine(model, max_num_seqs=max(_SIZES)) as engine:
             serve(engine, Work.same(2, 64, 20))
             rows += [
                 row_of(
-                    "decode_steps", f"{name} {size} x {_PROMPT}", decode_steps(engine, size, torch)
+                    "decode_steps", f"{case} {size} x {_PROMPT}", decode_steps(engine, size, torch)
                 )
                 for size in _SIZES
             ]
