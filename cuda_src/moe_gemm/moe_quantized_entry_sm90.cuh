@@ -12,7 +12,7 @@ struct MoeGemmQuantizedSm90Params {
   TensorMap map_x;            // x, box: 16 rows; used with pair_weights
   const float* scales;        // if not packed: (E, blocks of rows, blocks of columns)
   const operand_t* x;         // (T, K), or (P, K) with pair_weights
-  const float* x_scales;      // WEIGHT_KIND 3: (T, K / 128), or (P, K / 128)
+  const float* x_scales;      // WEIGHT_KIND 3: (T, ceil(K / 128)), or (P, ceil(K / 128))
   const int* order;           // (P,)
   const int* offsets;         // (E + 1,)
   const float* pair_weights;  // (P,), or null

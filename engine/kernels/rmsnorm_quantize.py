@@ -63,7 +63,7 @@ def rmsnorm_quantize(
     dtype, group
         See `quantize_rows`.
     out : (M, N) array of x's dtype, optional
-        Array for the normalised rows, which otherwise are not written.
+        Array for the normalised rows, which otherwise are not written; may be `x`.
 
     Returns
     -------
@@ -105,10 +105,10 @@ def rmsnorm_quantize(
     if call.on_cpu:
         normed = _cpu.rmsnorm(x, weight, residual=residual, **numbers)
         y, *sums = (normed,) if residual is None else normed
-        if out is not None:
-            call.finish(out, y)
+        targets = [call.target(residual_out, h, "residual_out") for h in sums]
+        call.finish(out, y)
         coded = reference.quantize_rows(y, dtype=dtype, group=group)
-        return (*coded, *(call.finish(residual_out, h, "residual_out") for h in sums))
+        return (*coded, *(call.fill(to, h) for to, h in zip(targets, sums, strict=True)))
     arrays = [x, weight, *(() if residual is None else (residual,))]
     if out is not None:
         arrays.append(call.output("out", out, x.shape, x.dtype))

@@ -22,8 +22,8 @@ __all__ = ["DenseAndExperts", "Experts", "MoE", "RoutingParams"]
 _FLOAT32 = np.dtype(np.float32)
 _QUANTIZED_BLOCK = (128, 128)  # scale block of weights multiplied with quantized activations
 _QUANTIZED_FROM = 9  # minimum tokens to quantize x: for fewer, reading weights dominates
-# Minimum tokens to quantize x in the norm. For fewer, the first product starts while a kernel of
-# its own quantizes x, which takes less time than this start.
+# Minimum tokens to quantize x in the norm. For fewer, a kernel of its own costs nothing: the first
+# product starts and loads weights meanwhile.
 _CODED_FROM = 2048
 
 
@@ -176,9 +176,14 @@ class Experts:
             **others,
         )
 
-    def multiplies_codes(self, num_tokens: int, *, deterministic: bool) -> bool:
-        """Tell whether the first product of `num_tokens` tokens multiplies codes of x."""
-        return _multiplies_codes(self.gate_up, num_tokens, deterministic=deterministic)
+    def coded_format(self, num_tokens: int) -> Format | None:
+        """Return the weight format for which a norm may quantize `num_tokens` tokens.
+
+        None: they are read as they are, or quantized by a kernel of their own.
+        """
+        form = self.gate_up.format
+        is_read = num_tokens >= _CODED_FROM and not self.num_identity
+        return form if form.block == _QUANTIZED_BLOCK and is_read else None
 
     def first_product(
         self,
@@ -341,13 +346,10 @@ class MoE:
     def coded_format(self, num_tokens: int) -> Format | None:
         """Return the weight format for which a norm may quantize the input, keeping its numbers.
 
-        None: the input is read as it is, or quantized by a kernel of its own.
+        See `Experts.coded_format`.
         """
-        form = self.experts.gate_up.format
         reads_input = self.latent is None and not self.params.scales_input
-        is_read = reads_input and not self.experts.num_identity
-        is_large = num_tokens >= _CODED_FROM
-        return form if form.block == _QUANTIZED_BLOCK and is_read and is_large else None
+        return self.experts.coded_format(num_tokens) if reads_input else None
 
     @property
     def num_multiplied(self) -> int:
@@ -434,9 +436,9 @@ class MoE:
         """
         p = self.params
         if isinstance(x, QuantizedRows):
-            _, routing, _ = self.normed_and_routed(x.numbers, norm, slots)
-            has_codes = self.experts.multiplies_codes(x.shape[0], deterministic=self.deterministic)
-            return x.numbers, routing, x if has_codes else x.numbers
+            assert norm is None and x.numbers is not None
+            _, routing, _ = self.normed_and_routed(x.numbers, None, slots)
+            return x.numbers, routing, x
         if p.scales_input:
             x = x if norm is None else norm(x)
             return x, *self._routed_by_input(x, slots)

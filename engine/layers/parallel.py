@@ -317,6 +317,10 @@ class AllReduceNorm(Norm):
 class _PairedExperts(Experts):
     """Experts that write out every pair and then sum, instead of fusing product and sum."""
 
+    def coded_format(self, num_tokens: int) -> Format | None:
+        """Return None: the tokens themselves are read, too."""
+        return None
+
     def combined(
         self, x: Any, routing: kernels.Routing, *, deterministic: bool = False, **others: Any
     ) -> Any:
@@ -415,10 +419,6 @@ class ParallelMoE(MoE):
     ) -> None:
         super().__init__(params, router, experts, **options)
         self._collectives = collectives
-
-    def coded_format(self, num_tokens: int) -> Format | None:
-        """Return None: the norm before it also sums over the ranks, and does not quantize."""
-        return None
 
     def combined(self, x: Any, routing: kernels.Routing, rows: Any, *, residual: Any = None) -> Any:
         """Return the output (T, N) of all ranks together. See `MoE`."""

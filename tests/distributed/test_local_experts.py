@@ -9,15 +9,16 @@ import numpy as np
 import pytest
 
 from engine import kernels
-from engine.layers.moe import Experts
-from engine.layers.parallel import ExpertParallelExperts
+from engine.layers.linear import Linear
+from engine.layers.moe import Experts, MoE, RoutingParams
+from engine.layers.parallel import ColumnParallelExperts, ExpertParallelExperts
 from engine.plan_array import PlanArray, unwrapped
 from engine.reference import Routing
 from engine.reference.embedding import PADDING_ID
 from engine.testing import cases
 from engine.testing.cases_moe import routing_of
 from engine.testing.cases_quantized import random_weight
-from engine.weights import Weight
+from engine.weights import FORMATS, Weight
 from engine.weights.stack import stack_matrices, take_matrices
 
 N, E = 256, 7  # as many features as hidden ones: of whole blocks in every format
@@ -59,7 +60,12 @@ def leaves_rows(monkeypatch):
         places = np.arange(routing.offsets[0], routing.offsets[-1])
         written = routing.order[places] if scatter else places
         counts.append(len(written))
-        target = np.full_like(result, np.nan) if out is None else out
+        if isinstance(result, tuple):  # codes, of which 0x7F is NaN, and scales
+            return tuple(kept(one, written, one.dtype.type(0x7F)) for one in result)
+        return kept(result, written, np.nan, out)
+
+    def kept(result, written, unknown, out=None):
+        target = np.full_like(result, unknown) if out is None else out
         target[written] = result[written]
         return target
 
@@ -87,6 +93,18 @@ def test_the_ranks_pairs_are_those_of_one_process(leaves_rows, form, size):
             np.testing.assert_array_equal(got[own], want[own])
             ranks.append(got)
         np.testing.assert_array_equal(sum(ranks), want)
+
+
+def test_tokens_of_a_long_prompt_are_not_only_codes():
+    """Ranks read the numbers, too: of zeros of their shape, or of columns."""
+    experts = Experts(_weight("fp8_block", 2 * N, N), _weight("fp8_block", N, N))
+    assert experts.coded_format(4096) is FORMATS["fp8_block"]
+    assert experts.coded_format(40) is None
+    local = _local(experts, 2, 5)
+    assert local.coded_format(4096) is None
+    router = Linear(Weight.dense(cases.normal((E, N), "float32", seed=3)))
+    for one in (local, ColumnParallelExperts(**vars(experts), collectives=None)):
+        assert MoE(RoutingParams(2), router, one).coded_format(4096) is None
 
 
 def test_gathered_pairs_are_in_their_places(leaves_rows, on_ranks):

@@ -20,12 +20,15 @@ from engine.kernels._override.dispatch import OPS
 from engine.kernels._override.fused import KEPT, STEPS, WHOLES
 from engine.kernels._override.scope import ModelKernels
 from engine.kernels._override.table import Overrides
+from engine.testing.cases_quantized import random_weight
 from engine.weights.quantize import quantize, resolve_format
+from engine.weights.stack import stack_matrices
 
 ROOT = Path(engine.__file__).parent
 RNG = np.random.default_rng(0)
 SAMPLES = [
-    {"activation": name, "residual": 0, "q_weight": 0, "k_weight": 0, "q_factors": 0}
+    {"activation": name, "quantize_x": True, "quantize_out": True}
+    | {"residual": 0, "q_weight": 0, "k_weight": 0, "q_factors": 0}
     for name in ("swiglu", "silu", "gelu", "gelu_tanh", "relu")
 ]
 
@@ -64,6 +67,10 @@ def routing():
     return reference.moe_route(array(3, 4), 2)
 
 
+def coded_experts(rows):
+    return stack_matrices([random_weight("fp8_block", rows, 16, seed) for seed in range(4)])
+
+
 def eight_bit(name):
     group = 128 if name == "int8" else 0
     codes, scales = reference.quantize_rows(array(12, 16), dtype=name, group=group)
@@ -90,7 +97,10 @@ CALLS = {
         (array(3, 128), array(128), int4(12, 128)),
         {"activation": "swiglu"},
     ),
-    "moe_gemm": lambda: ((array(3, 16), array(4, 12, 16), routing()), {"activation": "swiglu"}),
+    "moe_gemm": lambda: (
+        (array(3, 16), coded_experts(12), routing()),
+        {"activation": "swiglu", "quantize_x": True, "quantize_out": True},
+    ),
     "moe_combine": lambda: ((array(3, 2, 8),), {"residual": array(3, 8)}),
     "rmsnorm": lambda: ((array(3, 16), array(16)), {"residual": array(3, 16)}),
     "attention_decode": decode,
@@ -102,8 +112,8 @@ CALLS = {
     ),
     "swiglu_quantize": lambda: ((array(3, 16),), {"dtype": "int8"}),
     "moe_gemm_combine": lambda: (
-        (array(6, 16), array(4, 8, 16), routing()),
-        {"residual": array(3, 8), "shared": array(3, 8)},
+        (array(6, 16), coded_experts(8), routing()),
+        {"residual": array(3, 8), "shared": array(3, 8), "quantize_x": True},
     ),
     "qk_norm_rope_store": heads,
 }
@@ -406,7 +416,7 @@ def test_what_keeps_its_own_is_logged(caplog):
     Overrides.from_option({"quantize_rows": print, "silu": print}).warn_of_kept()
     assert [record.getMessage() for record in caplog.records] == [
         "kernels['quantize_rows']: print runs where the model calls quantize_rows; "
-        "gemm_fp8, gemm_int8, moe_gemm keep their own"
+        "gemm_fp8, gemm_int8 keep their own"
     ]
 
 

@@ -186,6 +186,13 @@ QUANTIZED_SHAPES = (
 def test_codes_go_from_one_product_to_the_next(xp, tier, monkeypatch, config, shape, dtype):
     """Given or returned, they are `quantize_rows` of the numbers: the same bits."""
     monkeypatch.setattr(codes_sm90, "QUANTIZING_CONFIGS", (config, config))
+    fused, launch = [], codes_sm90.launch
+
+    def counted(operands, *args, **options):
+        fused.append(operands.out_scales is not None)
+        launch(operands, *args, **options)
+
+    monkeypatch.setattr(codes_sm90, "launch", counted)
     x, weight, bias = _inputs("fp8_block", shape, dtype)
     gx, gb = cases.to_module(xp, x, bias)
     gw = weight_to(xp, weight)
@@ -203,15 +210,32 @@ def test_codes_go_from_one_product_to_the_next(xp, tier, monkeypatch, config, sh
                 got = kernels.moe_gemm(rows, gw, routing, quantize_out=True, **how)
                 for one, other in zip(got, wanted, strict=True):
                     np.testing.assert_array_equal(to_numpy(one), to_numpy(other))
+    if fused:  # one call of two routers, three activations, codes given or not: in groups of 128
+        assert sum(fused) == (12 if shape[4] % 256 == 0 else 0)
 
 
-def test_codes_of_infinite_and_missing_numbers(xp, tier):
-    """A NaN makes the scale of its 128 columns NaN; zeros have the scale 0."""
+def test_codes_at_any_address(xp, tier):
+    x, weight, _ = _inputs("fp8_block", (70, 4, 2, 384, 256), "bfloat16")
+    codes, scales = kernels.quantize_rows(xp.asarray(x), group=128)
+    moved = xp.empty(codes.size + 8, codes.dtype)[8:].reshape(codes.shape)
+    moved[...] = codes
+    args = weight_to(xp, weight), _on(xp, _routing(70, 4, 2))
+    options = {"x_scales": scales, "out_dtype": x.dtype, "activation": "swiglu"}
+    want = kernels.moe_gemm(codes, *args, **options)
+    got = kernels.moe_gemm(moved, *args, **options)
+    assert_close(got, to_numpy(want), reduction=384, dtype="bfloat16")
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered in multiply")  # infinity by 0
+@pytest.mark.parametrize("config", codes_sm90.QUANTIZING_CONFIGS)
+def test_codes_of_large_and_missing_numbers(xp, tier, monkeypatch, config):
+    """The scale of 128 columns is NaN with a NaN, infinite with an infinity, 0 with zeros only."""
+    monkeypatch.setattr(codes_sm90, "QUANTIZING_CONFIGS", (config, config))
     shape = (150, 3, 2, 512, 256)
     x, weight, _ = _inputs("fp8_block", shape, "bfloat16")
     x[7], x[11] = np.nan, 0
     bias = np.zeros(weight.shape[:2], x.dtype)
-    bias[1, 130], bias[2, 3] = np.nan, 1e30
+    bias[1, 130], bias[2, 3] = np.nan, np.inf
     arrays = cases.to_module(xp, x, bias)
     options = {"activation": "swiglu", "quantize_x": True, "bias": arrays[1]}
     call = partial(
@@ -220,7 +244,8 @@ def test_codes_of_infinite_and_missing_numbers(xp, tier):
     wanted = kernels.quantize_rows(call(**options), group=128)
     for one, other in zip(call(**options, quantize_out=True), wanted, strict=True):
         np.testing.assert_array_equal(to_numpy(one), to_numpy(other))
-    assert np.isnan(to_numpy(wanted[1])).any() and (to_numpy(wanted[1]) == 0).any()
+    scales = to_numpy(wanted[1])
+    assert np.isnan(scales).any() and np.isinf(scales).any() and (scales == 0).any()
 
 
 def test_arguments_of_codes():
@@ -231,7 +256,10 @@ def test_arguments_of_codes():
     for options, message in (
         ({"x_scales": scales}, "out_dtype: must be given with x_scales"),
         ({**given, "quantize_x": True}, "quantize_x: must be False with x_scales"),
-        ({**given, "out_dtype": np.int32}, "out_dtype: must be x's, or with x_scales"),
+        (
+            {**given, "out_dtype": np.int32},
+            "out_dtype: must be float32 or float16 or bfloat16; got",
+        ),
         ({**given, "x_scales": scales[1:]}, "x_scales: "),
         ({**given, "quantize_out": True, "out": x}, "out: must be None with quantize_out"),
     ):
@@ -239,7 +267,7 @@ def test_arguments_of_codes():
             kernels.moe_gemm(codes, weight, routing, **options)
     with pytest.raises(DTypeError, match="x: "):
         kernels.moe_gemm(x, weight, routing, **given)
-    with pytest.raises(ContractError, match="out_dtype: must be x's"):
+    with pytest.raises(ContractError, match="out_dtype: must be float32; got"):
         kernels.moe_gemm(x, weight, routing, out_dtype=np.float16)
     rows, down, _ = _inputs("fp8_block", SHAPES[1], "float32", scatter=True)
     with pytest.raises(ContractError, match="quantize_out: must be False with scatter"):
@@ -283,6 +311,33 @@ def test_a_run_of_experts(xp, tier, name, scatter):
             kept = want.copy()
             kept[np.setdiff1d(np.arange(len(want)), own)] = 0
             assert_close(out, kept, reduction=max(shape[3], 257), name=f"{first}:{last}")
+
+
+def test_codes_of_a_run_of_experts(xp, tier):
+    """Rows of other experts' pairs are not written, and not read by the next product."""
+    shape = (300, 7, 3, 512, 512)
+    x, up, _ = _inputs("fp8_block", shape, "bfloat16")
+    _, down, _ = _inputs("fp8_block", (300, 7, 3, 256, 128), "bfloat16")
+    routing = _routing(*shape[:3])
+    gx = xp.asarray(x)
+
+    def pairs(first, last):
+        parts = [weight_to(xp, take_matrices(weight, first, last)) for weight in (up, down)]
+        run = _on(xp, routing._replace(offsets=routing.offsets[first : last + 1]))
+        options = {"pdl": True, "num_experts": 7}
+        codes, scales = kernels.moe_gemm(
+            gx, parts[0], run, activation="swiglu", quantize_x=True, quantize_out=True, **options
+        )
+        out = xp.zeros((900, 128), x.dtype)
+        given = {"x_scales": scales, "out_dtype": x.dtype, "scatter": True, "out": out}
+        return to_numpy(kernels.moe_gemm(codes, parts[1], run, **given, **options))
+
+    want = pairs(0, 7)
+    for first, last in ((0, 2), (3, 4), (5, 7)):
+        own = (routing.experts.reshape(-1) >= first) & (routing.experts.reshape(-1) < last)
+        got = pairs(first, last)
+        np.testing.assert_array_equal(got[own], want[own])
+        assert not got[~own].any() or xp is np
 
 
 @pytest.mark.parametrize("name", ["fp8", "int8", "mxfp4"])

@@ -89,6 +89,8 @@ def _activations(options: Options) -> Collection[str]:
 def _activate(rest: Rest, args: tuple[Any, ...], options: Options) -> Any:
     if options.get("residual") is not None:  # it is added after the activation
         return _add(partial(_activate_rest, rest), args, options)
+    if options.get("quantize_out"):
+        return _quantize_out(partial(_activate_rest, rest), args, options)
     op, more = _ACTIVATIONS[options["activation"]]
     y = rest(*args, **_without(options, "activation", "out"))
     return run(op, y, out=options.get("out"), **more)
@@ -147,12 +149,19 @@ def _store_parts(options: Options) -> Collection[str]:
     return ("qk_norm_rope_store", "rope", "kv_store", *norm)
 
 
-def _quantize_rows(rest: Rest, args: tuple[Any, ...], options: Options) -> Any:
+def _quantize_out(rest: Rest, args: tuple[Any, ...], options: Options) -> Any:
     return run("quantize_rows", rest(*args, **_without(options, "quantize_out")), group=128)
 
 
-def _quantized(options: Options) -> Collection[str]:
-    return ("quantize_rows",) if options.get("quantize_out") else ()
+def _quantize_x(rest: Rest, args: tuple[Any, ...], options: Options) -> Any:
+    x, *others = args
+    codes, scales = run("quantize_rows", x, group=128)
+    given = {"x_scales": scales, "out_dtype": x.dtype}
+    return rest(codes, *others, **(_without(options, "quantize_x") | given))
+
+
+def _quantized(name: str) -> Parts:
+    return lambda options: ("quantize_rows",) if options.get(name) else ()
 
 
 def _always(*parts: str) -> Parts:
@@ -167,7 +176,8 @@ _ADD = Step(("residual",), _always("residual_add"), _add)
 _ADD_FIRST = Step(("residual", "residual_out"), _unscaled, _add_first)
 _ACTIVATE = Step(("activation",), _activations, _activate)
 _NORMALISE = Step(("norm_weight", "eps", "weight_offset"), _always("rmsnorm"), _normalise)
-_QUANTIZE_OUT = Step(("quantize_out",), _quantized, _quantize_rows)
+_QUANTIZE_OUT = Step(("quantize_out",), _quantized("quantize_out"), _quantize_out)
+_QUANTIZE_X = Step(("quantize_x",), _quantized("quantize_x"), _quantize_x)
 _STORE = Step((*_NEW_TOKEN, *_NORMS), _store_parts, _store_new_token)
 
 STEPS: dict[str, tuple[Step, ...]] = {
@@ -177,7 +187,7 @@ STEPS: dict[str, tuple[Step, ...]] = {
     "gemm_int8": (_ADD, _ACTIVATE, _NORMALISE),
     "rmsnorm_gemm": (_ACTIVATE,),
     "rmsnorm_gemm_wna16": (_ACTIVATE,),
-    "moe_gemm": (_QUANTIZE_OUT, _ACTIVATE),
+    "moe_gemm": (_QUANTIZE_OUT, _ACTIVATE, _QUANTIZE_X),
     "moe_combine": (_ADD,),
     "rmsnorm": (_ADD_FIRST,),
     "attention_decode": (_STORE,),
@@ -225,6 +235,10 @@ def _all_reduce_rmsnorm(x: Any, peers: Any, residual: Any, weight: Any, **option
 
 def _swiglu_quantize(x: Any, **options: Any) -> Any:
     return run("quantize_rows", run("swiglu", x), **options)
+
+
+def _combine_parts(options: Options) -> Collection[str]:
+    return ("moe_gemm", "moe_combine", "residual_add", *_quantized("quantize_x")(options))
 
 
 def _moe_gemm_combine(
@@ -300,7 +314,7 @@ WHOLES: dict[str, tuple[Parts, Callable[..., Any]]] = {
     "rmsnorm_moe_route": (_always("rmsnorm", "gemm", "moe_route"), _rmsnorm_moe_route),
     "all_reduce_rmsnorm": (_always("all_reduce", "residual_add", "rmsnorm"), _all_reduce_rmsnorm),
     "swiglu_quantize": (_always("swiglu", "quantize_rows"), _swiglu_quantize),
-    "moe_gemm_combine": (_always("moe_gemm", "moe_combine", "residual_add"), _moe_gemm_combine),
+    "moe_gemm_combine": (_combine_parts, _moe_gemm_combine),
     "qk_norm_rope_store": (_head_parts, _qk_norm_rope_store),
 }
 """Fused op -> its parts, given its keywords, and the op composed of them."""
@@ -309,7 +323,7 @@ SENDERS = ("gemm", "gemm_fp8", "gemm_int8")
 """Ops with a keyword `peers`: they may send rows of their result, as the kernel computes them."""
 
 KEPT: Mapping[str, tuple[str, ...]] = {
-    "quantize_rows": ("gemm_fp8", "gemm_int8", "moe_gemm"),
+    "quantize_rows": ("gemm_fp8", "gemm_int8"),
     "dequantize": ("gemm_wna16", "moe_gemm"),
     "permute_columns": ("gemm_wna16", "rmsnorm_gemm_wna16"),
     "gemm": ("gemm_wna16",),

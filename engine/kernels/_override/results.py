@@ -58,6 +58,20 @@ def _attended(a: Arguments) -> Wanted:
     return (*q, (tuple(a["q"].shape[:-1]), _FLOAT32)) if a["return_lse"] else q
 
 
+def _of_pairs(a: Arguments) -> Wanted:
+    rows = a["weight"].shape[2 if a["transposed"] else 1]
+    shape = a["routing"].order.shape[0], rows if a["activation"] is None else rows // 2
+    if a["quantize_out"]:
+        groups = max(1, math.ceil(shape[1] / 128))
+        return (shape, np.dtype(np.uint8)), ((shape[0], groups), _FLOAT32)
+    return ((shape, a["x"].dtype if a.get("out_dtype") is None else a["out_dtype"]),)
+
+
+def _of_tokens(a: Arguments) -> Wanted:
+    dtype = a["x"].dtype if a.get("out_dtype") is None else a["out_dtype"]
+    return (((a["routing"].experts.shape[0], a["weight"].shape[1]), dtype),)
+
+
 def _summed_experts(a: Arguments) -> Wanted:
     t, _, n = a["pairs"].shape
     return (((t, n), a["pairs"].dtype),)
@@ -78,6 +92,8 @@ RESULTS: dict[str, Callable[[Arguments], Wanted]] = {
     "attention_decode": _attended,
     "attention_prefill": _attended,
     "mla_decode": _attended,
+    "moe_gemm": _of_pairs,
+    "moe_gemm_combine": _of_tokens,
     "moe_combine": _summed_experts,
 }
 """Op -> shape and dtype of its results. What other ops must return is not checked."""

@@ -82,7 +82,8 @@ def is_supported(operands: MoeOperands, dtype: Any) -> bool:
     if operands.out_scales is not None and (operands.activation is None or num_rows % 256):
         return False  # a tile is 128 gate rows and their up rows
     sizes = (k, out.shape[-1] * out.itemsize, int(out.data.ptr), int(weight.data.data.ptr))
-    return all(size % 16 == 0 for size in sizes)
+    is_new = operands.x.itemsize > 1  # x is not yet quantized
+    return (is_new or int(operands.x.data.ptr) % 16 == 0) and all(s % 16 == 0 for s in sizes)
 
 
 def launch(

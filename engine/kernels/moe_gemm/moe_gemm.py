@@ -22,8 +22,7 @@ from engine.kernels._quantize import CODES, GROUP, new_codes, num_scales
 from engine.kernels.dequantize import launch as dequantize
 from engine.kernels.moe_gemm import codes_sm90, few_tokens, portable, quantized_sm90, scratch, sm90
 from engine.kernels.moe_gemm.operands import ACTIVATIONS, MoeOperands
-from engine.kernels.quantize_rows import launch as launch_quantize_rows
-from engine.kernels.quantize_rows import quantize_rows
+from engine.kernels.quantize_rows import launch as quantize_rows
 from engine.kernels.quantize_rows import specs as quantize_specs
 from engine.reference import Routing
 from engine.weights import FORMATS, Format, Weight
@@ -143,7 +142,7 @@ def moe_gemm(
         for a weight in blocks of 128 x 128 ("fp8_block").
     quantize_out : bool
         Return rows quantized to e4m3 with a scale per 128 columns, like `quantize_rows`: x and
-        `x_scales` of the second GEMM.
+        `x_scales` of the second GEMM. Not with `scatter` or `out`.
     num_experts : int, optional
         Number of experts that share the pairs, by default E. Needed if `weight` and the offsets
         cover only some of the experts: the tile is chosen for the average pairs per expert.
@@ -168,9 +167,9 @@ def moe_gemm(
     without tokens cost nothing: their matrices are not read.
 
     With `quantize_x` or `x_scales`, codes are multiplied, and the sum over each 128 columns is
-    multiplied by both scales. `quantize_out` rounds to `out_dtype` first; on Hopper it takes no
-    launch of its own if codes are multiplied and an activation leaves a multiple of 128 columns.
-    Otherwise x is not quantized, whatever the format. For at most 8 tokens, the weight's
+    multiplied by both scales. Without them x is not quantized, whatever the format. `quantize_out`
+    rounds to `out_dtype` first; on Hopper it takes no launch of its own if codes are multiplied and
+    an activation leaves a multiple of 128 columns. For at most 8 tokens, the weight's
     codes are multiplied and the sum of each group is scaled; for more, quantized weights are
     rounded to x's dtype before the GEMM, as in the mirror. If no kernel supports the format for
     that many tokens, for example on GPUs before Hopper, all matrices (and the codes of x) are
@@ -209,7 +208,8 @@ def moe_gemm(
     num_experts = call["E"] if num_experts is None else num_experts
     call.number("num_experts", num_experts, low=call["E"])
     call.check("quantize_out", not (quantize_out and scatter), "False with scatter", quantize_out)
-    call.check("out", not quantize_out or out is None, "None with quantize_out", "an array")
+    given = getattr(out, "shape", out)
+    call.check("out", not quantize_out or out is None, "None with quantize_out", given)
     if call.on_cpu:
         result = reference.moe_gemm(
             x,
@@ -233,19 +233,20 @@ def moe_gemm(
     has_codes = quantize_x or x_scales is not None
     own = (bias, activation, alpha, limit, scatter, deterministic, pdl, num_experts)
     more: dict[str, Any] = {"transposed": transposed, "weighted": weighted}
-    if quantize_out and has_codes:
-        codes, scales = new_codes(call, *shape, "fp8", GROUP)
-        operands = MoeOperands(x, weight, routing, codes, *own, **more, out_scales=scales)
-        if codes_sm90.is_supported(operands, dtype):
-            _launch_codes(call, operands, checked)
-            return codes, scales
-    out = call.output("out", out, shape, dtype)
-    operands = MoeOperands(x, weight, routing, out, *own, **more)
-    if has_codes:
-        _launch_codes(call, operands, checked)
+    if not quantize_out:
+        out = call.output("out", out, shape, dtype)
+        _run(call, MoeOperands(x, weight, routing, out, *own, **more), checked, has_codes=has_codes)
+        return out
+    codes, scales = new_codes(call, *shape, "fp8", GROUP)
+    operands = MoeOperands(x, weight, routing, codes, *own, **more, out_scales=scales)
+    if has_codes and codes_sm90.is_supported(operands, dtype):
+        _run(call, operands, checked, has_codes=True)
     else:
-        _launch(operands)
-    return quantize_rows(out, dtype="fp8", group=GROUP) if quantize_out else out
+        numbers = call.output("numbers", None, shape, dtype)
+        operands = replace(operands, out=numbers, out_scales=None)
+        _run(call, operands, checked, has_codes=has_codes)
+        quantize_rows(numbers, codes, scales, dtype="fp8", group=GROUP)
+    return codes, scales
 
 
 def check_product(
@@ -274,8 +275,8 @@ def check_product(
         call.check("quantize_x", not quantize_x, "False with x_scales", quantize_x)
         call.check("out_dtype", out_dtype is not None, "given with x_scales", out_dtype)
     dtype = x.dtype if out_dtype is None else np.dtype(out_dtype)
-    is_allowed = dtype in FLOATS if is_coded else dtype == x.dtype
-    call.check("out_dtype", is_allowed, "x's, or with x_scales a float dtype", dtype)
+    allowed = FLOATS if is_coded else (x.dtype,)
+    call.check("out_dtype", dtype in allowed, " or ".join(map(str, allowed)), dtype)
     if isinstance(weight, Weight) and weight.format.is_dense:
         weight = weight.data
     if isinstance(weight, Weight):
@@ -311,20 +312,23 @@ def _check_plain(
     call.check("transposed", bare or not transposed, "False with a bias or activation", transposed)
 
 
-def _launch_codes(call: Contract, operands: MoeOperands, checked: MoeProduct) -> None:
-    """Launch the grouped GEMM of x's codes, or of the dequantized codes; quantize x if needed."""
+def _run(call: Contract, operands: MoeOperands, checked: MoeProduct, *, has_codes: bool) -> None:
+    """Launch the grouped GEMM of x or, with `has_codes`, of its codes; quantize x if needed."""
+    if not has_codes:
+        _launch(operands)
+        return
     codes = checked.x
     scales = checked.x_scales
     dtype = checked.dtype
-    has_routing = scales is None
-    if has_routing:
+    is_quantized_here = scales is None
+    if is_quantized_here:
         codes, scales = new_codes(call, codes.shape[0], codes.shape[1], "fp8", GROUP)
         # `is_late` completes the routing before the first GEMM starts, so the GEMM may read it
         # while x is quantized. Before the second GEMM it is complete in any case: see `pdl`.
         is_late = not operands.scatter
-        launch_quantize_rows(checked.x, codes, scales, dtype="fp8", group=GROUP, is_late=is_late)
+        quantize_rows(checked.x, codes, scales, dtype="fp8", group=GROUP, is_late=is_late)
     if codes_sm90.is_supported(operands, dtype):
-        codes_sm90.launch(operands, codes, scales, dtype, has_routing=has_routing)
+        codes_sm90.launch(operands, codes, scales, dtype, has_routing=is_quantized_here)
         return
     numbers = empty_like(codes, dtype)
     dequantize(Weight(_ROWS, codes, codes.shape, scales), dtype_name(numbers.dtype), numbers)
