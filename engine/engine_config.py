@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
+from operator import index
 from os import PathLike
 from typing import Any
 
@@ -128,6 +129,9 @@ class EngineConfig:
     pipeline_parallel_size : int
         Number of stages that divide the layers, each with `tensor_parallel_size` processes. The
         engine's own process is the last stage; the others are started in the same way.
+    pipeline_layers : sequence of int, or str, optional
+        Number of layers of each stage, such as [17, 15] or "17,15"; by default as equal as
+        possible. The last stage also has the output layer and samples.
     distributed_executor_backend : str, optional
         "ray" runs the other stages as actors in a Ray cluster, each on its own host if there are
         enough. "mp" (the default) runs them as processes on this host.
@@ -190,6 +194,7 @@ class EngineConfig:
     raise_on_timeout: bool = _flag(False)
     tensor_parallel_size: int = _whole(1, 1, 64)
     pipeline_parallel_size: int = _whole(1, 1, 64)
+    pipeline_layers: Any = None
     distributed_executor_backend: str | None = _choice(None, None, "mp", "ray")
     pipeline_address: str | None = None
     collective_timeout: float = _number(60.0, 0.0, 1e9, low_open=True)
@@ -233,6 +238,7 @@ class EngineConfig:
         processors = _processors(self.logits_processors)
         object.__setattr__(self, "logits_processors", processors)
         object.__setattr__(self, "lora_modules", _modules(self.lora_modules))
+        object.__setattr__(self, "pipeline_layers", _layers(self.pipeline_layers))
         self._check_pipeline()
 
     @property
@@ -243,6 +249,16 @@ class EngineConfig:
     def _check_pipeline(self) -> None:
         """Reject options that contradict the number of pipeline stages."""
         size = self.pipeline_parallel_size
+        layers = self.pipeline_layers
+        if layers is not None and size == 1:
+            raise ConfigError(
+                f"pipeline_layers must be left out with one stage; got {shown(list(layers))}"
+            )
+        if layers is not None and len(layers) != size:
+            raise ConfigError(
+                f"pipeline_layers must be {size} numbers, one for each stage "
+                f"(pipeline_parallel_size); got {shown(list(layers))}"
+            )
         where = self.pipeline_address
         if where is not None and (size == 1 or self.distributed_executor_backend is not None):
             raise ConfigError(
@@ -265,6 +281,23 @@ class EngineConfig:
 
 CONFIG_OPTIONS = dict(inspect.signature(EngineConfig).parameters)
 """Fields of `EngineConfig`, as keywords of `LLM` and `LLMEngine`."""
+
+
+def _layers(given: Any) -> tuple[int, ...] | None:
+    """Return the number of layers of each stage, if it is given."""
+    if given is None:
+        return None
+    parts = given.split(",") if isinstance(given, str) else given
+    try:
+        layers = [int(part) if isinstance(part, str) else index(part) for part in parts]
+    except (TypeError, ValueError):
+        layers = [0]
+    if not layers or min(layers) < 1:
+        raise ConfigError(
+            "pipeline_layers must be positive integers, such as [17, 15] or '17,15'; got "
+            f"{shown_with_type(given)}"
+        )
+    return tuple(layers)
 
 
 def _processors(given: Any) -> tuple[Any, ...]:

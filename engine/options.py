@@ -46,6 +46,7 @@ class EngineOptions(TypedDict, total=False):
     raise_on_timeout: bool
     tensor_parallel_size: int
     pipeline_parallel_size: int
+    pipeline_layers: Any
     distributed_executor_backend: str | None
     pipeline_address: str | None
     collective_timeout: float

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from engine.commands._overrides import KERNELS_HELP, PROCESSORS_HELP
-from engine.commands._parallel import EXPERT_HELP, PARALLEL_OPTIONS
+from engine.commands._parallel import EXPERT_HELP, LAYERS_HELP, PARALLEL_OPTIONS
 from engine.commands._speculation import SPECULATION_HELP
 from engine.server.server_config import RANGES, ServerConfig
 
@@ -79,6 +79,7 @@ LLM_OPTIONS: dict[str, tuple[type, str]] = {
     "step_timeout": (float, "seconds after which a step counts as stuck (default: no limit)"),
     "raise_on_timeout": (bool, "abandon stuck steps"),
     **{name: (kind, text) for name, (_, kind, text) in PARALLEL_OPTIONS.items()},
+    "pipeline_layers": (str, LAYERS_HELP),
     "enable_expert_parallel": (bool, EXPERT_HELP),
     "enable_lora": (bool, "reserve memory for LoRA adapters"),
     "max_loras": (int, "LoRA adapters that one step may use"),
@@ -159,8 +160,14 @@ GROUPS = {
     ),
     "speculative decoding": ("speculative_config", "max_draft_tokens"),
     "parallelism": (
-        *("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"),
-        *("enable_expert_parallel", "nodes", "distributed_executor_backend", "pipeline_address"),
+        *("tensor_parallel_size", "pipeline_parallel_size", "pipeline_layers"),
+        *(
+            "data_parallel_size",
+            "enable_expert_parallel",
+            "nodes",
+            "distributed_executor_backend",
+            "pipeline_address",
+        ),
         "collective_timeout",
     ),
     "LoRA": ("enable_lora", "max_loras", "max_lora_rank", "lora_modules", "lora_root"),

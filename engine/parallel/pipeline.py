@@ -543,7 +543,8 @@ def load_stages(model: Any, config: EngineConfig, loading: Mapping[str, Any]) ->
         )
     name, plain = plain_options(model, given)
     num_layers = _num_layers(name, given)
-    stages = [Stage.of(index, size, num_layers) for index in range(size)]
+    sizes = config.pipeline_layers
+    stages = [Stage.of(index, size, num_layers, sizes) for index in range(size)]
     drafting = config.speculative_config
     has_head = drafting is not None and drafting.method in HEAD_METHODS
     stages[-1] = replace(stages[-1], has_embedding=has_head)

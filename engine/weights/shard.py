@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.errors import ConfigError
@@ -28,6 +29,8 @@ class Stage:
     >>> stages = [Stage.of(index, 3, 7) for index in range(3)]
     >>> [(stage.first, stage.last) for stage in stages]
     [(0, 3), (3, 5), (5, 7)]
+    >>> Stage.of(1, 2, 7, [5, 2])
+    Stage(first=5, last=7, num_layers=7, has_embedding=False)
     """
 
     first: int = 0
@@ -36,21 +39,32 @@ class Stage:
     has_embedding: bool = False
 
     @classmethod
-    def of(cls, index: int, count: int, num_layers: int) -> Stage:
-        """Return stage `index` of `count`; the first stages may have one extra layer.
+    def of(
+        cls, index: int, count: int, num_layers: int, sizes: Sequence[int] | None = None
+    ) -> Stage:
+        """Return stage `index` of `count`, which have `sizes` layers.
+
+        By default they are of equal size; the first stages may have one extra layer.
 
         Raises
         ------
         ConfigError
-            If there are fewer layers than stages.
+            If there are fewer layers than stages, or `sizes` do not add up to the layers.
         """
+        if sizes is not None and sum(sizes) != num_layers:
+            raise ConfigError(
+                f"pipeline_layers must add up to {num_layers}, the layers; got "
+                f"{' + '.join(map(str, sizes))} = {sum(sizes)}"
+            )
         if num_layers < count:
             raise ConfigError(
                 f"pipeline_parallel_size must be at most {num_layers}, the layers; got {count}"
             )
-        each, rest = divmod(num_layers, count)
-        first, last = (i * each + min(i, rest) for i in (index, index + 1))
-        return cls(first, last, num_layers)
+        if sizes is None:
+            each, rest = divmod(num_layers, count)
+            sizes = [each + (stage < rest) for stage in range(count)]
+        first = sum(sizes[:index])
+        return cls(first, first + sizes[index], num_layers)
 
     @property
     def layers(self) -> slice:

@@ -58,6 +58,16 @@ def test_layers_are_divided_evenly():
         Stage.of(0, 3, 2)
 
 
+def test_layers_are_divided_as_asked():
+    stages = [Stage.of(index, 3, 7, (1, 4, 2)) for index in range(3)]
+    assert [(s.first, s.last) for s in stages] == [(0, 1), (1, 5), (5, 7)]
+    assert [s.is_last for s in stages] == [False, False, True]
+    with pytest.raises(
+        ConfigError, match=r"pipeline_layers must add up to 7, the layers; got 3 \+"
+    ):
+        Stage.of(0, 2, 7, (3, 5))
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_logits_of_every_family(case, tmp_path):
     """Prompts, tokens after them, and one token alone, whose layers may be fused."""
@@ -155,10 +165,15 @@ def alone():
         return run(engine)
 
 
-@pytest.mark.parametrize(("stages", "is_async"), [(2, False), (3, False), (2, True)])
-def test_every_kind_of_request(in_threads, alone, stages, is_async):
+@pytest.mark.parametrize(
+    ("stages", "is_async", "layers"),
+    [(2, False, None), (3, False, (1, 2, 1)), (2, True, None), (2, True, "3,1")],
+)
+def test_every_kind_of_request(in_threads, alone, stages, is_async, layers):
     """Random and greedy ones, log-probabilities, penalties, biases, masks and processors."""
-    with _engine(stages, async_scheduling=is_async, max_num_batched_tokens=40) as engine:
+    options = {"async_scheduling": is_async, "max_num_batched_tokens": 40}
+    with _engine(stages, pipeline_layers=layers, **options) as engine:
+        assert layers is None or engine.model.own.config.num_layers == 1
         add_every_kind_of_request(engine)
         assert run(engine) == alone
 
@@ -573,6 +588,19 @@ def test_the_command_of_a_stage(monkeypatch, capsys):
     [
         ({"pipeline_parallel_size": 0}, r"pipeline_parallel_size must be a whole number in"),
         ({"pipeline_address": "a:1"}, "pipeline_address must be left out with one stage"),
+        ({"pipeline_layers": [4]}, r"pipeline_layers must be left out with one stage; got \[4\]"),
+        (
+            {"pipeline_parallel_size": 2, "pipeline_layers": [3]},
+            r"pipeline_layers must be 2 numbers, one for each stage .*; got \[3\]",
+        ),
+        *(
+            ({"pipeline_parallel_size": 2, "pipeline_layers": wrong}, "positive integers, such as")
+            for wrong in ("3,x", [0, 3], [1.5, 1.5], "", 3, [True, "x"])
+        ),
+        (
+            {"pipeline_parallel_size": 2, "pipeline_layers": "3,40"},
+            r"pipeline_layers must add up to \d+, the layers; got 3 \+ 40 = 43",
+        ),
         (
             {"pipeline_parallel_size": 2, "pipeline_address": "nowhere"},
             "pipeline_address: an address must be HOST:PORT; got 'nowhere'",
