@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
-from operator import index
 from os import PathLike
 from typing import Any
 
@@ -20,6 +19,7 @@ from engine.sampling_params import NumberRange
 from engine.scheduler.config import POLICIES, PREEMPTIONS
 from engine.signatures import checks_keywords
 from engine.speculative.config import SpeculativeConfig
+from engine.weights import stage_sizes
 
 __all__ = ["CONFIG_OPTIONS", "EngineConfig"]
 
@@ -238,7 +238,7 @@ class EngineConfig:
         processors = _processors(self.logits_processors)
         object.__setattr__(self, "logits_processors", processors)
         object.__setattr__(self, "lora_modules", _modules(self.lora_modules))
-        object.__setattr__(self, "pipeline_layers", _layers(self.pipeline_layers))
+        object.__setattr__(self, "pipeline_layers", stage_sizes(self.pipeline_layers))
         self._check_pipeline()
 
     @property
@@ -281,23 +281,6 @@ class EngineConfig:
 
 CONFIG_OPTIONS = dict(inspect.signature(EngineConfig).parameters)
 """Fields of `EngineConfig`, as keywords of `LLM` and `LLMEngine`."""
-
-
-def _layers(given: Any) -> tuple[int, ...] | None:
-    """Return the number of layers of each stage, if it is given."""
-    if given is None:
-        return None
-    parts = given.split(",") if isinstance(given, str) else given
-    try:
-        layers = [int(part) if isinstance(part, str) else index(part) for part in parts]
-    except (TypeError, ValueError):
-        layers = [0]
-    if not layers or min(layers) < 1:
-        raise ConfigError(
-            "pipeline_layers must be positive integers, such as [17, 15] or '17,15'; got "
-            f"{shown_with_type(given)}"
-        )
-    return tuple(layers)
 
 
 def _processors(given: Any) -> tuple[Any, ...]:

@@ -50,6 +50,12 @@ def test_sizes_leave_only_their_ways(capsys):
     assert "tp 4 x pp 2" in text and "dp" not in text
 
 
+def test_stages_of_given_sizes(capsys):
+    text = _run(capsys, "--gpus", "4", "--pipeline-layers", "17,15")
+    assert "\npp 2 (17 + 15) x dp 2 " in text and "\ntp 2 x pp 2 (17 + 15) " in text
+    assert "\ntp 4" not in text and "pp 4" not in text
+
+
 def test_expert_parallel_is_a_choice_for_mixtures(capsys):
     arguments = ["plan", "mixtral-8x7b", "--gpu", "h200", "--gpus", "2"]
     for extra, number in (([], 1), (["--enable-expert-parallel"], 2)):
@@ -123,6 +129,9 @@ def test_other_cards_say_where_their_constants_are_from(capsys):
         (["--gpus", "6", "--tensor-parallel-size", "4"], "must divide --gpus 6; got 4"),
         (["--gpus", "4", "--tensor-parallel-size", "2", "--data-parallel-size", "1",
           "--pipeline-parallel-size", "1"], "must multiply to --gpus 4; got tensor 2"),
+        (["--pipeline-layers", "17,15", "--gpus", "4", "--pipeline-parallel-size", "4"],
+         "--pipeline-layers must be 4 numbers (--pipeline-parallel-size); got 17,15"),
+        (["--pipeline-layers", "17,0", "--gpus", "2"], "must be positive integers"),
         (["--enable-expert-parallel"], "needs a model with experts"),
         (["--kv-cache-dtype", "fp4"], "must be one of auto, fp8, int8; got 'fp4'"),
         (["--dtype", "float32"], "dtype must be bfloat16 or float16"),

@@ -295,6 +295,15 @@ def test_layers_are_spread_evenly():
     assert [each.num_layers for each in stages(config, Division(1, 8))] == [4] * 4 + [3] * 4
 
 
+def test_a_smaller_last_stage_makes_up_for_the_output_layer():
+    """In steps of many requests; prompts wait for the larger stage."""
+    even, uneven = (_speed(Division(pipeline=2, layers=layers)) for layers in (None, (17, 15)))
+    decodes = [max(t.total for t in s.stage_times(Step.decode(128, 500))) for s in (even, uneven)]
+    assert 0.95 * decodes[0] < decodes[1] < decodes[0]
+    assert uneven.prompts(4096).total > even.prompts(4096).total
+    assert uneven.token(500).total == pytest.approx(even.token(500).total)
+
+
 def test_every_division_is_listed_once():
     config = built_in_config("mixtral-8x7b")
     found = list(divisions(config, 12))
@@ -308,6 +317,7 @@ def test_every_division_is_listed_once():
         ("llama-3.1-8b", Division(3), None, "num_attention_heads must be a multiple of 3"),
         ("llama-3.1-8b", Division(16), None, "in one host of 8; got 16"),
         ("llama-3.1-8b", Division(1, 64), None, "at most 32, the layers; got 64"),
+        ("llama-3.1-8b", Division(1, 2, layers=(17, 16)), None, r"add up to 32, .* 17 \+ 16 = 33"),
         ("llama-3.1-8b", Division(2, expert=True), None, "need a model with experts"),
         ("mixtral-8x7b", Division(16, expert=True), None, "in one host of 8"),
         ("gpt-oss-20b", Division(4), "mxfp4", "block of 32; got 720"),

@@ -29,6 +29,7 @@ from engine.scaling import (
 )
 from engine.scaling.card_table import CardTable, Planner, card_table
 from engine.scaling.plan import ScalingPlan, plan_scaling
+from engine.weights import stage_sizes
 
 __all__ = ["add_arguments", "run"]
 
@@ -58,6 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, meaning in _WAYS.items():
         parser.add_argument(f"--{name}-parallel-size", type=int, metavar="N",
                             help=f"only plans with N {meaning}")  # fmt: skip
+    parser.add_argument("--pipeline-layers", metavar="N,N",
+                        help="only plans with stages of these layers, such as 17,15")  # fmt: skip
     parser.add_argument("--enable-expert-parallel", action="store_true",
                         help="only plans with expert parallelism")  # fmt: skip
     add_quantization_argument(parser)
@@ -161,6 +164,14 @@ def _check_positive(name: str, number: int | None) -> None:
 def _ways(arguments: argparse.Namespace, config: ModelConfig) -> list[Division]:
     """Return the parallelism configurations that the options allow."""
     wanted = {way: getattr(arguments, f"{way}_parallel_size") for way in _WAYS}
+    layers = stage_sizes(arguments.pipeline_layers)
+    if layers is not None and wanted["pipeline"] not in (None, len(layers)):
+        raise ConfigError(
+            f"--pipeline-layers must be {wanted['pipeline']} numbers (--pipeline-parallel-size); "
+            f"got {arguments.pipeline_layers}"
+        )
+    if layers is not None:
+        wanted["pipeline"] = len(layers)
     for way, size in wanted.items():
         if size is not None and arguments.gpus % size:
             raise ConfigError(
@@ -169,7 +180,7 @@ def _ways(arguments: argparse.Namespace, config: ModelConfig) -> list[Division]:
     if arguments.enable_expert_parallel and config.moe is None:
         raise ConfigError("--enable-expert-parallel needs a model with experts")
     found = [
-        way
+        replace(way, layers=layers)
         for way in divisions(config, arguments.gpus)
         if all(size in (None, getattr(way, name)) for name, size in wanted.items())
         and (way.expert or not arguments.enable_expert_parallel)

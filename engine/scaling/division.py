@@ -24,17 +24,22 @@ class Division:
         Tensor-parallel ranks, pipeline stages, and replicas.
     expert : bool
         Expert parallel: each rank holds a subset of the experts, not a slice of every expert.
+    layers : tuple of int, optional
+        Number of layers of each stage; by default as equal as possible.
 
     Examples
     --------
     >>> str(Division(4, 1, 2)), Division(4, 1, 2).num_gpus
     ('tp 4 x dp 2', 8)
+    >>> str(Division(1, 2, layers=(17, 15)))
+    'pp 2 (17 + 15)'
     """
 
     tensor: int = 1
     pipeline: int = 1
     data: int = 1
     expert: bool = False
+    layers: tuple[int, ...] | None = None
 
     @property
     def num_gpus(self) -> int:
@@ -43,7 +48,10 @@ class Division:
 
     def __str__(self) -> str:
         sizes = {"tp": self.tensor, "pp": self.pipeline, "dp": self.data}
-        named = [f"{name} {size}" for name, size in sizes.items() if size > 1]
+        layers = "" if self.layers is None else f" ({' + '.join(map(str, self.layers))})"
+        named = [
+            f"{name} {size}{layers * (name == 'pp')}" for name, size in sizes.items() if size > 1
+        ]
         return " x ".join(named or ["1 GPU"]) + (" (ep)" if self.expert else "")
 
     def check(self, config: ModelConfig, gpus_per_host: int, form: Format | None = None) -> None:
@@ -77,7 +85,8 @@ class Division:
         shard = Shard(0, self.tensor, expert_parallel=self.expert)
         weight_shapes(config, shard)
         if self.pipeline > 1:
-            shard = replace(shard, stage=Stage.of(0, self.pipeline, config.num_layers))
+            stage = Stage.of(0, self.pipeline, config.num_layers, self.layers)
+            shard = replace(shard, stage=stage)
         check_support(config, shard)
         if form is not None and form.block is not None and self.tensor > 1:
             _check_blocks(config, self, form.block[0], form.super_block or form.block[1])
@@ -142,13 +151,8 @@ def stages(config: ModelConfig, division: Division) -> list[ModelConfig]:
     """
     local = _of_rank(config, division)
     count = division.pipeline
-    first = 0
-    found = []
-    for stage in range(count):
-        last = first + (config.num_layers + count - 1 - stage) // count
-        found.append(_layers(local, first, last))
-        first = last
-    return found
+    found = (Stage.of(i, count, config.num_layers, division.layers) for i in range(count))
+    return [_layers(local, stage.first, stage.last) for stage in found]
 
 
 def _of_rank(config: ModelConfig, division: Division) -> ModelConfig:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import index
+from typing import Any
 
+from engine.checks import shown_with_type
 from engine.errors import ConfigError
 
-__all__ = ["ALL_LAYERS", "WHOLE", "Shard", "Stage"]
+__all__ = ["ALL_LAYERS", "WHOLE", "Shard", "Stage", "stage_sizes"]
 
 
 @dataclass(frozen=True)
@@ -111,6 +114,34 @@ class Stage:
 
 
 ALL_LAYERS = Stage()
+
+
+def stage_sizes(given: Any) -> tuple[int, ...] | None:
+    """Return the number of layers of each stage, given as integers or as "17,15".
+
+    Raises
+    ------
+    ConfigError
+        If one is not a positive integer.
+
+    Examples
+    --------
+    >>> stage_sizes("17,15"), stage_sizes([2, 1]), stage_sizes(None)
+    ((17, 15), (2, 1), None)
+    """
+    if given is None:
+        return None
+    parts = given.split(",") if isinstance(given, str) else given
+    try:
+        sizes = tuple(int(part) if isinstance(part, str) else index(part) for part in parts)
+    except (TypeError, ValueError):
+        sizes = ()
+    if min(sizes, default=0) < 1:
+        raise ConfigError(
+            "pipeline_layers must be positive integers, such as [17, 15] or '17,15'; got "
+            f"{shown_with_type(given)}"
+        )
+    return sizes
 
 
 @dataclass(frozen=True)
