@@ -681,7 +681,9 @@ class Model:
             return
         self.kernels.overrides.warn_of_kept()
         with self.kernels.loading():
-            cache = self.new_cache(1, min(3, self.max_model_len))
+            # Experts of some formats multiply codes of x from nine tokens on.
+            num_tokens = 2 if self.config.moe is None else 9
+            cache = self.new_cache(1, min(num_tokens + 1, self.max_model_len))
             logits = self.step([[0] * (cache.max_tokens - 1 or 1)], cache)
             if cache.max_tokens > 1:
                 self.step([[0]], cache)

@@ -19,7 +19,7 @@ struct RmsnormQuantizeParams {
   const scalar_t* residual;  // (M, N) contiguous, or null
   const scalar_t* weight;    // (N,)
   scalar_t* residual_out;    // (M, N) h, contiguous; may be residual; null without a residual
-  scalar_t* out;             // (M, N) y, contiguous, or null
+  scalar_t* normed_out;      // (M, N) y, contiguous, or null; may be x
   unsigned char* codes;      // (M, N) contiguous
   float* scales;             // (M, 1) or (M, ceil(N / 128))
   int64_t x_stride;          // elements
@@ -50,8 +50,8 @@ __device__ __forceinline__ void rmsnorm_quantize(const RmsnormQuantizeParams& p)
   rmsnorm_register_row<kWarps, kVectors>(row, smem_sums,
                                          [&](int k, int column, const Vec<scalar_t, kVec>& own) {
                                            y[k] = pack<kVec>(own);
-                                           if (p.out != nullptr)
-                                             store_vec(p.out + i * p.n + column, own);
+                                           if (p.normed_out != nullptr)
+                                             store_vec(p.normed_out + i * p.n + column, own);
                                          });
   quantize_registers<Codes, kWarps * kWarpSize>(coded_row(p.codes, p.scales, i, p.n, p.group), y,
                                                 smem_sums);

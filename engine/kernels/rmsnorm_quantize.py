@@ -19,8 +19,8 @@ from engine.kernels.rmsnorm import specs as rmsnorm_specs
 __all__ = ["rmsnorm_quantize", "specs"]
 
 _PARAMS = (
-    "x:ptr residual:ptr weight:ptr residual_out:ptr out:ptr codes:ptr scales:ptr x_stride:i64 "
-    "n:i32 group:i32 eps:f32 weight_offset:f32 x_scale:f32"
+    "x:ptr residual:ptr weight:ptr residual_out:ptr normed_out:ptr codes:ptr scales:ptr "
+    "x_stride:i64 n:i32 group:i32 eps:f32 weight_offset:f32 x_scale:f32"
 )
 # Size of the rmsnorm kernel that keeps a row in registers -> warps per row.
 _WARPS = {"1": 1, "2": 2, "4": 4, "8": 8, "16": 8, "32": 16}
@@ -49,7 +49,7 @@ def rmsnorm_quantize(
     weight_offset: float = 0.0,
     dtype: str = "fp8",
     group: int = 0,
-    out: Any = None,
+    normed_out: Any = None,
     residual_out: Any = None,
 ) -> Any:
     """Normalise rows by their root mean square, and quantize the result to 8 bits.
@@ -62,7 +62,7 @@ def rmsnorm_quantize(
         See `rmsnorm`.
     dtype, group
         See `quantize_rows`.
-    out : (M, N) array of x's dtype, optional
+    normed_out : (M, N) array of x's dtype, optional
         Array for the normalised rows, which otherwise are not written; may be `x`.
 
     Returns
@@ -106,12 +106,12 @@ def rmsnorm_quantize(
         normed = _cpu.rmsnorm(x, weight, residual=residual, **numbers)
         y, *sums = (normed,) if residual is None else normed
         targets = [call.target(residual_out, h, "residual_out") for h in sums]
-        call.finish(out, y)
+        call.finish(normed_out, y, "normed_out")
         coded = reference.quantize_rows(y, dtype=dtype, group=group)
         return (*coded, *(call.fill(to, h) for to, h in zip(targets, sums, strict=True)))
     arrays = [x, weight, *(() if residual is None else (residual,))]
-    if out is not None:
-        arrays.append(call.output("out", out, x.shape, x.dtype))
+    if normed_out is not None:
+        arrays.append(call.output("normed_out", normed_out, x.shape, x.dtype))
     h = None
     if residual is not None:
         h = call.output("residual_out", residual_out, x.shape, x.dtype)
@@ -124,14 +124,14 @@ def rmsnorm_quantize(
         codes, scales = new_codes(call, x.shape[0], n, dtype, group)
         _launch(
             (dtype, size),
-            (x, residual, weight, h, out),
+            (x, residual, weight, h, normed_out),
             codes,
             scales,
             group=group if n else 0,
             **numbers,
         )
     else:
-        y = rmsnorm(x, weight, residual=residual, out=out, residual_out=h, **numbers)
+        y = rmsnorm(x, weight, residual=residual, out=normed_out, residual_out=h, **numbers)
         codes, scales = quantize_rows(y if h is None else y[0], dtype=dtype, group=group)
     return (codes, scales) if h is None else (codes, scales, h)
 
@@ -139,7 +139,7 @@ def rmsnorm_quantize(
 def _launch(
     kernel: tuple[str, str], arrays: tuple[Any, ...], codes: Any, scales: Any, **numbers: Any
 ) -> None:
-    x, residual, weight, h, out = arrays
+    x, residual, weight, h, normed_out = arrays
     _KERNELS[kernel].launch(
         ModuleSpec("quantize_rows/rmsnorm_quantize.cu", dtype_name(x.dtype)),
         (x.shape[0],),
@@ -149,7 +149,7 @@ def _launch(
         residual=residual,
         weight=weight,
         residual_out=h,
-        out=out,
+        normed_out=normed_out,
         codes=codes,
         scales=scales,
         x_stride=x.strides[0] // x.itemsize,

@@ -128,7 +128,7 @@ class Norm:
             x_scale=self.branch_scale,
             dtype=form.activations,
             group=form.activation_group,
-            out=x if keeps_numbers else None,
+            normed_out=x if keeps_numbers else None,
             residual_out=residual,
         )
         return QuantizedRows(codes, scales, x.dtype, x if keeps_numbers else None), h

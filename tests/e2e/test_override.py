@@ -273,6 +273,30 @@ def test_an_override_that_does_not_suit_the_model_is_an_error_at_load(config, mi
         load(config=config, load_format="dummy", device="cpu", kernels=mine)
 
 
+def test_experts_that_multiply_codes_are_tried_at_load():
+    """They do from nine tokens on; the norm before them quantizes long prompts."""
+    given = {"config": MOE, "load_format": "dummy", "device": "cpu", "quantization": "fp8_block"}
+
+    def without(x, weight, routing, *, scatter=False, activation=None, quantize_x=False):
+        options = {"scatter": scatter, "activation": activation, "quantize_x": quantize_x}
+        return kernels.moe_gemm(x, weight, routing, **options)
+
+    with pytest.raises(ConfigError, match=r"kernels\['moe_gemm'\]: without must take x_scales="):
+        load(**given, kernels={"moe_gemm": without})
+
+    def mine(x, weight, *, eps, residual, group):
+        return kernels.rmsnorm_quantize(x, weight, eps=eps, residual=residual, group=group)
+
+    prompts = [list(range(40)), list(range(20))]
+    options = {"config": MOE, "quantization": "fp8_block"}
+    wanted = tokens(make(**options), prompts=prompts)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("engine.layers.moe._CODED_FROM", 9)
+        llm = make(**options, kernels={"rmsnorm_quantize": mine})
+        assert tokens(llm, prompts=prompts) == wanted
+        assert runs(llm)["rmsnorm_quantize=mine"] > 0
+
+
 def test_a_function_that_the_model_does_not_call_is_logged(caplog):
     make(kernels={"silu": lambda x: x, "swiglu": relu_glu})
     assert [record.getMessage() for record in caplog.records] == [

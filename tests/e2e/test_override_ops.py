@@ -104,7 +104,10 @@ CALLS = {
     "moe_combine": lambda: ((array(3, 2, 8),), {"residual": array(3, 8)}),
     "rmsnorm": lambda: ((array(3, 16), array(16)), {"residual": array(3, 16)}),
     "attention_decode": decode,
-    "rmsnorm_quantize": lambda: ((array(3, 16), array(16)), {"residual": array(3, 16)}),
+    "rmsnorm_quantize": lambda: (
+        (array(3, 16), array(16)),
+        {"residual": array(3, 16), "normed_out": array(3, 16)},
+    ),
     "rmsnorm_moe_route": lambda: ((array(3, 16), array(16), array(4, 16), 2), {}),
     "all_reduce_rmsnorm": lambda: (
         (x := array(3, 16), [x, array(3, 16)], array(3, 16), array(16)),
@@ -240,6 +243,35 @@ def test_peers_reach_only_the_catalogs_products_and_sums(overridden, monkeypatch
     with ModelKernels().active(), kernels.override(overridden, product):
         kernels.gemm(array(3, 4), array(3, 4), peers="peers")
     assert given == ["peers" if overridden == "rmsnorm" else None]
+
+
+@pytest.mark.parametrize("has_residual", [False, True])
+def test_normalised_rows_of_a_function_that_returns_codes(has_residual):
+    """They are computed after it, from the sum; also where they and the sum replace its inputs."""
+    x, weight = array(3, 256), array(256)
+    options = {"residual": array(3, 256)} if has_residual else {}
+    options |= {"group": 128, "weight_offset": 1.0}
+    normed = np.empty_like(x)
+    want = kernels.rmsnorm_quantize(x, weight, **options, normed_out=normed)
+
+    def mine(x, weight, *, eps, residual=None, weight_offset=0.0, group=0):
+        given = {"residual": residual, "weight_offset": weight_offset, "group": group}
+        return kernels.rmsnorm_quantize(x, weight, eps=eps, **given)
+
+    if has_residual:
+        options["residual_out"] = options["residual"]
+    active = ModelKernels()
+    with active.active(), kernels.override("rmsnorm_quantize", mine):
+        got = kernels.rmsnorm_quantize(x, weight, **options, normed_out=x)
+    np.testing.assert_allclose(x, normed, rtol=1e-6)
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_array_equal(one, other)
+    with (
+        active.active(),
+        kernels.override("rmsnorm_quantize", lambda x, w, group=0: (x, x)),
+        pytest.raises(ContractError, match=r"rmsnorm_quantize must return .* uint8"),
+    ):
+        kernels.rmsnorm_quantize(x, weight, group=128)
 
 
 def test_a_function_with_fewer_keywords():

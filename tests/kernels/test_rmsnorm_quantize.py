@@ -33,11 +33,11 @@ def test_is_the_two_ops(xp, rows, n, dtype, codes, group):
     got = kernels.rmsnorm_quantize(x, weight, **numbers, **wanted)
     assert_same(got, kernels.quantize_rows(y, **wanted))
     out = xp.full_like(x, np.nan)
-    assert_same(kernels.rmsnorm_quantize(x, weight, **numbers, **wanted, out=out), got)
+    assert_same(kernels.rmsnorm_quantize(x, weight, **numbers, **wanted, normed_out=out), got)
     np.testing.assert_array_equal(to_numpy(out), to_numpy(y))
     added = {"residual": residual, "x_scale": 0.75, **numbers}
     y, h = kernels.rmsnorm(x, weight, **added)
-    got = kernels.rmsnorm_quantize(x, weight, **added, **wanted, out=out)
+    got = kernels.rmsnorm_quantize(x, weight, **added, **wanted, normed_out=out)
     assert_same(got, (*kernels.quantize_rows(y, **wanted), h))
     np.testing.assert_array_equal(to_numpy(out), to_numpy(y))
 
@@ -48,7 +48,12 @@ def test_a_view_and_in_place(xp, start):
     x = wide[:, start : start + 256]
     weight = xp.asarray(cases.normal((256,), "bfloat16", seed=5, mean=1.0))
     residual = xp.asarray(cases.normal((5, 256), "bfloat16", seed=6))
-    want = kernels.rmsnorm_quantize(x.copy(), weight, residual=residual)
+    normed = xp.empty((5, 256), x.dtype)
+    want = kernels.rmsnorm_quantize(x.copy(), weight, residual=residual, normed_out=normed)
+    given = x.copy()
+    outs = {"normed_out": given, "residual_out": residual.copy()}
+    kernels.rmsnorm_quantize(given, weight, residual=residual, **outs)
+    np.testing.assert_array_equal(to_numpy(given), to_numpy(normed))
     got = kernels.rmsnorm_quantize(x, weight, residual=residual, residual_out=residual)
     assert got[2] is residual
     np.testing.assert_array_equal(to_numpy(got[2]), to_numpy(want[2]))

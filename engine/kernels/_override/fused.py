@@ -160,6 +160,16 @@ def _quantize_x(rest: Rest, args: tuple[Any, ...], options: Options) -> Any:
     return rest(codes, *others, **(_without(options, "quantize_x") | given))
 
 
+def _normalise_after(rest: Rest, args: tuple[Any, ...], options: Options) -> Any:
+    """Compute the normalised rows of `rmsnorm_quantize` from the sum, or from x."""
+    results = rest(*args, **_without(options, "normed_out"))
+    x, weight = args
+    h = x if options.get("residual") is None else results[2]
+    norm = {name: options[name] for name in ("eps", "weight_offset") if name in options}
+    run("rmsnorm", h, weight, out=options["normed_out"], **norm)
+    return results
+
+
 def _quantized(name: str) -> Parts:
     return lambda options: ("quantize_rows",) if options.get(name) else ()
 
@@ -178,6 +188,7 @@ _ACTIVATE = Step(("activation",), _activations, _activate)
 _NORMALISE = Step(("norm_weight", "eps", "weight_offset"), _always("rmsnorm"), _normalise)
 _QUANTIZE_OUT = Step(("quantize_out",), _quantized("quantize_out"), _quantize_out)
 _QUANTIZE_X = Step(("quantize_x",), _quantized("quantize_x"), _quantize_x)
+_NORMED_OUT = Step(("normed_out",), _always("rmsnorm"), _normalise_after)
 _STORE = Step((*_NEW_TOKEN, *_NORMS), _store_parts, _store_new_token)
 
 STEPS: dict[str, tuple[Step, ...]] = {
@@ -190,6 +201,7 @@ STEPS: dict[str, tuple[Step, ...]] = {
     "moe_gemm": (_QUANTIZE_OUT, _ACTIVATE, _QUANTIZE_X),
     "moe_combine": (_ADD,),
     "rmsnorm": (_ADD_FIRST,),
+    "rmsnorm_quantize": (_NORMED_OUT,),
     "attention_decode": (_STORE,),
 }
 """Op -> its steps, from the last one computed to the first."""
@@ -204,9 +216,15 @@ def _rmsnorm_gemm(product: str, x: Any, norm_weight: Any, weight: Any, **options
 
 
 def _rmsnorm_quantize(
-    x: Any, weight: Any, *, dtype: str = "fp8", group: int = 0, **options: Any
+    x: Any,
+    weight: Any,
+    *,
+    dtype: str = "fp8",
+    group: int = 0,
+    normed_out: Any = None,
+    **options: Any,
 ) -> Any:
-    normed = run("rmsnorm", x, weight, **options)
+    normed = run("rmsnorm", x, weight, out=normed_out, **options)
     y, *h = normed if isinstance(normed, tuple) else (normed,)
     return (*run("quantize_rows", y, dtype=dtype, group=group), *h)
 

@@ -53,6 +53,10 @@ def _codes(a: Arguments) -> Wanted:
     return ((m, k), dtype), ((m, groups), _FLOAT32)
 
 
+def _normed_codes(a: Arguments) -> Wanted:
+    return (*_codes(a), *(() if a["residual"] is None else _like("x")(a)))
+
+
 def _attended(a: Arguments) -> Wanted:
     q = _like("q")(a)
     return (*q, (tuple(a["q"].shape[:-1]), _FLOAT32)) if a["return_lse"] else q
@@ -89,6 +93,7 @@ RESULTS: dict[str, Callable[[Arguments], Wanted]] = {
     "embedding": _rows_of_table,
     "rope": _like("q", "k"),
     "quantize_rows": _codes,
+    "rmsnorm_quantize": _normed_codes,
     "attention_decode": _attended,
     "attention_prefill": _attended,
     "mla_decode": _attended,
