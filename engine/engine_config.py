@@ -252,7 +252,8 @@ class EngineConfig:
         layers = self.pipeline_layers
         if layers is not None and size == 1:
             raise ConfigError(
-                f"pipeline_layers must be left out with one stage; got {shown(list(layers))}"
+                "pipeline_layers must be left out with pipeline_parallel_size=1; got "
+                f"{shown(list(layers))}"
             )
         if layers is not None and len(layers) != size:
             raise ConfigError(

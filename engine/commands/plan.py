@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +30,7 @@ from engine.scaling import (
 )
 from engine.scaling.card_table import CardTable, Planner, card_table
 from engine.scaling.plan import ScalingPlan, plan_scaling
-from engine.weights import stage_sizes
+from engine.weights import Stage, stage_sizes
 
 __all__ = ["add_arguments", "run"]
 
@@ -165,12 +166,8 @@ def _ways(arguments: argparse.Namespace, config: ModelConfig) -> list[Division]:
     """Return the parallelism configurations that the options allow."""
     wanted = {way: getattr(arguments, f"{way}_parallel_size") for way in _WAYS}
     layers = stage_sizes(arguments.pipeline_layers)
-    if layers is not None and wanted["pipeline"] not in (None, len(layers)):
-        raise ConfigError(
-            f"--pipeline-layers must be {wanted['pipeline']} numbers (--pipeline-parallel-size); "
-            f"got {arguments.pipeline_layers}"
-        )
     if layers is not None:
+        _check_layers(layers, wanted["pipeline"], arguments.gpus, config.num_layers)
         wanted["pipeline"] = len(layers)
     for way, size in wanted.items():
         if size is not None and arguments.gpus % size:
@@ -193,6 +190,25 @@ def _ways(arguments: argparse.Namespace, config: ModelConfig) -> list[Division]:
             f"got {given or 'no sizes'}"
         )
     return found
+
+
+def _check_layers(
+    layers: Sequence[int], num_stages: int | None, gpus: int, num_layers: int
+) -> None:
+    """Check --pipeline-layers against the other options and the model."""
+    given = ",".join(map(str, layers))
+    count = len(layers)
+    if count < 2 or num_stages not in (None, count):
+        wanted = "two numbers or more" if num_stages is None else f"{num_stages} numbers"
+        raise ConfigError(
+            f"--pipeline-layers must be {wanted} (--pipeline-parallel-size); got {given}"
+        )
+    if gpus % count:
+        raise ConfigError(
+            f"--pipeline-layers must be of a number of stages that divides --gpus {gpus}; got "
+            f"{given}, {count} stages"
+        )
+    Stage.of(0, count, num_layers, layers)
 
 
 def _workload(arguments: argparse.Namespace, max_model_len: int) -> Workload:

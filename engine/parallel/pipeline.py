@@ -522,7 +522,8 @@ def load_stages(model: Any, config: EngineConfig, loading: Mapping[str, Any]) ->
     ----------
     model : str or path
     config : EngineConfig
-        `pipeline_parallel_size`, `pipeline_address` and the fields of `load_ranks` are read.
+        `pipeline_parallel_size`, `pipeline_layers`, `pipeline_address` and the fields of
+        `load_ranks` are read.
     loading : mapping
         Keywords of `load`.
 

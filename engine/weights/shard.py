@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import index
+from numbers import Integral
 from typing import Any
 
 from engine.checks import shown_with_type
@@ -131,17 +131,18 @@ def stage_sizes(given: Any) -> tuple[int, ...] | None:
     """
     if given is None:
         return None
-    parts = given.split(",") if isinstance(given, str) else given
-    try:
-        sizes = tuple(int(part) if isinstance(part, str) else index(part) for part in parts)
-    except (TypeError, ValueError):
-        sizes = ()
-    if min(sizes, default=0) < 1:
+    parts = given
+    if isinstance(given, str):
+        parts = [int(part) if part.strip().isdecimal() else 0 for part in given.split(",")]
+    is_list = isinstance(parts, Sequence) and not isinstance(parts, bytes)
+    sizes = tuple(parts) if is_list else ()
+    is_whole = all(isinstance(size, Integral) and not isinstance(size, bool) for size in sizes)
+    if not is_whole or min(sizes, default=0) < 1:
         raise ConfigError(
             "pipeline_layers must be positive integers, such as [17, 15] or '17,15'; got "
             f"{shown_with_type(given)}"
         )
-    return sizes
+    return tuple(map(int, sizes))
 
 
 @dataclass(frozen=True)

@@ -167,13 +167,14 @@ def alone():
 
 @pytest.mark.parametrize(
     ("stages", "is_async", "layers"),
-    [(2, False, None), (3, False, (1, 2, 1)), (2, True, None), (2, True, "3,1")],
+    [(2, False, None), (3, False, None), (3, False, (1, 1, 2)), (2, True, None), (2, True, "3,1")],
 )
 def test_every_kind_of_request(in_threads, alone, stages, is_async, layers):
     """Random and greedy ones, log-probabilities, penalties, biases, masks and processors."""
     options = {"async_scheduling": is_async, "max_num_batched_tokens": 40}
     with _engine(stages, pipeline_layers=layers, **options) as engine:
-        assert layers is None or engine.model.own.config.num_layers == 1
+        sizes = {None: 4 // stages, (1, 1, 2): 2, "3,1": 1}
+        assert engine.model.own.config.num_layers == sizes[layers]
         add_every_kind_of_request(engine)
         assert run(engine) == alone
 
@@ -588,14 +589,17 @@ def test_the_command_of_a_stage(monkeypatch, capsys):
     [
         ({"pipeline_parallel_size": 0}, r"pipeline_parallel_size must be a whole number in"),
         ({"pipeline_address": "a:1"}, "pipeline_address must be left out with one stage"),
-        ({"pipeline_layers": [4]}, r"pipeline_layers must be left out with one stage; got \[4\]"),
+        (
+            {"pipeline_layers": [4]},
+            r"pipeline_layers must be left out with pipeline_parallel_size=1; got \[4\]",
+        ),
         (
             {"pipeline_parallel_size": 2, "pipeline_layers": [3]},
             r"pipeline_layers must be 2 numbers, one for each stage .*; got \[3\]",
         ),
         *(
             ({"pipeline_parallel_size": 2, "pipeline_layers": wrong}, "positive integers, such as")
-            for wrong in ("3,x", [0, 3], [1.5, 1.5], "", 3, [True, "x"])
+            for wrong in ("3,x", "1_0,2", [0, 3], [1.5, 1.5], "", 3, [True, 3], {1: 3}, b"12")
         ),
         (
             {"pipeline_parallel_size": 2, "pipeline_layers": "3,40"},

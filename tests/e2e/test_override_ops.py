@@ -274,6 +274,33 @@ def test_normalised_rows_of_a_function_that_returns_codes(has_residual):
         kernels.rmsnorm_quantize(x, weight, group=128)
 
 
+@pytest.mark.parametrize(
+    ("op", "lacking"),
+    [
+        ("rmsnorm_quantize", ("residual", "residual_out", "normed_out")),
+        ("moe_gemm", ("activation", "quantize_x", "quantize_out")),
+        ("moe_gemm_combine", ("residual", "quantize_x")),
+    ],
+)
+def test_a_fused_op_of_a_user_without_some_parts(op, lacking):
+    """They run on their own, before or after it; the results are those of the op."""
+    args, options = CALLS[op]()
+    want = getattr(kernels, op)(*copied(args), **{k: copied(v) for k, v in options.items()})
+
+    def mine(*args, **given):
+        assert not any(given.get(name) for name in lacking)
+        return getattr(kernels, op)(*args, **given)
+
+    keywords = [p for n, p in inspect.signature(OPS[op]).parameters.items() if n not in lacking]
+    mine.__signature__ = inspect.Signature(keywords)
+    with ModelKernels().active(), kernels.override(op, mine):
+        got = getattr(kernels, op)(*args, **options)
+    for one, other in zip(flat(want), flat(got), strict=True):
+        np.testing.assert_allclose(
+            one.astype(np.float32), other.astype(np.float32), rtol=2e-5, atol=2e-5
+        )
+
+
 def test_a_function_with_fewer_keywords():
     """Defaults are left out, a residual is added first, and launch keywords are dropped."""
     x, weight, residual = array(3, 16), array(16), array(3, 16)

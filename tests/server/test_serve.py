@@ -600,6 +600,7 @@ def test_a_built_in_configuration_has_random_weights():
         ("dtype = 2020-01-01", ConfigError, "dtype must be .*date"),
         ("dtype = ['float16']", ConfigError, "dtype must be"),
         ("lora_modules = [2020-01-01]", ConfigError, "lora_modules must be .*date"),
+        ("pipeline_layers = [2020-01-01]", ConfigError, "pipeline_layers must be .*date"),
         ("memory_utilization = 0.5\ngpu-memory-utilization = 0.5", ConfigError, "not both"),
     ],
 )
@@ -608,6 +609,12 @@ def test_a_mistake_in_the_file_is_named(tmp_path, text, error, word):
     file.write_text(text)
     with pytest.raises(error, match=word):
         serve._split(serve._read(file))
+
+
+def test_stages_in_the_file_are_numbers_in_a_list(tmp_path):
+    file = tmp_path / "serve.toml"
+    file.write_text("pipeline-parallel-size = 2\npipeline-layers = [17, 15]\n")
+    assert serve._split(serve._read(file))[2]["pipeline_layers"] == [17, 15]
 
 
 def test_a_missing_library_is_named_with_its_extra(monkeypatch, model):
