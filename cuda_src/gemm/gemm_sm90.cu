@@ -71,7 +71,7 @@ extern "C" __global__ void __cluster_dims__(kClusterSize, 1, 1) __launch_bounds_
     pipeline.init(min(kTileM, (rows + 15) / 16 * 16));
     if (kLoadsAlone) load_early(pipeline, scheduler, loader);
   }
-  if (kClusterSize == 1 || kSends) __syncthreads();  // `stored` is no mbarrier
+  if (kClusterSize == 1 || kSends) __syncthreads();  // `stored` is not an mbarrier
   if (kClusterSize > 1) cluster_sync_relaxed();      // init includes the fence for mbarriers
   const Epilogue epilogue{p.bias,       p.residual,   p.out,           p.residual_stride,
                           p.out_stride, p.activation, p.is_float != 0, p.out_vector != kOneElement,

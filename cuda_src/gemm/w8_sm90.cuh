@@ -54,7 +54,7 @@ __device__ __forceinline__ void gemm_w8_sm90(const GemmW8Sm90Params& p) {
     pipeline.init(min(kTileM, (rows + 15) / 16 * 16));
     if (kLoadsAlone) load_early(pipeline, scheduler, loader);
   }
-  if (kClusterSize == 1 || kSends) __syncthreads();  // `stored` is no mbarrier
+  if (kClusterSize == 1 || kSends) __syncthreads();  // `stored` is not an mbarrier
   if (kClusterSize > 1) cluster_sync_relaxed();      // init includes the fence for mbarriers
   const Epilogue epilogue{p.bias,       p.residual,   p.out,           p.residual_stride,
                           p.out_stride, p.activation, p.is_float != 0, p.out_vector != 0,

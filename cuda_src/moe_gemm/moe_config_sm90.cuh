@@ -87,8 +87,8 @@ struct MoeTileRecord {
   int rows[kTokens];       // rows of out, if results are scattered
   float weights[kTokens];  // weights of these pairs
 
-  // With kQuantizesOut, largest magnitude among a warpgroup's 64 features, by token. Results are
-  // not scattered then, so that rows and weights are free.
+  // With kQuantizesOut: the largest magnitude among a warpgroup's 64 features, by token. Results
+  // are not scattered then, so rows and weights are unused.
   __device__ __forceinline__ float* peaks(int warpgroup) {
     return warpgroup == 0 ? reinterpret_cast<float*>(rows) : weights;
   }

@@ -49,7 +49,7 @@ __device__ __forceinline__ void stage(MoeShared& smem, int warpgroup, int first,
   named_barrier_sync<128>(1 + warpgroup);
 }
 
-// Returns features 8 `part` to 8 `part` + 7 of a row of staging.
+// Returns eight features of a row of staging, from feature 8 * part on.
 __device__ __forceinline__ Vec<scalar_t, 8> staged(const MoeShared& smem, int warpgroup, int row,
                                                    int part) {
   const unsigned char* from =
@@ -78,8 +78,8 @@ __device__ __forceinline__ void store(const MoeEpilogue& e, MoeShared& smem,
   }
 }
 
-// Writes 64 features of the tile's tokens as codes, rounded first, as quantize_rows.cu quantizes
-// rows. The other warpgroup has the other 64 that share a scale.
+// Writes 64 features of the tile's tokens as the codes that quantize_rows.cu makes of the rounded
+// results. The other warpgroup has the other 64 features of each scale.
 __device__ __forceinline__ void quantize(const MoeEpilogue& e, MoeShared& smem,
                                          MoeTileRecord& record, int warpgroup,
                                          const float (&acc)[kTokens / 2]) {
@@ -102,7 +102,8 @@ __device__ __forceinline__ void quantize(const MoeEpilogue& e, MoeShared& smem,
       const int token = first + thread / 8 + i * 16;
       if (part == 0 && token < count) own[token] = peaks[i];
     }
-    named_barrier_sync<kConsumerThreads>(1 + kWarpgroups);  // staging may be overwritten, too
+    // SAFETY: all peaks are written, and the next results may overwrite staging.
+    named_barrier_sync<kConsumerThreads>(1 + kWarpgroups);
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       const int token = first + thread / 8 + i * 16;

@@ -6,9 +6,9 @@
 // for i in [offsets[e], offsets[e + 1]) of every expert e: the second formula if `scatters`. With
 // TRANSPOSED the weight is (E, K, R), and its transposed matrices are multiplied. Each module is
 // compiled for one kind of weight: scalar_t (WEIGHT_KIND 0), a packed format (1), one-byte codes
-// (2), or one-byte codes with x quantized as well (3), of which some quantize their results
-// (QUANTIZES_OUT). Arguments: MoeGemmSm90Params in moe_dense_entry_sm90.cuh,
-// MoeGemmQuantizedSm90Params in moe_quantized_entry_sm90.cuh.
+// (2), or one-byte codes with x quantized as well (3; with QUANTIZES_OUT the result, too).
+// Arguments: MoeGemmSm90Params in moe_dense_entry_sm90.cuh, MoeGemmQuantizedSm90Params in
+// moe_quantized_entry_sm90.cuh.
 //
 // Numerics: products on tensor cores, all else in float, one rounding at the end. k is summed in
 // ascending steps of 16, regardless of the tile and the rest of the batch. Quantized weights are

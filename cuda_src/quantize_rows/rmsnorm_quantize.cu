@@ -47,12 +47,11 @@ __device__ __forceinline__ void rmsnorm_quantize(const RmsnormQuantizeParams& p)
   Words y[kVectors];
 #pragma unroll
   for (int k = 0; k < kVectors; ++k) y[k] = Words{};
-  rmsnorm_register_row<kWarps, kVectors>(row, smem_sums,
-                                         [&](int k, int column, const Vec<scalar_t, kVec>& own) {
-                                           y[k] = pack<kVec>(own);
-                                           if (p.normed_out != nullptr)
-                                             store_vec(p.normed_out + i * p.n + column, own);
-                                         });
+  const auto keep = [&](int k, int column, const Vec<scalar_t, kVec>& own) {
+    y[k] = pack<kVec>(own);
+    if (p.normed_out != nullptr) store_vec(p.normed_out + i * p.n + column, own);
+  };
+  rmsnorm_register_row<kWarps, kVectors>(row, smem_sums, keep);
   quantize_registers<Codes, kWarps * kWarpSize>(coded_row(p.codes, p.scales, i, p.n, p.group), y,
                                                 smem_sums);
 }

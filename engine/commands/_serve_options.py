@@ -161,14 +161,8 @@ GROUPS = {
     "speculative decoding": ("speculative_config", "max_draft_tokens"),
     "parallelism": (
         *("tensor_parallel_size", "pipeline_parallel_size", "pipeline_layers"),
-        *(
-            "data_parallel_size",
-            "enable_expert_parallel",
-            "nodes",
-            "distributed_executor_backend",
-            "pipeline_address",
-        ),
-        "collective_timeout",
+        *("data_parallel_size", "enable_expert_parallel", "nodes"),
+        *("distributed_executor_backend", "pipeline_address", "collective_timeout"),
     ),
     "LoRA": ("enable_lora", "max_loras", "max_lora_rank", "lora_modules", "lora_root"),
     "faults": ("step_timeout", "raise_on_timeout", "debug"),

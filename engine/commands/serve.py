@@ -92,8 +92,8 @@ def _split(options: dict[str, Any]) -> tuple[str, ServerConfig, dict[str, Any]]:
         speculative = {"speculative_config": parsed_config(engine.pop("speculative_config"))}
     for name, value in engine.items():  # TOML values may be dates or tables
         may_be_list = LLM_OPTIONS[name][0] is tuple or name == "pipeline_layers"
-        is_repeatable = may_be_list and isinstance(value, list)
-        if not all(isinstance(v, str | int | float) for v in (value if is_repeatable else [value])):
+        values = value if may_be_list and isinstance(value, list) else [value]
+        if not all(isinstance(v, str | int | float) for v in values):
             raise ConfigError(f"{name} must be a text, a number, true or false; got {value!r:.80}")
     server = ServerConfig.from_options({"served_model_name": (model,)} | options | hashes)
     path, defaults = _model_path(model)

@@ -22,8 +22,8 @@ __all__ = ["DenseAndExperts", "Experts", "MoE", "RoutingParams"]
 _FLOAT32 = np.dtype(np.float32)
 _QUANTIZED_BLOCK = (128, 128)  # scale block of weights multiplied with quantized activations
 _QUANTIZED_FROM = 9  # minimum tokens to quantize x: for fewer, reading weights dominates
-# Minimum tokens to quantize x in the norm. For fewer, a kernel of its own costs nothing: the first
-# product starts and loads weights meanwhile.
+# Minimum tokens to quantize x in the norm. For fewer, a kernel of its own is as fast or faster: the
+# first product may start and load weights meanwhile.
 _CODED_FROM = 2048
 
 

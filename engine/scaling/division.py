@@ -47,11 +47,9 @@ class Division:
         return self.tensor * self.pipeline * self.data
 
     def __str__(self) -> str:
-        sizes = {"tp": self.tensor, "pp": self.pipeline, "dp": self.data}
         layers = "" if self.layers is None else f" ({' + '.join(map(str, self.layers))})"
-        named = [
-            f"{name} {size}{layers * (name == 'pp')}" for name, size in sizes.items() if size > 1
-        ]
+        sizes = (("tp", self.tensor, ""), ("pp", self.pipeline, layers), ("dp", self.data, ""))
+        named = [f"{name} {size}{more}" for name, size, more in sizes if size > 1]
         return " x ".join(named or ["1 GPU"]) + (" (ep)" if self.expert else "")
 
     def check(self, config: ModelConfig, gpus_per_host: int, form: Format | None = None) -> None:

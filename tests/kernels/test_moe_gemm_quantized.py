@@ -170,7 +170,7 @@ def test_every_tile_of_codes_matches_mirror(hopper, monkeypatch, config, dtype):
             assert _check_codes(hopper, monkeypatch, shape, dtype, router, scatter=True)
 
 
-# Columns in no groups of 128; not aligned; in groups; more tiles than fit the GPU at once.
+# Gated columns: no multiple of 128; not aligned; 128; 256; with more tiles than fit a GPU at once.
 QUANTIZED_SHAPES = (
     (150, 3, 2, 512, 384),
     (300, 3, 2, 1024, 130),

@@ -106,19 +106,11 @@ def _add(rest: Rest, args: tuple[Any, ...], options: Options) -> Any:
 
 
 def _add_first(rest: Rest, args: tuple[Any, ...], options: Options) -> Any:
-    """Add the residual of `rmsnorm`, then normalise the sum."""
+    """Add the residual of `rmsnorm` or `rmsnorm_quantize`, then normalise the sum."""
     x, *others = args
     h = run("residual_add", x, options["residual"], out=options.get("residual_out"))
     y = rest(h, *others, **_without(options, "residual", "residual_out", "x_scale"))
-    return y, h
-
-
-def _add_before_codes(rest: Rest, args: tuple[Any, ...], options: Options) -> Any:
-    """Add the residual of `rmsnorm_quantize`, then normalise and quantize the sum."""
-    x, *others = args
-    h = run("residual_add", x, options["residual"], out=options.get("residual_out"))
-    coded = rest(h, *others, **_without(options, "residual", "residual_out", "x_scale"))
-    return (*coded, h)
+    return (*y, h) if isinstance(y, tuple) else (y, h)
 
 
 def _normalise(rest: Rest, args: tuple[Any, ...], options: Options) -> Any:
@@ -192,7 +184,6 @@ def _unscaled(options: Options) -> Collection[str]:
 
 _ADD = Step(("residual",), _always("residual_add"), _add)
 _ADD_FIRST = Step(("residual", "residual_out"), _unscaled, _add_first)
-_ADD_BEFORE_CODES = Step(("residual", "residual_out"), _unscaled, _add_before_codes)
 _ACTIVATE = Step(("activation",), _activations, _activate)
 _NORMALISE = Step(("norm_weight", "eps", "weight_offset"), _always("rmsnorm"), _normalise)
 _QUANTIZE_OUT = Step(("quantize_out",), _quantized("quantize_out"), _quantize_out)
@@ -211,7 +202,7 @@ STEPS: dict[str, tuple[Step, ...]] = {
     "moe_gemm_combine": (_ADD, _QUANTIZE_X),
     "moe_combine": (_ADD,),
     "rmsnorm": (_ADD_FIRST,),
-    "rmsnorm_quantize": (_NORMED_OUT, _ADD_BEFORE_CODES),
+    "rmsnorm_quantize": (_NORMED_OUT, _ADD_FIRST),
     "attention_decode": (_STORE,),
 }
 """Op -> its steps, from the last one computed to the first."""

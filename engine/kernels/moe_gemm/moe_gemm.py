@@ -167,13 +167,14 @@ def moe_gemm(
     without tokens cost nothing: their matrices are not read.
 
     With `quantize_x` or `x_scales`, codes are multiplied, and the sum over each 128 columns is
-    multiplied by both scales. Without them x is not quantized, whatever the format. `quantize_out`
-    rounds to `out_dtype` first; on Hopper it takes no launch of its own if codes are multiplied and
-    an activation leaves a multiple of 128 columns. For at most 8 tokens, the weight's
-    codes are multiplied and the sum of each group is scaled; for more, quantized weights are
-    rounded to x's dtype before the GEMM, as in the mirror. If no kernel supports the format for
-    that many tokens, for example on GPUs before Hopper, all matrices (and the codes of x) are
-    dequantized to scratch memory, a few at a time.
+    multiplied by both scales. Otherwise x is not quantized, whatever the format. For at most 8
+    tokens, the weight's codes are multiplied and the sum of each group is scaled; for more,
+    quantized weights are rounded to x's dtype before the GEMM, as in the mirror. If no kernel
+    supports the format for that many tokens, for example on GPUs before Hopper, all matrices (and
+    the codes of x) are dequantized to scratch memory, a few at a time.
+
+    `quantize_out` rounds to `out_dtype` first. On Hopper it takes no launch of its own if codes are
+    multiplied and an activation leaves a multiple of 128 columns.
 
     Examples
     --------

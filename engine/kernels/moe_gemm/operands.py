@@ -42,7 +42,6 @@ class MoeOperands:
     deterministic: bool
     pdl: bool
     num_experts: int
-    quantize_x: bool = False
     summed: Summed | None = None
     transposed: bool = False
     weighted: bool = True
