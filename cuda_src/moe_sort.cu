@@ -5,11 +5,11 @@
 //   offsets = index in order of each expert's first pair
 //
 //   ids      (P,) int or, if is_long, int64_t
-//   experts, order, offsets, counts, num_tokens, num_experts and chunk_tokens of MoeRouteParams:
-//            each pair is one token of one expert (top_k is 1)
+//   experts  (P,) int
+//   counts   (chunks, E) int   pairs of each chunk, per expert
 //
-// Parallelisation: moe_sort_count_* counts the pairs of each chunk, and moe_sort_place_* places one
-// chunk per block after those of the preceding chunks. No result depends on the order of atomics.
+// Parallelisation: one chunk per block. Then moe_route_place_* of moe_route.cu places the pairs,
+// each as a token with one expert.
 // Mirror: engine/reference/moe_sort.py
 #include "common/moe_place.cuh"
 
@@ -41,10 +41,6 @@ __device__ __forceinline__ void count(const void* ids, int* experts, int* counts
       moe_sort_count_##width(const void* ids, int* experts, int* counts, int num_pairs, \
                              int num_experts, int chunk, int is_long) {                 \
     count<per>(ids, experts, counts, num_pairs, num_experts, chunk, is_long);           \
-  }                                                                                     \
-  extern "C" __global__ void __launch_bounds__(kPlaceThreads)                           \
-      moe_sort_place_##width(const __grid_constant__ MoeRouteParams p) {                \
-    route_place<per>(p);                                                                \
   }
 
 ENGINE_MOE_SORT(1, 32)

@@ -177,9 +177,9 @@ __device__ __forceinline__ void cluster_sync_relaxed() {
           : "memory");
 }
 
-// Sends 16 or 8 bytes (st.async) to the same offset in block `rank` and counts them on that block's
-// mbarrier at the offset of `barrier`. No fence is needed: a thread sees the bytes once it has
-// waited for that mbarrier (mbarrier_wait_cluster).
+// Sends 16, 8 or 4 bytes (st.async) to the same offset in block `rank` and counts them on that
+// block's mbarrier at the offset of `barrier`. No fence is needed: a thread sees the bytes once it
+// has waited for that mbarrier (mbarrier_wait_cluster).
 __device__ __forceinline__ void st_async(unsigned to, unsigned barrier, unsigned rank, float a,
                                          float b, float c, float d) {
   asm volatile(
@@ -200,5 +200,15 @@ __device__ __forceinline__ void st_async(unsigned to, unsigned barrier, unsigned
       "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 "
       "[there], {%3, %4}, [counter];\n}" ::"r"(to),
       "r"(barrier), "r"(rank), "f"(a), "f"(b)
+      : "memory");
+}
+__device__ __forceinline__ void st_async(unsigned to, unsigned barrier, unsigned rank, float a) {
+  asm volatile(
+      "{\n.reg .b32 there, counter;\n"
+      "mapa.shared::cluster.u32 there, %0, %2;\n"
+      "mapa.shared::cluster.u32 counter, %1, %2;\n"
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32 "
+      "[there], %3, [counter];\n}" ::"r"(to),
+      "r"(barrier), "r"(rank), "f"(a)
       : "memory");
 }

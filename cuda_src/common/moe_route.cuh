@@ -181,6 +181,22 @@ __device__ __forceinline__ int choose_close(const MoeRouteParams& p, int token) 
   return expert;
 }
 
+// Returns a lane's largest key and its place among them; the first one, if keys are equal.
+template <int kPer>
+__device__ __forceinline__ uint32_t best_of(const uint32_t (&keys)[kPer], int& place) {
+  uint32_t best[kPer];
+  int places[kPer];
+#pragma unroll
+  for (int i = 0; i < kPer; ++i) best[i] = keys[i], places[i] = i;
+#pragma unroll
+  for (int step = 1; step < kPer; step *= 2)
+#pragma unroll
+    for (int i = 0; i + step < kPer; i += 2 * step)
+      if (best[i + step] > best[i]) best[i] = best[i + step], places[i] = places[i + step];
+  place = places[0];
+  return best[0];
+}
+
 // Stores a token's experts and weights. Returns, in lane j < top_k, the j-th expert.
 template <int kPer>
 __device__ __forceinline__ int choose(const MoeRouteParams& p, int token) {
@@ -189,31 +205,31 @@ __device__ __forceinline__ int choose(const MoeRouteParams& p, int token) {
   load_scores(p, token, r);
   if (p.num_groups > 1) keep_best_groups(p, r);
   int expert = 0;
-  float weight = 0.0f, total = 0.0f;
 #pragma unroll 1
   for (int rank = 0; rank < p.top_k; ++rank) {
-    uint32_t best = r.key[0];
-    int place = 0;
-#pragma unroll
-    for (int i = 1; i < kPer; ++i) {
-      if (r.key[i] > best) best = r.key[i], place = i;
-    }
+    int place;
+    const uint32_t best = best_of(r.key, place);
     const uint32_t largest = __reduce_max_sync(kFullMask, best);
-    const unsigned own = place * kWarpSize + lane_idx;
+    const bool holds = best == largest;
+    const unsigned own = place * kWarpSize + lane_idx, holders = __ballot_sync(kFullMask, holds);
+    int lane = __ffs(static_cast<int>(holders)) - 1;
+    if ((holders & (holders - 1)) != 0)  // several lanes: the lowest expert
+      lane = __reduce_min_sync(kFullMask, holds ? own : ~0u) % kWarpSize;
     // The winner is below num_experts: at least one key is nonzero because top_k <= num_experts.
-    const int winner = __reduce_min_sync(kFullMask, best == largest ? own : ~0u);
-    float score = r.score[0];
+    const int winner = __shfl_sync(kFullMask, own, lane);
+    if (lane_idx == rank) expert = winner;
 #pragma unroll
-    for (int i = 0; i < kPer; ++i) {
-      if (i == winner / kWarpSize) {
-        score = r.score[i];
-        if (lane_idx == winner % kWarpSize) r.key[i] = 0;
-      }
-    }
-    score = __shfl_sync(kFullMask, score, winner % kWarpSize);
-    total += score;
-    if (lane_idx == rank) expert = winner, weight = score;
+    for (int i = 0; i < kPer; ++i)
+      if (lane_idx == lane && i == place) r.key[i] = 0;
   }
+  float weight = 0.0f, total = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kPer; ++i) {
+    const float score = __shfl_sync(kFullMask, r.score[i], expert % kWarpSize);
+    if (expert / kWarpSize == i) weight = score;
+  }
+#pragma unroll 4
+  for (int rank = 0; rank < p.top_k; ++rank) total += __shfl_sync(kFullMask, weight, rank);
   store_choice(p, token, expert, weight, total);
   return expert;
 }
@@ -304,6 +320,31 @@ struct RouteShared {
   int experts[kMaskTokens][kMaxTopK];
 };
 
+// Sorts the pairs of up to kMaskTokens tokens whose experts and masks are in `shared`, in one block
+// with any number of warps. A block barrier must precede it.
+template <int kPer>
+__device__ __forceinline__ void sort_few(const MoeRouteParams& p, const RouteShared<kPer>& shared) {
+  const int warp_idx = threadIdx.x / kWarpSize, lane_idx = threadIdx.x % kWarpSize;
+  // Every warp computes this redundantly, which costs less than another barrier.
+  int begins[kPer];
+  shared.masks.count_own(begins);
+  sums_before<kPer>(begins);
+  if (warp_idx == 0) store_offsets<kPer>(p, begins);
+#pragma unroll 1
+  for (int token = warp_idx; token < p.num_tokens; token += blockDim.x / kWarpSize) {
+    const int expert = lane_idx < p.top_k ? shared.experts[token][lane_idx] : 0;
+    int begin = 0;
+#pragma unroll
+    for (int i = 0; i < kPer; ++i) {
+      const int other = __shfl_sync(kFullMask, begins[i], expert / kPer);
+      if (expert % kPer == i) begin = other;
+    }
+    if (lane_idx < p.top_k)
+      p.order[begin + shared.masks.rank(expert, token)] =
+          static_cast<int>(p.first_pair(token)) + lane_idx;
+  }
+}
+
 // Routes up to kMaskTokens tokens in one block with any number of warps. The masks must be zero,
 // and a barrier must have made them and the logits visible.
 template <int kPer, bool kMixes = false>
@@ -319,22 +360,5 @@ __device__ __forceinline__ void route_few(const MoeRouteParams& p, RouteShared<k
     }
   }
   __syncthreads();
-  // Every warp computes this redundantly, which costs less than another barrier.
-  int begins[kPer];
-  shared.masks.count_own(begins);
-  sums_before<kPer>(begins);
-  if (warp_idx == 0) store_offsets<kPer>(p, begins);
-#pragma unroll 1
-  for (int token = warp_idx; token < p.num_tokens; token += num_warps) {
-    const int expert = lane_idx < p.top_k ? shared.experts[token][lane_idx] : 0;
-    int begin = 0;
-#pragma unroll
-    for (int i = 0; i < kPer; ++i) {
-      const int other = __shfl_sync(kFullMask, begins[i], expert / kPer);
-      if (expert % kPer == i) begin = other;
-    }
-    if (lane_idx < p.top_k)
-      p.order[begin + shared.masks.rank(expert, token)] =
-          static_cast<int>(p.first_pair(token)) + lane_idx;
-  }
+  sort_few(p, shared);
 }

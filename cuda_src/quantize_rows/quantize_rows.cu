@@ -12,7 +12,7 @@
 // Parallelisation: one row per block, kept in registers between the maximum and the codes; longer
 // rows, and rows not aligned to 16 bytes, are read twice.
 // Mirror: engine/reference/quantize_rows.py
-#include "quantize_rows/rows.cuh"
+#include "common/coded_row.cuh"
 
 template <typename Codes, int kThreads, int kVectors>
 __device__ __forceinline__ void quantize_rows(const scalar_t* x, int64_t x_stride,

@@ -12,7 +12,7 @@
 // Longer rows, and rows not aligned to 16 bytes, use the two separate ops.
 // Mirror: engine/reference/rmsnorm_quantize.py
 #include "common/rmsnorm_row.cuh"
-#include "quantize_rows/rows.cuh"
+#include "common/coded_row.cuh"
 
 struct RmsnormQuantizeParams {
   const scalar_t* x;         // (M, N), rows x_stride elements apart

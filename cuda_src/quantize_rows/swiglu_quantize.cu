@@ -11,7 +11,7 @@
 // Parallelisation: see quantize_rows.cu; rows that do not fit into registers are computed twice.
 // Mirror: engine/reference/swiglu_quantize.py
 #include "common/activation.cuh"
-#include "quantize_rows/rows.cuh"
+#include "common/coded_row.cuh"
 
 __device__ __forceinline__ scalar_t gated(scalar_t gate, scalar_t up) {
   return from_float<scalar_t>(silu(to_float(gate)) * to_float(up));

@@ -57,6 +57,7 @@ from engine.kernels.mla_expand import mla_expand
 from engine.kernels.mla_store import mla_store
 from engine.kernels.moe_activation_backward import moe_activation_backward
 from engine.kernels.moe_combine import moe_combine
+from engine.kernels.moe_combine_rmsnorm import moe_combine_rmsnorm
 from engine.kernels.moe_gemm import moe_gemm
 from engine.kernels.moe_gemm_combine import moe_gemm_combine
 from engine.kernels.moe_route import Routing, moe_route
@@ -153,6 +154,7 @@ __all__ = [
     "mla_store",
     "moe_activation_backward",
     "moe_combine",
+    "moe_combine_rmsnorm",
     "moe_gemm",
     "moe_gemm_combine",
     "moe_route",

@@ -25,6 +25,7 @@ __all__ = [
     "chunk_tokens",
     "moe_route",
     "new_routing",
+    "place_pairs",
     "specs",
 ]
 
@@ -61,6 +62,14 @@ _FEW, _CHOOSE, _PLACE = (_kernels(name) for name in ("few", "choose", "place"))
 _FEW_MIXER, _CHOOSE_MIXER = (
     Kernel(f"moe_route_{name}_mixer", PARAMS, struct="MoeRouteParams") for name in ("few", "choose")
 )
+
+# Fields of MoeRouteParams that only the choice of experts reads.
+_UNUSED: dict[str, Any] = {
+    **dict.fromkeys(("logits", "correction", "expert_scale", "slots", "load")),
+    **dict.fromkeys(("is_sigmoid", "num_groups", "top_groups", "renormalize"), 0),
+    "scale": 1.0,
+    "jitter": 0.0,
+}
 
 
 def specs(dtype: str, **_: Any) -> tuple[ModuleSpec, ...]:
@@ -354,3 +363,38 @@ def _launch(
         return
     for kernel in (_CHOOSE_MIXER if is_mixed else _CHOOSE[width], _PLACE[width]):
         kernel.launch(spec, (num_chunks,), (_THREADS,), pdl=True, **arguments)
+
+
+def place_pairs(
+    routing: Routing,
+    counts: Any,
+    *,
+    num_tokens: int,
+    top_k: int,
+    num_experts: int,
+    num_shared: int = 0,
+    chunk_tokens: int,
+) -> None:
+    """Sort the pairs of experts that a kernel has chosen and counted; `specs` has the module.
+
+    Parameters
+    ----------
+    routing : Routing
+        `order` and `offsets` are written, but for the pairs of a shared expert in `order`.
+    counts : array
+        (ceil(num_tokens / chunk_tokens), E) int32: pairs of each chunk of tokens, per expert.
+    """
+    _PLACE[next(n for n in _ALL_WIDTHS if n >= num_experts)].launch(
+        specs("float32")[0],
+        (ceil_div(num_tokens, chunk_tokens),),
+        (_THREADS,),
+        pdl=True,
+        **routing._asdict() | {"weights": None},
+        counts=counts,
+        num_tokens=num_tokens,
+        num_experts=num_experts,
+        top_k=top_k,
+        num_shared=num_shared,
+        chunk_tokens=chunk_tokens,
+        **_UNUSED,
+    )

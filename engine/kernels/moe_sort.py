@@ -1,4 +1,4 @@
-"""Sort by expert for a router of the caller's own: `cuda_src/moe_sort.cu`.
+"""Sort by expert for a router of the caller's own: `cuda_src/moe_sort.cu` and `moe_route.cu`.
 
 The mirror is `reference/moe_sort.py`.
 """
@@ -12,7 +12,8 @@ from engine.kernels._contract import FLOAT32, FLOAT64, INT32, INT64, Contract
 from engine.kernels._launch import Kernel, ceil_div
 from engine.kernels._module import ModuleSpec
 from engine.kernels._workspace import workspace
-from engine.kernels.moe_route import MAX_EXPERTS, PARAMS, WIDTHS, chunk_tokens
+from engine.kernels.moe_route import MAX_EXPERTS, WIDTHS, chunk_tokens, place_pairs
+from engine.kernels.moe_route import specs as route_specs
 from engine.reference import Routing
 
 __all__ = ["moe_sort", "specs"]
@@ -25,22 +26,11 @@ _COUNT = {
     )
     for width in WIDTHS
 }
-_PLACE = {
-    width: Kernel(f"moe_sort_place_{width}", PARAMS, struct="MoeRouteParams") for width in WIDTHS
-}
-
-# Fields of MoeRouteParams that only the choice of experts reads.
-_UNUSED: dict[str, Any] = {
-    **dict.fromkeys(("logits", "correction", "expert_scale", "weights", "slots", "load")),
-    **dict.fromkeys(("num_shared", "is_sigmoid", "num_groups", "top_groups", "renormalize"), 0),
-    "scale": 1.0,
-    "jitter": 0.0,
-}
 
 
 def specs(dtype: str, **_: Any) -> tuple[ModuleSpec, ...]:
-    """Return the module of the op: one for all dtypes."""
-    return (ModuleSpec("moe_sort.cu", "float32"),)
+    """Return the modules of the op: the same for all dtypes."""
+    return (ModuleSpec("moe_sort.cu", "float32"), *route_specs(dtype))
 
 
 def moe_sort(ids: Any, weights: Any, *, num_experts: int) -> Routing:
@@ -114,18 +104,11 @@ def _launch(ids: Any, routing: Routing, num_pairs: int, num_experts: int) -> Non
         chunk=chunk,
         is_long=ids.dtype == INT64,
     )
-    _PLACE[width].launch(
-        spec,
-        (num_chunks,),
-        (_THREADS,),
-        pdl=True,
-        experts=routing.experts,
-        order=routing.order,
-        offsets=routing.offsets,
-        counts=counts,
+    place_pairs(
+        routing,
+        counts,
         num_tokens=num_pairs,
-        num_experts=num_experts,
         top_k=1,
+        num_experts=num_experts,
         chunk_tokens=chunk,
-        **_UNUSED,
     )

@@ -1,4 +1,4 @@
-"""RMSNorm, router GEMM and routing in one kernel: `cuda_src/rmsnorm_moe_route.cu`.
+"""RMSNorm, router GEMM and routing in one kernel: `cuda_src/rmsnorm_moe_route/`.
 
 The mirror is `reference/rmsnorm_moe_route.py`.
 """
@@ -6,7 +6,7 @@ The mirror is `reference/rmsnorm_moe_route.py`.
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from engine import reference
 from engine.dtypes import dtype_name
@@ -15,42 +15,71 @@ from engine.kernels._contract import FLOAT32, FLOATS, Contract
 from engine.kernels._elementwise import is_aligned, vector_width
 from engine.kernels._launch import Kernel, ceil_div
 from engine.kernels._module import ModuleSpec
+from engine.kernels._quantize import new_codes
+from engine.kernels._workspace import workspace
 from engine.kernels.gemm import gemm
 from engine.kernels.gemm import specs as gemm_specs
-from engine.kernels.moe_route import MAX_EXPERTS, WIDTHS, checked_options, moe_route, new_routing
+from engine.kernels.moe_route import (
+    MAX_EXPERTS,
+    WIDTHS,
+    checked_options,
+    moe_route,
+    new_routing,
+    place_pairs,
+)
 from engine.kernels.moe_route import specs as route_specs
 from engine.kernels.rmsnorm import rmsnorm
 from engine.kernels.rmsnorm import specs as norm_specs
+from engine.kernels.rmsnorm_quantize import rmsnorm_quantize
+from engine.kernels.rmsnorm_quantize import specs as quantize_specs
 from engine.reference import Routing
 
 __all__ = ["rmsnorm_moe_route", "specs"]
 
 _PARAMS = (
-    "x:ptr norm_weight:ptr weight:ptr bias:ptr y:ptr correction:ptr expert_scale:ptr experts:ptr "
-    "weights:ptr order:ptr offsets:ptr slots:ptr load:ptr n:i32 num_experts:i32 top_k:i32 "
-    "num_shared:i32 is_sigmoid:i32 num_groups:i32 top_groups:i32 renormalize:i32 scale:f32 eps:f32 "
+    "x:ptr residual:ptr norm_weight:ptr weight:ptr bias:ptr y:ptr residual_out:ptr codes:ptr "
+    "scales:ptr correction:ptr expert_scale:ptr experts:ptr weights:ptr order:ptr offsets:ptr "
+    "slots:ptr load:ptr counts:ptr num_tokens:i32 n:i32 num_experts:i32 top_k:i32 num_shared:i32 "
+    "is_sigmoid:i32 num_groups:i32 top_groups:i32 renormalize:i32 slab:i32 scale:f32 eps:f32 "
     "weight_offset:f32"
 )
-_KERNELS = {
-    width: Kernel(f"rmsnorm_moe_route_{width}", _PARAMS, struct="RmsnormMoeRouteParams")
-    for width in WIDTHS
-}
-_THREADS = 512  # kThreads in CUDA
-# Blocks per cluster, best first: of 16, which not every GPU can place, a block leaves room for one
-# of the product before it, and so loads its rows of the weight while that product runs.
-_CLUSTERS = (16, 8)
-_MAX_VECTORS = 2 * _THREADS  # maximum 16-byte vectors per row
+
+
+def _kernels(name: str) -> dict[int, Kernel]:
+    entry = f"rmsnorm_moe_route{name}"
+    return {n: Kernel(f"{entry}_{n}", _PARAMS, struct="RmsnormMoeRouteParams") for n in WIDTHS}
+
+
+_ONE_TOKEN, _FEW_TOKENS = (_kernels(name) for name in ("", "_few"))
+_THREADS = 512  # kThreads of both files in CUDA
 _STATIC_BYTES = 12 * 1024  # static shared memory and the driver's reserve, in bytes
+
+# Blocks per cluster for one token, best first: of 16, which not every GPU can place, a block leaves
+# room for one of the product before it, and so loads its rows of the weight while that product
+# runs.
+_CLUSTERS = (16, 8)
+_MAX_VECTORS = 2 * _THREADS  # maximum 16-byte vectors per row, for one token
+
+# Constants of rmsnorm_moe_route_few_tokens.cu.
+_TOKENS = 16
+_GROUP = 128
+_STEP = 32
+_PART = 32
+_ROW_PAD = 32
+_LOGIT_PAD = 8
+_WIDE_SLAB = 256  # maximum columns per block with which 8 blocks per cluster are best
+_MAX_TILES = 4  # of 16 tokens: with more, 16 blocks per cluster are slower
 
 
 def specs(dtype: str, **_: Any) -> tuple[ModuleSpec, ...]:
     """Return the modules that the op may launch for `dtype`."""
-    parts = (*norm_specs(dtype), *gemm_specs(dtype), *route_specs(dtype))
-    return (_spec(dtype), *parts)
+    norms = (*norm_specs(dtype), *quantize_specs(dtype))
+    few = () if dtype == "float32" else (_spec(dtype, "_few_tokens"),)
+    return (_spec(dtype), *few, *norms, *gemm_specs(dtype), *route_specs(dtype))
 
 
-def _spec(dtype: str) -> ModuleSpec:
-    return ModuleSpec("rmsnorm_moe_route.cu", dtype)
+def _spec(dtype: str, name: str = "") -> ModuleSpec:
+    return ModuleSpec(f"rmsnorm_moe_route/rmsnorm_moe_route{name}.cu", dtype)
 
 
 def rmsnorm_moe_route(
@@ -62,6 +91,8 @@ def rmsnorm_moe_route(
     bias: Any = None,
     eps: float = 1e-6,
     weight_offset: float = 0.0,
+    residual: Any = None,
+    quantize_out: bool = False,
     score: str = "softmax",
     correction: Any = None,
     expert_scale: Any = None,
@@ -73,7 +104,9 @@ def rmsnorm_moe_route(
     slots: Any = None,
     load: Any = None,
     pdl: bool = False,
-) -> tuple[Any, Routing]:
+    out: Any = None,
+    residual_out: Any = None,
+) -> tuple[Any, ...]:
     """Normalise tokens, multiply them by the router's weight, and choose their experts.
 
     Parameters
@@ -87,12 +120,21 @@ def rmsnorm_moe_route(
         Added to the logits.
     eps, weight_offset : float
         See `rmsnorm`.
+    residual : (T, N) array of x's dtype, optional
+        Added to `x` first.
+    quantize_out : bool
+        Return the normalised tokens also as e4m3 codes with a scale per 128 features, for
+        `moe_gemm` with `x_scales`.
     score, correction, expert_scale, num_groups, top_groups, renormalize, scale : optional
     num_shared, slots, load : optional
         See `moe_route`.
     pdl : bool
-        Promise that the preceding kernel on the stream writes neither `weight` nor `bias`, so that
-        they may be read before it has ended.
+        Promise that the preceding kernel on the stream writes neither `norm_weight` nor `weight`
+        nor `bias`, so that they may be read before it has ended.
+    out : (T, N) array of x's dtype, optional
+        Array for `y`; may be `x`.
+    residual_out : (T, N) array of x's dtype, optional
+        Array for `h`; may be `residual`.
 
     Returns
     -------
@@ -100,6 +142,11 @@ def rmsnorm_moe_route(
         The normalised tokens.
     routing : Routing
         See `moe_route`.
+    codes : (T, N) array of uint8 (bits of e4m3)
+    scales : (T, ceil(N / 128)) array of float32
+        Only with `quantize_out`.
+    h : (T, N) array of x's dtype
+        ``x + residual``; only with a `residual`.
 
     Raises
     ------
@@ -108,8 +155,9 @@ def rmsnorm_moe_route(
 
     Notes
     -----
-    Equals `rmsnorm`, `gemm` to float32 and `moe_route`. With `pdl`, a single token is routed by one
-    kernel if the GPU has thread block clusters and their shared memory holds the weight.
+    Equals `rmsnorm` (or `rmsnorm_quantize`), `gemm` to float32 and `moe_route`. With `pdl`, in 16
+    bits it is one kernel for up to 16 tokens, and two for as many as the GPU holds clusters for, if
+    it has thread block clusters, their shared memory holds the weight, and N is a multiple of 32.
 
     Examples
     --------
@@ -129,6 +177,9 @@ def rmsnorm_moe_route(
     call.number("weight_offset", weight_offset)
     if bias is not None:
         bias = call.array("bias", bias, "E", x.dtype)
+    if residual is not None:
+        residual = call.array("residual", residual, "T N", x.dtype)
+    call.check("residual_out", residual is not None or residual_out is None, "None", residual_out)
     options = checked_options(
         call,
         "weight",
@@ -146,80 +197,213 @@ def rmsnorm_moe_route(
     )
     norm: dict[str, Any] = {"eps": eps, "weight_offset": weight_offset}
     if call.on_cpu:
-        return reference.rmsnorm_moe_route(
-            x, norm_weight, weight, top_k, bias=bias, **norm, **options
+        results = reference.rmsnorm_moe_route(
+            x,
+            norm_weight,
+            weight,
+            top_k,
+            bias=bias,
+            residual=residual,
+            quantize_out=quantize_out,
+            **norm,
+            **options,
         )
-    # The fused kernel always reads the weight early.
-    cluster = _choose_cluster(x, norm_weight, weight, num_shared) if pdl else 0
-    if not cluster:
-        y = rmsnorm(x, norm_weight, **norm)
-        logits = gemm(y, weight, bias=bias, out_dtype=FLOAT32, pdl=pdl)
-        return y, moe_route(logits, top_k, **options)
-    y = call.output("y", None, x.shape, x.dtype)
+        y, routing, *others = results
+        targets = [call.target(out, y)]
+        if residual is not None:
+            targets.append(call.target(residual_out, others[-1], "residual_out"))
+            others[-1] = call.fill(targets[1], others[-1])
+        return (call.fill(targets[0], y), routing, *others)
+    y = call.output("out", out, x.shape, x.dtype)
+    h = None
+    if residual is not None:
+        h = call.output("residual_out", residual_out, x.shape, x.dtype)
+    arrays = _Arrays(x, residual, norm_weight, weight, bias, y, h)
+    # The kernels always read the weights early.
+    is_one = x.shape[0] == 1 and residual is None and not quantize_out
+    is_one &= y.data.ptr != x.data.ptr  # each block reads the whole token
+    chosen = (_choose_one if is_one else _choose_few)(arrays, num_shared) if pdl else None
+    if chosen is None:
+        return _in_parts(arrays, top_k, quantize_out=quantize_out, pdl=pdl, norm=norm, **options)
+    if quantize_out:
+        codes, scales = new_codes(call, call["T"], call["N"], "fp8", _GROUP)
+        arrays = arrays._replace(codes=codes, scales=scales)
     routing = new_routing(call, top_k, num_shared)
-    arrays = {"x": x, "norm_weight": norm_weight, "weight": weight, "bias": bias, "y": y}
-    _launch(cluster, routing, top_k=top_k, **arrays, **norm, **options)
-    return y, routing
+    _launch(chosen, arrays, routing, top_k=top_k, **norm, **options)
+    return arrays.results(routing)
+
+
+class _Arrays(NamedTuple):
+    """Arrays of a call, but for the routing's."""
+
+    x: Any
+    residual: Any
+    norm_weight: Any
+    weight: Any
+    bias: Any
+    y: Any
+    residual_out: Any
+    codes: Any = None
+    scales: Any = None
+
+    def results(self, routing: Routing) -> tuple[Any, ...]:
+        """Return the op's results."""
+        optional = (self.codes, self.scales, self.residual_out)
+        return (self.y, routing, *(one for one in optional if one is not None))
+
+
+def _in_parts(
+    arrays: _Arrays,
+    top_k: int,
+    *,
+    quantize_out: bool,
+    pdl: bool,
+    norm: dict[str, Any],
+    **options: Any,
+) -> tuple[Any, ...]:
+    """Launch the kernels of the parts."""
+    x, residual, norm_weight, weight, bias, y, h, *_ = arrays
+    norm = norm if h is None else norm | {"residual": residual, "residual_out": h}
+    if quantize_out:
+        codes, scales, *_ = rmsnorm_quantize(x, norm_weight, group=_GROUP, normed_out=y, **norm)
+        arrays = arrays._replace(codes=codes, scales=scales)
+    else:
+        rmsnorm(x, norm_weight, out=y, **norm)
+    logits = gemm(y, weight, bias=bias, out_dtype=FLOAT32, pdl=pdl)
+    return arrays.results(moe_route(logits, top_k, **options))
+
+
+class _Choice(NamedTuple):
+    """A kernel, its module, the blocks per cluster, and their dynamic shared memory in bytes."""
+
+    kernel: Kernel
+    spec: ModuleSpec
+    cluster: int
+    shared_bytes: int
+
+    def is_small(self) -> bool:
+        """Tell whether a block fits a multiprocessor."""
+        return self.shared_bytes + _STATIC_BYTES <= limits().shared_bytes
+
+    def num_clusters(self) -> int:
+        """Return the number of clusters that the device holds at once."""
+        return _num_clusters(self)
+
+
+@cache
+def _num_clusters(choice: _Choice) -> int:
+    c = choice
+    return c.kernel.resident_clusters(c.spec, _THREADS, c.shared_bytes, c.cluster)
+
+
+def _width(num_experts: int) -> int:
+    """Return the experts in the entry point's name."""
+    return next(width for width in WIDTHS if width >= num_experts)
+
+
+def _choose_one(arrays: _Arrays, num_shared: int) -> _Choice | None:
+    """Return the kernel for one token; None if it is unsupported."""
+    x = arrays.x
+    weight = arrays.weight
+    (num_logits, n) = weight.shape
+    is_routable = limits().has_clusters and num_logits <= MAX_EXPERTS
+    if not is_routable or not is_aligned(x, arrays.norm_weight, weight, arrays.y):
+        return None
+    width = vector_width(x)
+    if n % width or n // width > _MAX_VECTORS:
+        return None
+    kernel = _ONE_TOKEN[_width(num_logits - num_shared)]
+    for cluster in _CLUSTERS:
+        rows = ceil_div(num_logits, cluster) + 1  # of the weight, and y
+        size = rows * n * weight.itemsize + num_logits * 4
+        choice = _Choice(kernel, _spec(dtype_name(weight.dtype)), cluster, size)
+        if choice.is_small() and choice.num_clusters():
+            return choice
+    return None
+
+
+def _choose_few(arrays: _Arrays, num_shared: int) -> _Choice | None:
+    """Return the kernel for a few tokens; None if it is unsupported, or the parts are faster."""
+    x = arrays.x
+    weight = arrays.weight
+    (num_tokens, n) = x.shape
+    num_logits = weight.shape[0]
+    given = [array for array in arrays if array is not None and array is not arrays.bias]
+    is_routable = num_tokens > 0 and num_logits <= MAX_EXPERTS and n % _STEP == 0
+    if not is_routable or x.itemsize != 2 or not limits().has_clusters or not is_aligned(*given):
+        return None
+    num_tiles = ceil_div(num_tokens, _TOKENS)
+    is_wide = _slab(n, 8) > _WIDE_SLAB and num_tiles <= _MAX_TILES
+    width = _width(num_logits)  # a shared expert's logit is one of the kernel's columns
+    spec = _spec(dtype_name(weight.dtype), "_few_tokens")
+    for cluster in (16, 8) if is_wide else (8, 16):
+        choice = _Choice(_FEW_TOKENS[width], spec, cluster, _shared_bytes(n, width, cluster))
+        if choice.is_small() and num_tiles <= choice.num_clusters():
+            return choice
+    return None
+
+
+def _slab(n: int, cluster: int) -> int:
+    """Return the columns per block, a multiple of the columns per scale."""
+    return ceil_div(ceil_div(n, cluster), _GROUP) * _GROUP
+
+
+def _shared_bytes(n: int, width: int, cluster: int) -> int:
+    """Return the dynamic shared memory per block: y, the norm's weight, logits, the weight.
+
+    Examples
+    --------
+    >>> _shared_bytes(2048, 128, 8)
+    92224
+    """
+    row_bytes = (_slab(n, cluster) + _ROW_PAD) * 2
+    logit_bytes = _TOKENS * (width + _LOGIT_PAD) * 4
+    num_splits = _TOKENS // (width // _PART)  # each of 16 warps multiplies a part
+    own = max(width * row_bytes, num_splits * logit_bytes)
+    return (_TOKENS + 1) * row_bytes + logit_bytes + own
 
 
 def _launch(
-    cluster: int,
+    choice: _Choice,
+    arrays: _Arrays,
     routing: Routing,
     *,
-    weight: Any,
+    top_k: int,
     num_shared: int,
     score: str,
     **others: Any,
 ) -> None:
-    num_experts = weight.shape[0] - num_shared
-    _kernel(num_experts).launch(
-        _spec(dtype_name(weight.dtype)),
-        (cluster,),
+    cluster = choice.cluster
+    (num_tokens, n) = arrays.x.shape
+    num_experts = arrays.weight.shape[0] - num_shared
+    num_tiles = ceil_div(num_tokens, _TOKENS)
+    counts = workspace(num_tiles * num_experts) if num_tiles > 1 else None
+    choice.kernel.launch(
+        choice.spec,
+        (cluster * num_tiles,),
         (_THREADS,),
-        _shared_bytes(weight, cluster),
+        choice.shared_bytes,
         cluster=cluster,
         pdl=True,
-        weight=weight,
-        n=weight.shape[1],
+        counts=counts,
+        num_tokens=num_tokens,
+        n=n,
+        slab=_slab(n, cluster),
         num_experts=num_experts,
+        top_k=top_k,
         num_shared=num_shared,
         is_sigmoid=score == "sigmoid",
+        **arrays._asdict(),
         **routing._asdict(),
         **others,
     )
-
-
-def _kernel(num_experts: int) -> Kernel:
-    return _KERNELS[next(width for width in WIDTHS if width >= num_experts)]
-
-
-def _shared_bytes(weight: Any, cluster: int) -> int:
-    """Return the dynamic shared memory per block: rows of the weight, y, and the logits."""
-    num_logits, n = weight.shape
-    rows = ceil_div(num_logits, cluster) + 1
-    return int(rows * n * weight.itemsize + num_logits * 4)
-
-
-def _choose_cluster(x: Any, norm_weight: Any, weight: Any, num_shared: int) -> int:
-    """Return the blocks per cluster of the fused kernel; 0 if it is unsupported."""
-    (num_tokens, n) = x.shape
-    num_logits = weight.shape[0]
-    is_single = num_tokens == 1 and num_logits <= MAX_EXPERTS
-    if not is_single or not limits().has_clusters or not is_aligned(x, norm_weight, weight):
-        return 0
-    width = vector_width(x)
-    if n % width or n // width > _MAX_VECTORS:
-        return 0
-    kernel = _kernel(num_logits - num_shared)
-    spec = _spec(dtype_name(weight.dtype))
-    for cluster in _CLUSTERS:
-        size = _shared_bytes(weight, cluster)
-        if size + _STATIC_BYTES <= limits().shared_bytes and _fits(kernel, spec, size, cluster):
-            return cluster
-    return 0
-
-
-@cache
-def _fits(kernel: Kernel, spec: ModuleSpec, shared_bytes: int, cluster: int) -> bool:
-    """Tell whether the device holds a cluster."""
-    return kernel.resident_clusters(spec, _THREADS, shared_bytes, cluster) > 0
+    if num_tiles > 1:
+        place_pairs(
+            routing,
+            counts,
+            num_tokens=num_tokens,
+            top_k=top_k,
+            num_experts=num_experts,
+            num_shared=num_shared,
+            chunk_tokens=_TOKENS,
+        )

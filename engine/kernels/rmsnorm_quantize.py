@@ -16,20 +16,20 @@ from engine.kernels.quantize_rows import specs as rows_specs
 from engine.kernels.rmsnorm import choose_config, rmsnorm
 from engine.kernels.rmsnorm import specs as rmsnorm_specs
 
-__all__ = ["rmsnorm_quantize", "specs"]
+__all__ = ["REGISTER_WARPS", "rmsnorm_quantize", "specs"]
 
 _PARAMS = (
     "x:ptr residual:ptr weight:ptr residual_out:ptr normed_out:ptr codes:ptr scales:ptr "
     "x_stride:i64 n:i32 group:i32 eps:f32 weight_offset:f32 x_scale:f32"
 )
 # Size of the rmsnorm kernel that keeps a row in registers -> warps per row.
-_WARPS = {"1": 1, "2": 2, "4": 4, "8": 8, "16": 8, "32": 16}
+REGISTER_WARPS = {"1": 1, "2": 2, "4": 4, "8": 8, "16": 8, "32": 16}
 _KERNELS = {
     (dtype, size): Kernel(
         f"rmsnorm_quantize_{dtype}_{size}", _PARAMS, struct="RmsnormQuantizeParams"
     )
     for dtype in CODES
-    for size in _WARPS
+    for size in REGISTER_WARPS
 }
 
 
@@ -120,7 +120,7 @@ def rmsnorm_quantize(
     is_aligned = all(rows_are_aligned(a, n) for a in arrays)
     config = choose_config(n, x.itemsize, is_aligned=is_aligned)
     size = config.kernel.removeprefix("registers_")
-    if size in _WARPS:
+    if size in REGISTER_WARPS:
         codes, scales = new_codes(call, x.shape[0], n, dtype, group)
         _launch(
             (dtype, size),
@@ -143,7 +143,7 @@ def _launch(
     _KERNELS[kernel].launch(
         ModuleSpec("quantize_rows/rmsnorm_quantize.cu", dtype_name(x.dtype)),
         (x.shape[0],),
-        (_WARPS[kernel[1]] * 32,),
+        (REGISTER_WARPS[kernel[1]] * 32,),
         pdl=True,
         x=x,
         residual=residual,

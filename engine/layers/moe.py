@@ -11,20 +11,25 @@ import numpy as np
 from engine import kernels
 from engine.device import array_module
 from engine.errors import ConfigError, WeightsError
+from engine.kernels._override.scope import current_overrides
 from engine.layers.arrays import arrays_of
 from engine.layers.linear import Linear
 from engine.layers.mlp import MLP
 from engine.layers.norm import Norm, QuantizedRows
 from engine.weights import Format, Weight
 
-__all__ = ["DenseAndExperts", "Experts", "MoE", "RoutingParams"]
+__all__ = ["SUMMED_NEXT", "DenseAndExperts", "Experts", "MoE", "RoutingParams"]
 
 _FLOAT32 = np.dtype(np.float32)
 _QUANTIZED_BLOCK = (128, 128)  # scale block of weights multiplied with quantized activations
 _QUANTIZED_FROM = 9  # minimum tokens to quantize x: for fewer, reading weights dominates
-# Minimum tokens to quantize x in the norm. For fewer, a kernel of its own is as fast or faster: the
-# first product may start and load weights meanwhile.
+# Tokens whose x is quantized in the norm: few, which one kernel also routes, or many. In between, a
+# kernel of its own is as fast or faster: the first product may start and load weights meanwhile.
+_CODED_UP_TO = 256
 _CODED_FROM = 2048
+# Tokens whose experts' outputs the next layer's norm may sum. For fewer, the second product does so
+# within one kernel; for many, the outputs would take memory during another layer.
+SUMMED_NEXT = range(_QUANTIZED_FROM, 513)
 
 
 @dataclass(frozen=True)
@@ -181,9 +186,10 @@ class Experts:
 
         None: they are read as they are, or quantized by a kernel of their own.
         """
+        is_read = num_tokens >= _CODED_FROM or _QUANTIZED_FROM <= num_tokens <= _CODED_UP_TO
         form = self.gate_up.format
-        is_read = num_tokens >= _CODED_FROM and not self.num_identity
-        return form if form.block == _QUANTIZED_BLOCK and is_read else None
+        has_codes = form.block == _QUANTIZED_BLOCK and not self.num_identity
+        return form if has_codes and is_read else None
 
     def first_product(
         self,
@@ -303,11 +309,14 @@ class MoE:
     ----------
     load : (E,) array of int64
         Number of tokens that each expert but a shared one has computed, on the weights' device.
+    is_summed_next : bool
+        `after_add` may return the outputs (T, k, N) of each token's experts: the norm that follows
+        sums them. False at first.
     """
 
     __slots__ = (
         *("correction", "deterministic", "expert_scale", "experts", "load", "params", "router"),
-        *("latent", "shared", "shared_factor", "shared_gate"),
+        *("is_summed_next", "latent", "shared", "shared_factor", "shared_gate"),
     )
 
     def __init__(
@@ -337,6 +346,14 @@ class MoE:
         xp = array_module(matrix)
         self.shared_factor = None if shared_scale == 1.0 else xp.full(1, shared_scale, _FLOAT32)
         self.load = xp.zeros(matrix.shape[0] - params.num_shared, np.int64)
+        self.is_summed_next = False
+
+    @property
+    def is_plain_sum(self) -> bool:
+        """Whether the output is a plain sum of the outputs of each token's experts."""
+        others = (self.shared, self.latent, self.shared_gate)
+        is_whole = type(self.experts) is Experts and not self.experts.num_identity
+        return is_whole and all(one is None for one in others)
 
     @property
     def input_format(self) -> Format | None:
@@ -385,6 +402,30 @@ class MoE:
         in `load`.
         """
         return self.combined(*self.normed_and_routed(x, norm, slots), residual=residual)
+
+    def after_add(self, x: Any, residual: Any, norm: Norm, *, slots: Any = None) -> tuple[Any, Any]:
+        """Return the output (T, N) for norm(h), and h = norm.branch_scale * x + residual.
+
+        With `is_summed_next` the output may be (T, k, N), not yet summed over a token's experts.
+        SAFETY: nothing else may hold a view of `x` or `residual` (T, N), or read them afterwards.
+        """
+        coded = self.coded_format(x.shape[0])
+        if not norm.sums_experts or not self._fuses(norm):
+            x, residual = norm.add_for(coded, x, residual, keeps_numbers=True)
+            return self(x, slots=slots), residual
+        y, routing, *codes, h = self._fused(
+            x,
+            norm,
+            slots,
+            residual=residual,
+            quantize_out=coded is not None,
+            out=x,
+            residual_out=residual,
+        )
+        rows = QuantizedRows(codes[0], codes[1], y.dtype, y) if codes else y
+        if self.is_summed_next and x.shape[0] in SUMMED_NEXT and _combines_apart():
+            return self.experts(rows, routing), h
+        return self.combined(y, routing, rows), h
 
     def combined(self, x: Any, routing: kernels.Routing, rows: Any, *, residual: Any = None) -> Any:
         """Return the output (T, N) for tokens `x` (T, N), of which experts read `rows`.
@@ -442,6 +483,16 @@ class MoE:
         if p.scales_input:
             x = x if norm is None else norm(x)
             return x, *self._routed_by_input(x, slots)
+        if norm is not None and self._fuses(norm):
+            y, routing = self._fused(x, norm, slots)
+            return y, routing, y
+        x = x if norm is None else norm(x)
+        logits = self.router(x, out_dtype=_FLOAT32)
+        return x, kernels.moe_route(logits, p.top_k, **self._options(slots)), x
+
+    def _options(self, slots: Any) -> dict[str, Any]:
+        """Return the keywords of `kernels.moe_route`."""
+        p = self.params
         options = {
             "score": p.score,
             "correction": self.correction,
@@ -454,28 +505,27 @@ class MoE:
             "slots": slots,
             "load": self.load,
         }
-        router = self.router
-        if p.score == "sparsemixer":
-            x = x if norm is None else norm(x)
-            logits = router(x, out_dtype=_FLOAT32)
-            return x, kernels.moe_route(logits, p.top_k, jitter=p.jitter, **options), x
-        is_dense = router.weight.format.is_dense
-        if norm is not None and norm.is_plain and is_dense and not self.deterministic:
-            x, routing = kernels.rmsnorm_moe_route(
-                x,
-                norm.weight,
-                router.weight.data,
-                p.top_k,
-                bias=router.bias,
-                eps=norm.eps,
-                weight_offset=norm.offset,
-                pdl=True,  # no kernel writes the weight or the bias
-                **options,
-            )
-            return x, routing, x
-        if norm is not None:
-            x = norm(x)
-        return x, kernels.moe_route(router(x, out_dtype=_FLOAT32), p.top_k, **options), x
+        return options | ({"jitter": p.jitter} if p.score == "sparsemixer" else {})
+
+    def _fuses(self, norm: Norm) -> bool:
+        """Tell whether one op normalises and routes."""
+        is_fused = norm.is_plain and self.router.weight.format.is_dense
+        is_known = not self.params.scales_input and self.params.score != "sparsemixer"
+        return is_fused and is_known and not self.deterministic
+
+    def _fused(self, x: Any, norm: Norm, slots: Any, **others: Any) -> tuple[Any, ...]:
+        return kernels.rmsnorm_moe_route(
+            x,
+            norm.weight,
+            self.router.weight.data,
+            self.params.top_k,
+            bias=self.router.bias,
+            eps=norm.eps,
+            weight_offset=norm.offset,
+            pdl=True,  # no kernel writes the weights or the bias
+            **self._options(slots),
+            **others,
+        )
 
     def _routed_by_input(self, x: Any, slots: Any) -> tuple[kernels.Routing, Any]:
         """Return a routing with the weight 1, and `x` times the sigmoid of its expert's logit.
@@ -486,6 +536,11 @@ class MoE:
         routing = kernels.moe_route(logits, 1, slots=slots, load=self.load)
         sigmoid = kernels.moe_route(logits, 1, score="sigmoid", renormalize=False).weights
         return routing, kernels.scale_rows(x, sigmoid.reshape(-1))
+
+
+def _combines_apart() -> bool:
+    """Tell whether no function of the user's replaces the second product with its sum."""
+    return not current_overrides().has_any(("moe_gemm_combine",))
 
 
 class DenseAndExperts:

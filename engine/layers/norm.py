@@ -81,6 +81,11 @@ class Norm:
         """Whether a call is a plain row-wise RMSNorm, which other kernels can fuse."""
         return not self.subtract_mean
 
+    @property
+    def sums_experts(self) -> bool:
+        """Whether `add_for` takes the outputs (T, k, N) of each token's experts, and adds them."""
+        return self.is_plain and type(self) is Norm and self.branch_scale == 1.0
+
     def arrays(self) -> Iterator[tuple[str, Any]]:
         """Yield (name, array) for every array of the norm."""
         yield "weight", self.weight
@@ -115,21 +120,28 @@ class Norm:
         """Add, normalise, and quantize the result for a product of weight format `form`.
 
         norm(h) is returned as `QuantizedRows` if the format has both operands in 8 bits; with
-        `keeps_numbers` they have `numbers`. See `add`.
+        `keeps_numbers` they have `numbers`. See `add`. `x` may be (T, k, N): see `sums_experts`.
         """
-        if form is None or not form.activations or self.weight is None or self.subtract_mean:
-            return self.add(x, residual, is_late=form is not None and form.is_packed)
+        is_late = form is not None and form.is_packed
+        coded: dict[str, Any] = {}
+        if form is not None and form.activations and self.weight is not None:
+            coded = {"dtype": form.activations, "group": form.activation_group}
+        norm: dict[str, Any] = {"eps": self.eps, "weight_offset": self.offset}
+        norm["residual_out"] = residual
+        if x.ndim == 3:
+            norm |= coded or {"is_late": is_late}
+            *y, h = kernels.moe_combine_rmsnorm(x, residual, self.weight, **norm)
+            return QuantizedRows(y[0], y[1], x.dtype) if coded else y[0], h
+        if not coded or self.subtract_mean:
+            return self.add(x, residual, is_late=is_late)
         codes, scales, h = kernels.rmsnorm_quantize(
             x,
             self.weight,
-            eps=self.eps,
-            weight_offset=self.offset,
             residual=residual,
             x_scale=self.branch_scale,
-            dtype=form.activations,
-            group=form.activation_group,
             normed_out=x if keeps_numbers else None,
-            residual_out=residual,
+            **coded,
+            **norm,
         )
         return QuantizedRows(codes, scales, x.dtype, x if keeps_numbers else None), h
 

@@ -136,8 +136,9 @@ class DecoderLayer:
 
         Parameters
         ----------
-        delta : (T, N) array or None
-            The previous layer's output, if it is not yet added to the residual stream.
+        delta : (T, N) or (T, k, N) array, or None
+            The previous layer's output, if it is not yet added to the residual stream, or the
+            outputs of each token's experts, of which it is the sum.
         residual : (T, N) array
             The residual stream; overwritten.
         batch : ForwardBatch
@@ -178,11 +179,11 @@ class DecoderLayer:
             return kernels.residual_add(self.mlp(given, slots=slots), x, out=x), residual
         if self.post_attn_norm is not None:
             x = self.post_attn_norm(x, out=x)
-        mlp = self.mlp
-        is_moe = isinstance(mlp, MoE)
-        form = mlp.coded_format(x.shape[0]) if isinstance(mlp, MoE) else self.mlp_format
-        x, residual = self.mlp_norm.add_for(form, x, residual, keeps_numbers=is_moe)
-        x = mlp(x, slots=slots)
+        if isinstance(self.mlp, MoE):
+            x, residual = self.mlp.after_add(x, residual, self.mlp_norm, slots=slots)
+        else:
+            x, residual = self.mlp_norm.add_for(self.mlp_format, x, residual)
+            x = self.mlp(x, slots=slots)
         if self.post_mlp_norm is not None:
             x = self.post_mlp_norm(x, out=x)
         return x, residual
@@ -197,6 +198,12 @@ class DecoderLayer:
             last = self.attn.o
         is_partial = isinstance(last, PartialLinear) and not self.is_parallel
         return last if is_partial and self.post_mlp_norm is None else None
+
+    @property
+    def returns_experts(self) -> bool:
+        """Whether the layer's output is that of its experts, a plain sum."""
+        is_last = not self.is_parallel and self.post_mlp_norm is None
+        return is_last and isinstance(self.mlp, MoE) and self.mlp.is_plain_sum
 
     def can_plan(self, batch: ForwardBatch) -> bool:
         """Tell whether a call launches only kernels, so that a launch plan can replay it."""
@@ -458,7 +465,7 @@ class Decoder:
         if delta is None:
             out[...] = residual
             return
-        delta = self.parts.summed(delta)
+        delta = kernels.moe_combine(delta) if delta.ndim == 3 else self.parts.summed(delta)
         if scale == 1.0:
             kernels.residual_add(delta, residual, out=out)
         else:
@@ -564,14 +571,20 @@ class Decoder:
         return tuple(table), np.array(rows, np.uint64)
 
     def _mark_summed_outputs(self) -> None:
-        """Let products send rows of the outputs that the next layer's norm sums over the ranks.
+        """Leave sums over the ranks or over a token's experts to the next layer's norm.
 
         The outputs of the last layer, and of the last that stores keys, may be gathered first.
         """
         gathered = (len(self.layers) - 1, self.config.num_storing_layers - 1)
         for index, layer in enumerate(self.layers):
-            if isinstance(layer, DecoderLayer) and layer.output is not None:
-                layer.output.is_summed_next = index not in gathered
+            if not isinstance(layer, DecoderLayer) or index in gathered:
+                continue
+            if layer.output is not None:
+                layer.output.is_summed_next = True
+            after = self.layers[index + 1]
+            if layer.returns_experts and isinstance(after, DecoderLayer):
+                assert isinstance(layer.mlp, MoE)
+                layer.mlp.is_summed_next = after.attn_norm.sums_experts
 
     def _numbers(self, layer: int) -> tuple[Hashable, ...]:
         """Return the non-array values that determine a layer's launches."""
@@ -585,7 +598,9 @@ class Decoder:
         one = self.layers[layer]
         output = one.output if isinstance(one, DecoderLayer) else None
         sends = output is not None and output.may_send
-        numbers = (*rule, top_k, c.sparsity(layer), place, sends)
+        mlp = one.mlp if isinstance(one, DecoderLayer) else None
+        leaves_sum = isinstance(mlp, MoE) and mlp.is_summed_next
+        numbers = (*rule, top_k, c.sparsity(layer), place, sends, leaves_sum)
         return numbers if self.parts.can_plan else (*numbers, layer)  # each layer is its own kind
 
     def _weight(self, name: str) -> Weight:

@@ -19,7 +19,10 @@ __all__ = ["kernel_specs", "prepare_kernels", "prepare_quantized_kv", "quantized
 # Activation of an MLP -> the op that applies it to up, and the one that multiplies gate and up.
 _PLAIN = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu", "relu2": "relu", "xielu": "xielu"}
 _GATED = {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu", "relu2": "relu"}
-_MOE_OPS = ("moe_combine", "moe_gemm", "moe_gemm_combine", "moe_route", "rmsnorm_moe_route")
+_MOE_OPS = (
+    *("moe_combine", "moe_combine_rmsnorm", "moe_gemm", "moe_gemm_combine", "moe_route"),
+    "rmsnorm_moe_route",
+)
 _PAGE_OPS = (
     "attention_decode",
     "attention_prefill",

@@ -130,7 +130,8 @@ class LayerPlans:
             if before is not None:
                 before(index, delta, residual)
             # The rows of delta that have been sent are constants of the plan that sums them.
-            kind = self._arrays[index].kind, delta is None, peers and peers.sent
+            shape = None if delta is None else delta.shape
+            kind = self._arrays[index].kind, shape, peers and peers.sent
             planned = plans.get(kind)
             if planned is not None and residual is planned.residual:
                 addresses = self._arrays[index].addresses + [int(p.data.ptr) for p in pages]
@@ -159,14 +160,16 @@ class LayerPlans:
         """Call a layer; return its (delta, residual), and the plan of its launches.
 
         The plan is None if the layer's outputs would not be valid inputs of the plan: it returned a
-        delta but was given none (or the reverse), or returned another residual array.
+        delta but was given none (or the reverse, or one of another shape), or returned another
+        residual array.
         """
         given = None if delta is None else PlanArray(delta)
         with making_plan() as builder, recorded_runs() as runs:
             results = self._layers[index](given, PlanArray(residual), batch, pages)
         add_runs(runs)
         out, new_residual = map(unwrapped, results)
-        if (out is None) != (delta is None) or new_residual.data.ptr != residual.data.ptr:
+        shapes = [None if one is None else one.shape for one in (out, delta)]
+        if shapes[0] != shapes[1] or new_residual.data.ptr != residual.data.ptr:
             return out, new_residual, None
         caches = [(f"cache {number}", array) for number, array in enumerate(pages)]
         moving = [*self._arrays[index].named, *caches]

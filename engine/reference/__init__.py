@@ -43,6 +43,7 @@ from engine.reference.mla_expand import mla_expand
 from engine.reference.mla_store import mla_store
 from engine.reference.moe_activation_backward import moe_activation_backward
 from engine.reference.moe_combine import moe_combine
+from engine.reference.moe_combine_rmsnorm import moe_combine_rmsnorm
 from engine.reference.moe_gemm import moe_gemm
 from engine.reference.moe_gemm_combine import moe_gemm_combine
 from engine.reference.moe_route import Routing, moe_route
@@ -116,6 +117,7 @@ __all__ = [
     "mla_store",
     "moe_activation_backward",
     "moe_combine",
+    "moe_combine_rmsnorm",
     "moe_gemm",
     "moe_gemm_combine",
     "moe_route",

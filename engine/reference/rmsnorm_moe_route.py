@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from engine.reference.moe_route import Routing, moe_route
+from engine.reference.moe_route import moe_route
+from engine.reference.quantize_rows import quantize_rows
 from engine.reference.rmsnorm import rmsnorm
 
 __all__ = ["rmsnorm_moe_route"]
@@ -23,6 +24,8 @@ def rmsnorm_moe_route(
     bias: Array | None = None,
     eps: float = 1e-6,
     weight_offset: float = 0.0,
+    residual: Array | None = None,
+    quantize_out: bool = False,
     score: str = "softmax",
     correction: Array | None = None,
     expert_scale: Array | None = None,
@@ -33,9 +36,10 @@ def rmsnorm_moe_route(
     num_shared: int = 0,
     slots: Array | None = None,
     load: Array | None = None,
-) -> tuple[Array, Routing]:
+) -> tuple[Any, ...]:
     """Normalise x, multiply it by the router's weight, and route; y is rounded, logits are not."""
-    y = rmsnorm(x, norm_weight, eps=eps, weight_offset=weight_offset)
+    normed = rmsnorm(x, norm_weight, eps=eps, weight_offset=weight_offset, residual=residual)
+    y, *h = normed if isinstance(normed, tuple) else (normed,)
     logits = y.astype(np.float32) @ weight.astype(np.float32).T
     if bias is not None:
         logits += bias.astype(np.float32)
@@ -53,4 +57,5 @@ def rmsnorm_moe_route(
         slots=slots,
         load=load,
     )
-    return y, routing
+    codes = quantize_rows(y, group=128) if quantize_out else ()
+    return (y, routing, *codes, *h)

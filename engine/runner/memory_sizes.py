@@ -10,6 +10,7 @@ from engine.cache.memory_pool import format_bytes
 from engine.config import ModelConfig
 from engine.dtypes import itemsize
 from engine.layers.mla import MAX_EXPANDED
+from engine.layers.moe import SUMMED_NEXT
 from engine.runner.cuda_graph import batch_sizes
 
 __all__ = ["DraftSizes", "activation_bytes", "feature_bytes"]
@@ -77,6 +78,8 @@ def activation_bytes(model: ModelConfig, dtype: str, num_tokens: int, num_rows: 
         pairs = model.moe.top_k * (model.moe.intermediate_size + model.hidden_size)
         scaled = model.hidden_size if model.moe.scales_input else 0
         mlp = max(mlp, pairs + scaled + 3 * model.moe.shared_size)
+        if num_tokens in SUMMED_NEXT:  # the outputs of the layer before are still alive
+            mlp += model.moe.top_k * model.hidden_size
     attention = 2 * model.qkv_dim
     if (delta := model.gated_delta) is not None:  # projected, convolved, and the heads' outputs
         gates = delta.value_dim + delta.decay_dim if delta.gate_rank else 0

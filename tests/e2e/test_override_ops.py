@@ -28,7 +28,7 @@ ROOT = Path(engine.__file__).parent
 RNG = np.random.default_rng(0)
 SAMPLES = [
     {"activation": name, "quantize_x": True, "quantize_out": True}
-    | {"residual": 0, "q_weight": 0, "k_weight": 0, "q_factors": 0}
+    | {"residual": 0, "q_weight": 0, "k_weight": 0, "q_factors": 0, "dtype": "fp8"}
     for name in ("swiglu", "silu", "gelu", "gelu_tanh", "relu")
 ]
 
@@ -108,7 +108,14 @@ CALLS = {
         (array(3, 16), array(16)),
         {"residual": array(3, 16), "normed_out": array(3, 16)},
     ),
-    "rmsnorm_moe_route": lambda: ((array(3, 16), array(16), array(4, 16), 2), {}),
+    "rmsnorm_moe_route": lambda: (
+        (array(3, 16), array(16), array(4, 16), 2),
+        {"residual": array(3, 16), "quantize_out": True},
+    ),
+    "moe_combine_rmsnorm": lambda: (
+        (array(3, 2, 16), array(3, 16), array(16)),
+        {"dtype": "fp8", "group": 128},
+    ),
     "all_reduce_rmsnorm": lambda: (
         (x := array(3, 16), [x, array(3, 16)], array(3, 16), array(16)),
         {},
@@ -280,6 +287,8 @@ def test_normalised_rows_of_a_function_that_returns_codes(has_residual):
         ("rmsnorm_quantize", ("residual", "residual_out", "normed_out")),
         ("moe_gemm", ("activation", "quantize_x", "quantize_out")),
         ("moe_gemm_combine", ("residual", "quantize_x")),
+        ("rmsnorm_moe_route", ("residual", "residual_out", "quantize_out")),
+        ("moe_combine_rmsnorm", ("dtype", "group")),
     ],
 )
 def test_a_fused_op_of_a_user_without_some_parts(op, lacking):

@@ -19,12 +19,13 @@ from engine.kernels.moe_gemm import portable as moe_portable
 from engine.kernels.moe_wgrad import portable as wgrad_portable
 
 _FP8_TILE = "attention_prefill/attention_prefill_fp8_tile_sm90.cuh"
+_FEW_ROUTED = "rmsnorm_moe_route/rmsnorm_moe_route_few_tokens.cu"
 
 # Module and name in engine.kernels; file or folder in cuda_src, and the name there.
 CONSTANTS = [
     ("_peer_memory.MAX_RANKS", "common", "kMaxRanks"),
     ("_peer_memory.NUM_BUFFERS", "common", "kBuffers"),
-    ("_quantize.GROUP", "quantize_rows", "kGroup"),
+    ("_quantize.GROUP", "common/coded_row.cuh", "kGroup"),
     ("attention_backward.sm90._KEYS", "attention_backward", "kKeys"),
     ("attention_backward.sm90._STAGES", "attention_backward", "kStages"),
     ("attention_backward.problem._SINK_TOKENS", "attention_backward", "kSinkTokens"),
@@ -78,7 +79,14 @@ CONSTANTS = [
     ("moe_wgrad.sm90._SLAB_ROWS", "moe_wgrad", "kSlabRows"),
     ("moe_wgrad.sm90._STAGES", "moe_wgrad", "kStages"),
     ("qk_norm_rope_store._HEADS_AT_ONCE", "qk_norm_rope_store.cu", "kHeads"),
-    ("rmsnorm_moe_route._THREADS", "rmsnorm_moe_route.cu", "kThreads"),
+    ("rmsnorm_moe_route._THREADS", "rmsnorm_moe_route/rmsnorm_moe_route.cu", "kThreads"),
+    ("rmsnorm_moe_route._THREADS", _FEW_ROUTED, "kThreads"),
+    ("rmsnorm_moe_route._TOKENS", _FEW_ROUTED, "kTokens"),
+    ("rmsnorm_moe_route._GROUP", _FEW_ROUTED, "kGroup"),
+    ("rmsnorm_moe_route._STEP", _FEW_ROUTED, "kStep"),
+    ("rmsnorm_moe_route._PART", _FEW_ROUTED, "kPart"),
+    ("rmsnorm_moe_route._ROW_PAD", _FEW_ROUTED, "kRowPad"),
+    ("rmsnorm_moe_route._LOGIT_PAD", _FEW_ROUTED, "kLogitPad"),
     ("rope._HEADS_AT_ONCE", "rope.cu", "kHeads"),
     ("sample._CHOOSE_THREADS", "sample/row_list.cuh", "kThreads"),
     ("sample._MAX_SEGMENTS", "sample", "kMaxSegments"),
@@ -164,6 +172,8 @@ def test_a_collective_has_the_number_of_its_name(number, op):
 
 
 def test_sizes_of_the_row_kernels():
-    found = re.findall(r"ENTRY\(op##_##codes##_(\d+), Codes, (\d+), (\d)\)", _text("quantize_rows"))
+    found = re.findall(
+        r"ENTRY\(op##_##codes##_(\d+), Codes, (\d+), (\d)\)", _text("common/coded_row.cuh")
+    )
     sizes = {size: (int(threads) * int(vectors), int(threads)) for size, threads, vectors in found}
     assert sizes == _quantize.SIZES

@@ -16,7 +16,7 @@ from engine.testing.cases_moe import distinct_logits
 from engine.testing.tolerances import assert_close
 
 # (T, N, E, k): real models; widths that are not multiples of a warp or block; one expert; the most
-# experts; a weight larger than shared memory; several tokens; no tokens.
+# experts; a weight larger than shared memory; an unaligned width; no tokens.
 SHAPES = (
     (1, 2048, 128, 8),
     (1, 2880, 32, 4),
@@ -28,8 +28,22 @@ SHAPES = (
     (1, 8192, 160, 6),
     (1, 8192, 320, 6),
     (1, 63, 40, 4),
-    (5, 256, 64, 8),
     (0, 64, 16, 2),
+)
+# The same for a few tokens: part of a tile of 16, a tile, several; blocks with fewer columns than
+# others, or none; experts that fill a kernel's columns.
+FEW = (
+    (2, 2048, 128, 8),
+    (16, 2880, 32, 4),
+    (17, 2880, 128, 4),
+    (250, 2048, 128, 8),
+    (40, 4096, 64, 8),
+    (5, 3072, 256, 8),
+    (30, 2048, 512, 10),
+    (33, 512, 33, 16),
+    (7, 64, 8, 2),
+    (3, 8192, 320, 6),
+    (5, 40, 64, 8),
 )
 OPTIONS = (
     {},
@@ -82,19 +96,85 @@ def test_matches_mirror(xp, shape, dtype):
             on_device = None if own_bias is None else xp.asarray(own_bias)
             for _ in range(2):  # the second call may overlap the first
                 got = kernels.rmsnorm_moe_route(*arrays, top_k, bias=on_device, pdl=True, **options)
-            if shape[0] == 1:
-                _assert_same(got, want, f"{options}")
-            else:
-                assert_close(got[0], want[0], reduction=64)
-                first = to_numpy(got[1].experts)[:1]  # its logits are well separated
-                np.testing.assert_array_equal(first, want[1].experts[:1])
-                pairs = np.sort(to_numpy(got[1].order))
-                np.testing.assert_array_equal(pairs, np.arange(want[1].order.size))
+            _assert_same(got, want, f"{options}")
 
 
+@pytest.mark.grid("dtype", cases.DTYPES)
+@pytest.mark.grid("shape", FEW)
+def test_few_tokens_match_mirror(xp, shape, dtype):
+    """Experts are those of the kernel's own y, whose logits float64 must not confuse."""
+    num_tokens, n, num_experts, top_k = shape
+    x = cases.normal((num_tokens, n), dtype, seed=n)
+    residual = cases.normal((num_tokens, n), dtype, seed=n + 1)
+    norm_weight = cases.normal((n,), dtype, seed=1, mean=1.0)
+    bias = cases.normal((num_experts,), dtype, seed=3)
+    for options in OPTIONS:
+        rows = num_experts + options.get("num_shared", 0)
+        weight = cases.normal((rows, n), dtype, seed=2, scale=n**-0.5)
+        norm = {key: options[key] for key in ("weight_offset", "eps") if key in options}
+        routed = {key: value for key, value in options.items() if key not in norm}
+        for own_bias, added, coded in (
+            (None, None, True),
+            (bias, residual, False),
+            (None, x, True),
+        ):
+            if own_bias is not None and rows > num_experts:
+                own_bias = np.concatenate([own_bias, own_bias[:1]])
+            want = reference.rmsnorm_moe_route(
+                *(x, norm_weight, weight, top_k),
+                bias=own_bias,
+                residual=added,
+                quantize_out=coded,
+                **options,
+            )
+            given = cases.to_module(xp, x.copy(), norm_weight, weight)
+            optional = [
+                None if one is None else xp.asarray(one.copy()) for one in (own_bias, added)
+            ]
+            for out in (None, given[0]):  # the second call may overlap the first
+                got = kernels.rmsnorm_moe_route(
+                    *(*given, top_k),
+                    bias=optional[0],
+                    residual=optional[1],
+                    quantize_out=coded,
+                    out=out,
+                    residual_out=None if out is None else optional[1],
+                    pdl=True,
+                    **options,
+                )
+            assert len(got) == len(want) == 2 + 2 * coded + (added is not None)
+            assert got[0] is given[0] and (added is None or got[-1] is optional[1])
+            y = to_numpy(got[0])
+            assert_close(y, want[0], reduction=64)
+            logits = y.astype(np.float64) @ weight.astype(np.float64).T
+            logits += 0 if own_bias is None else own_bias.astype(np.float64)
+            _assert_routed(got[1], logits, top_k, routed)
+            if added is not None:
+                np.testing.assert_array_equal(to_numpy(got[-1]), want[-1])
+            if coded:
+                codes, scales = reference.quantize_rows(y, group=128)
+                np.testing.assert_array_equal(to_numpy(got[2]), codes)
+                np.testing.assert_array_equal(to_numpy(got[3]), scales)
+
+
+def _assert_routed(routing, logits, top_k, options):
+    """Compare with the routing of float64 logits; experts with nearly equal ones may swap."""
+    experts, weights, order, offsets = map(to_numpy, routing)
+    want = reference.moe_route(logits, top_k, **options)
+    own = np.take_along_axis(logits, experts, axis=1)
+    others = np.take_along_axis(logits, want.experts, axis=1)
+    np.testing.assert_allclose(own, others, atol=2e-5, rtol=2e-5)
+    np.testing.assert_allclose(weights, want.weights, rtol=1e-4, atol=1e-6)
+    flat = experts.reshape(-1)
+    np.testing.assert_array_equal(order, np.argsort(flat, kind="stable"))
+    counts = np.bincount(flat, minlength=logits.shape[1])
+    np.testing.assert_array_equal(offsets, np.concatenate([[0], np.cumsum(counts)]))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 20])
 @pytest.mark.parametrize("dtype", cases.DTYPES)
-def test_groups_correction_scale_and_load(xp, dtype):
-    shape = (1, 512, 64, 6)
+def test_groups_correction_scale_and_load(xp, dtype, num_tokens):
+    shape = (num_tokens, 512, 64, 6)
     x, norm_weight, weight, _ = _inputs(shape, dtype)
     correction = distinct_logits(1, 64, seed=7)[0] * 0.01
     options = {"score": "sigmoid", "num_groups": 8, "top_groups": 3}
@@ -106,13 +186,15 @@ def test_groups_correction_scale_and_load(xp, dtype):
     options["expert_scale"] = xp.asarray(factor)
     own = xp.zeros(64, np.int64)
     arrays = cases.to_module(xp, x, norm_weight, weight, correction)
+    slots = np.zeros(num_tokens, np.int64)
     for slot in (3, -1):  # padding is not counted
+        slots[:] = slot
         got = kernels.rmsnorm_moe_route(
             *arrays[:3],
             6,
             correction=arrays[3],
             load=own,
-            slots=xp.asarray([slot]),
+            slots=xp.asarray(slots),
             pdl=True,
             **options,
         )
@@ -133,9 +215,17 @@ def test_which_calls_are_one_kernel(cp, monkeypatch):
         launched.clear()
         arrays = cases.to_module(cp, *_inputs(shape, "bfloat16")[:3])
         kernels.rmsnorm_moe_route(*arrays, shape[3], pdl=True)
-        is_one = index < 8  # others: too large, unaligned, more tokens
+        is_one = index < 8  # others: too large, unaligned
         assert launched[0].startswith("rmsnorm_moe_route") == is_one, (shape, launched)
         assert len(launched) == 1 or not is_one
+    for shape in FEW:
+        launched.clear()
+        num_tokens, n, num_experts, top_k = shape
+        given = [cp.zeros(s, "float16") for s in ((num_tokens, n), (n,), (num_experts, n))]
+        kernels.rmsnorm_moe_route(*given, top_k, pdl=True)
+        is_few = shape not in FEW[-2:]  # too large, unaligned
+        assert launched[0].startswith("rmsnorm_moe_route_few") == is_few, (shape, launched)
+        assert not is_few or len(launched) == 1 + (num_tokens > 16)
     launched.clear()
     x, *others = _inputs(SHAPES[0], "bfloat16")[:3]
     moved = cases.to_module(cp, *others)

@@ -207,11 +207,13 @@ def test_quantized_experts(xp, name, num_tokens, deterministic, has_codes):
         np.testing.assert_array_equal(to_numpy(whole).view("u2"), to_numpy(got).view("u2"))
 
 
+@pytest.mark.parametrize("is_fused", [False, True])
 @pytest.mark.parametrize("num_tokens", [9, 40, 300])
-def test_a_chain_of_layers_with_codes(xp, monkeypatch, num_tokens):
+def test_a_chain_of_layers_with_codes(xp, monkeypatch, num_tokens, is_fused):
     """Norm, experts and shared expert exchange codes; each kernel starts before others have ended.
 
-    The bits are those of ops that quantize their own rows, waited for one by one.
+    The bits are those of ops that quantize their own rows, waited for one by one. Two of them
+    compute the logits in different ways: one with the norm, and a product.
     """
 
     def weight(*shape, seed):
@@ -233,9 +235,14 @@ def test_a_chain_of_layers_with_codes(xp, monkeypatch, num_tokens):
     start = [cases.normal((num_tokens, hidden), "bfloat16", seed) for seed in (3, 4)]
 
     def apart(x, residual):
-        y, residual = norm.add(x, residual)
-        _waited(xp)
-        _, routing, _ = moe.normed_and_routed(y, None, None)
+        if is_fused:
+            y, routing, residual = kernels.rmsnorm_moe_route(
+                x, norm.weight, moe.router.weight.data, 4, eps=norm.eps, residual=residual, pdl=True
+            )
+        else:
+            y, residual = norm.add(x, residual)
+            _waited(xp)
+            _, routing, _ = moe.normed_and_routed(y, None, None)
         _waited(xp)
         options = {"quantize_x": True, "pdl": True}
         rows = kernels.moe_gemm(y, stacks[0], routing, activation="swiglu", **options)
@@ -247,6 +254,8 @@ def test_a_chain_of_layers_with_codes(xp, monkeypatch, num_tokens):
         return x, residual
 
     def together(x, residual):
+        if is_fused:
+            return moe.after_add(x, residual, norm)
         y, residual = norm.add_for(moe.coded_format(num_tokens), x, residual, keeps_numbers=True)
         return moe(y), residual
 

@@ -53,17 +53,17 @@ def rows_of_mlps(monkeypatch):
     """Record the number of tokens of each call of an MLP or of experts."""
     seen = []
 
-    def spy_on(kind):
-        call = kind.__call__
+    def spy_on(kind, name):
+        call = getattr(kind, name)
 
-        def spy(self, x, **rest):
+        def spy(self, x, *args, **rest):
             seen.append(len(x))
-            return call(self, x, **rest)
+            return call(self, x, *args, **rest)
 
-        monkeypatch.setattr(kind, "__call__", spy)
+        monkeypatch.setattr(kind, name, spy)
 
-    spy_on(MLP)
-    spy_on(MoE)
+    spy_on(MLP, "__call__")
+    spy_on(MoE, "combined")
     return seen
 
 

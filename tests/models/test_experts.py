@@ -8,10 +8,14 @@ import numpy as np
 import pytest
 
 import engine
-from engine.device import CPU
+from engine.config import MoeConfig
+from engine.device import CPU, to_numpy
 from engine.errors import WeightsError
+from engine.layers import moe
+from engine.layers.batch import ForwardBatch
 from engine.layers.mlp import MLP
 from engine.layers.moe import MoE
+from engine.layers.norm import Norm
 from engine.loading.dummy import dummy_weights
 from engine.loading.mlp_padding import pad_mlps
 from engine.loading.model_config import load_config
@@ -20,6 +24,10 @@ from engine.models.kernel_set import kernel_specs
 from engine.runner.memory_sizes import activation_bytes
 from tests.models.test_layer_plans import CONFIG, FAMILIES
 
+PLACES = (
+    {"device": "cpu", "dtype": "float32"},
+    pytest.param({"device": "cuda", "dtype": "bfloat16"}, marks=pytest.mark.gpu),
+)
 MIXED = FAMILIES["experts in some layers"]
 
 
@@ -108,3 +116,43 @@ def test_what_tells_routings_apart_matters(golden, case, changes):
     model = engine.load(want.directory, config=other, device="cpu")
     got = model.step([want.prompt], model.new_cache(1, 40), logits="all")[0]
     assert np.abs(got - want.logits).max() > 0.1 * want.logits.std()
+
+
+@pytest.mark.parametrize("counts", [[12, 1, 1], [1] * 9, [300, 230]], ids=len)
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_the_norm_that_follows_sums_experts_with_the_same_bits(place, counts, monkeypatch):
+    """Outputs of experts go from layer to layer unsummed, unless there are many tokens."""
+    if place["device"] == "cuda" and not engine.device.resolve_device("auto")[0].is_cuda:
+        pytest.skip("no GPU")
+    config = dataclasses.replace(CONFIG, moe=MoeConfig(5, 3, 96, (True,) * CONFIG.num_layers))
+    model = engine.load(config=config, load_format="dummy", **place)
+    rng = np.random.default_rng(0)
+    ids = [rng.integers(0, config.vocab_size, count).tolist() for count in counts]
+    blocks = np.arange(len(counts) * 40, dtype=np.int32).reshape(len(counts), 40)
+    xp = model.device.xp
+    dtype = model.decoder.dtype
+    shape = (config.num_layers, 2, blocks.size, config.num_kv_heads, 16, config.head_dim)
+
+    def run():
+        batch = ForwardBatch.build(ids, [5] * len(counts), blocks, 16, logits="all")
+        features = {1: xp.zeros((sum(counts), config.hidden_size), dtype)}
+        pages = xp.zeros(shape, dtype)
+        batch = dataclasses.replace(batch.to(model.device), features=features)
+        logits = model.forward(batch, [tuple(layer) for layer in pages])
+        return [to_numpy(one).view(np.uint8) for one in (logits, pages, features[1])]
+
+    sums = []
+    add_for = Norm.add_for
+
+    def spy(self, form, x, residual, **options):
+        sums.append(x.ndim)
+        return add_for(self, form, x, residual, **options)
+
+    monkeypatch.setattr(Norm, "add_for", spy)
+    got = run()
+    assert (3 in sums) == (sum(counts) in moe.SUMMED_NEXT)
+    sums.clear()
+    monkeypatch.setattr(moe, "SUMMED_NEXT", range(0))
+    for one, other in zip(got, run(), strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert 3 not in sums

@@ -21,6 +21,7 @@ from engine.kernels._prepared_launch import PreparedLaunch
 from engine.kernels.gemm import launch as gemm_launch
 from engine.kernels.gemm.sm90 import HopperConfig
 from engine.layers.batch import ForwardBatch
+from engine.layers.moe import MoE
 from engine.models.layer_plans import LayerPlans
 from engine.plan_array import PlanArray, unwrapped
 
@@ -317,6 +318,12 @@ def test_every_array_of_a_layer_is_declared(family):
         assert held == set(declared) and len(held) >= 7
 
 
+class Delta(str):
+    """A name in place of an array."""
+
+    shape = (9, 4)
+
+
 class Layer:
     """A layer that records its arguments."""
 
@@ -334,7 +341,7 @@ class Layer:
 
     def __call__(self, delta, residual, batch, pages, rows=None):
         self.done.append(("called", self.index, delta, rows))
-        return f"delta {self.index}", residual
+        return Delta(f"delta {self.index}"), residual
 
 
 class Planned:
@@ -347,7 +354,7 @@ class Planned:
 
     def run(self, addresses, delta):
         self.done.append(("run", *addresses, delta, None))
-        return f"delta {addresses[0]}", self.residual
+        return Delta(f"delta {addresses[0]}"), self.residual
 
 
 @pytest.mark.parametrize("rows", [None, [3]])
@@ -410,7 +417,7 @@ class PlannedSending(Planned):
 
 
 @pytest.mark.parametrize("features", [(), (2,), (3, 4)])
-@pytest.mark.parametrize("delta", [None, "delta"])
+@pytest.mark.parametrize("delta", [None, Delta("delta")])
 @pytest.mark.parametrize("rows", [None, [3]])
 @pytest.mark.parametrize(
     "pattern",
@@ -537,11 +544,12 @@ def test_a_layer_that_calls_cupy_raises(model, monkeypatch):
     """Its multiplication by 2 would be missing from every other layer."""
     batch, decoder = _batch([70, 50], [0, 16], model.device), model.decoder
     mlp = type(decoder.layers[1].mlp)  # no other layer may run a plan of layer 0
-    call = mlp.__call__
+    name = "combined" if mlp is MoE else "__call__"
+    call = getattr(mlp, name)
 
-    def doubled(self, x, **options):
-        return call(self, x, **options) * 2
+    def doubled(self, *args, **options):
+        return call(self, *args, **options) * 2
 
-    monkeypatch.setattr(mlp, "__call__", doubled)
+    monkeypatch.setattr(mlp, name, doubled)
     with pytest.raises(LaunchPlanError, match="__mul__"):
         decoder.forward(batch, [tuple(pages) for pages in _pages(model, 16)])

@@ -160,6 +160,17 @@ def _quantize_x(rest: Rest, args: tuple[Any, ...], options: Options) -> Any:
     return rest(codes, *others, **(_without(options, "quantize_x") | given))
 
 
+def _quantize_normed(rest: Rest, args: tuple[Any, ...], options: Options) -> Any:
+    y, routing, *h = rest(*args, **_without(options, "quantize_out"))
+    return (y, routing, *run("quantize_rows", y, group=128), *h)
+
+
+def _quantize_sum(rest: Rest, args: tuple[Any, ...], options: Options) -> Any:
+    y, h = rest(*args, **_without(options, "dtype", "group"))
+    coded = {name: options[name] for name in ("dtype", "group") if name in options}
+    return (*run("quantize_rows", y, **coded), h)
+
+
 def _normalise_after(rest: Rest, args: tuple[Any, ...], options: Options) -> Any:
     """Compute the normalised rows of `rmsnorm_quantize` from the sum, or from x."""
     results = rest(*args, **_without(options, "normed_out"))
@@ -188,6 +199,8 @@ _ACTIVATE = Step(("activation",), _activations, _activate)
 _NORMALISE = Step(("norm_weight", "eps", "weight_offset"), _always("rmsnorm"), _normalise)
 _QUANTIZE_OUT = Step(("quantize_out",), _quantized("quantize_out"), _quantize_out)
 _QUANTIZE_X = Step(("quantize_x",), _quantized("quantize_x"), _quantize_x)
+_QUANTIZE_NORMED = Step(("quantize_out",), _quantized("quantize_out"), _quantize_normed)
+_QUANTIZE_SUM = Step(("dtype", "group"), _quantized("dtype"), _quantize_sum)
 _NORMED_OUT = Step(("normed_out",), _always("rmsnorm"), _normalise_after)
 _STORE = Step((*_NEW_TOKEN, *_NORMS), _store_parts, _store_new_token)
 
@@ -203,6 +216,8 @@ STEPS: dict[str, tuple[Step, ...]] = {
     "moe_combine": (_ADD,),
     "rmsnorm": (_ADD_FIRST,),
     "rmsnorm_quantize": (_NORMED_OUT, _ADD_FIRST),
+    "rmsnorm_moe_route": (_QUANTIZE_NORMED, _ADD_FIRST),
+    "moe_combine_rmsnorm": (_QUANTIZE_SUM,),
     "attention_decode": (_STORE,),
 }
 """Op -> its steps, from the last one computed to the first."""
@@ -238,13 +253,53 @@ def _rmsnorm_moe_route(
     *,
     eps: float = 1e-6,
     weight_offset: float = 0.0,
+    residual: Any = None,
+    quantize_out: bool = False,
     bias: Any = None,
     pdl: bool = False,
+    out: Any = None,
+    residual_out: Any = None,
     **routing: Any,
 ) -> Any:
-    y = run("rmsnorm", x, norm_weight, eps=eps, weight_offset=weight_offset)
+    norm: Options = {"eps": eps, "weight_offset": weight_offset}
+    if residual is not None:
+        norm |= {"residual": residual, "residual_out": residual_out}
+    if quantize_out:
+        y = empty_like(x) if out is None else out
+        others = run("rmsnorm_quantize", x, norm_weight, group=128, normed_out=y, **norm)
+    else:
+        normed = run("rmsnorm", x, norm_weight, out=out, **norm)
+        y, *others = normed if isinstance(normed, tuple) else (normed,)
     logits = run("gemm", y, weight, bias=bias, out_dtype=_FLOAT32, pdl=pdl)
-    return y, run("moe_route", logits, top_k, **routing)
+    return (y, run("moe_route", logits, top_k, **routing), *others)
+
+
+def _route_parts(options: Options) -> Collection[str]:
+    added = () if options.get("residual") is None else ("residual_add",)
+    coded = ("rmsnorm_quantize", "quantize_rows") if options.get("quantize_out") else ()
+    return ("rmsnorm", "gemm", "moe_route", *added, *coded)
+
+
+def _moe_combine_rmsnorm(
+    pairs: Any,
+    residual: Any,
+    weight: Any,
+    *,
+    dtype: str | None = None,
+    group: int = 0,
+    is_late: bool = False,
+    **norm: Any,
+) -> Any:
+    x = run("moe_combine", pairs)
+    if dtype is None:
+        return run("rmsnorm", x, weight, residual=residual, is_late=is_late, out=x, **norm)
+    coded = {"dtype": dtype, "group": group}
+    return run("rmsnorm_quantize", x, weight, residual=residual, **coded, **norm)
+
+
+def _sum_parts(options: Options) -> Collection[str]:
+    coded = ("rmsnorm_quantize", "quantize_rows") if options.get("dtype") else ()
+    return ("moe_combine", "residual_add", "rmsnorm", *coded)
 
 
 def _all_reduce_rmsnorm(x: Any, peers: Any, residual: Any, weight: Any, **options: Any) -> Any:
@@ -330,7 +385,8 @@ WHOLES: dict[str, tuple[Parts, Callable[..., Any]]] = {
         partial(_rmsnorm_gemm, "gemm_wna16"),
     ),
     "rmsnorm_quantize": (_always("rmsnorm", "residual_add", "quantize_rows"), _rmsnorm_quantize),
-    "rmsnorm_moe_route": (_always("rmsnorm", "gemm", "moe_route"), _rmsnorm_moe_route),
+    "rmsnorm_moe_route": (_route_parts, _rmsnorm_moe_route),
+    "moe_combine_rmsnorm": (_sum_parts, _moe_combine_rmsnorm),
     "all_reduce_rmsnorm": (_always("all_reduce", "residual_add", "rmsnorm"), _all_reduce_rmsnorm),
     "swiglu_quantize": (_always("swiglu", "quantize_rows"), _swiglu_quantize),
     "moe_gemm_combine": (_combine_parts, _moe_gemm_combine),

@@ -81,6 +81,13 @@ def _summed_experts(a: Arguments) -> Wanted:
     return (((t, n), a["pairs"].dtype),)
 
 
+def _normed_experts(a: Arguments) -> Wanted:
+    h = _like("residual")(a)
+    if a["dtype"] is None:
+        return h * 2
+    return (*_codes(dict(a) | {"x": a["residual"]}), *h)
+
+
 RESULTS: dict[str, Callable[[Arguments], Wanted]] = {
     **dict.fromkeys(("silu", "gelu", "relu", "xielu", "clamp"), _like("x")),
     **dict.fromkeys(("sigmoid_gate", "residual_add"), _like("x")),
@@ -100,6 +107,7 @@ RESULTS: dict[str, Callable[[Arguments], Wanted]] = {
     "moe_gemm": _of_pairs,
     "moe_gemm_combine": _of_tokens,
     "moe_combine": _summed_experts,
+    "moe_combine_rmsnorm": _normed_experts,
 }
 """Op -> shape and dtype of its results. What other ops must return is not checked."""
 

@@ -4,7 +4,7 @@
 //   logits  = weight y + bias                                              (float)
 //   routing = as in moe_route.cu, from these logits
 //
-// Arguments: RmsnormMoeRouteParams, below.
+// Arguments: see rmsnorm_moe_route_problem.cuh; no residual, codes or counts.
 //
 // Numerics: see rmsnorm.cu and moe_route.cu. A logit is summed in float, within each lane and then
 // across the lanes of a warp.
@@ -13,30 +13,11 @@
 // logits go to the shared memory of the first block, which chooses the experts.
 // Mirror: engine/reference/rmsnorm_moe_route.py
 #include "common/cluster.cuh"
-#include "common/moe_route.cuh"
 #include "common/pdl.cuh"
 #include "common/rmsnorm_row.cuh"
+#include "rmsnorm_moe_route/rmsnorm_moe_route_problem.cuh"
 
 constexpr int kThreads = 512, kWarps = kThreads / kWarpSize;
-
-struct RmsnormMoeRouteParams {
-  const scalar_t* x;            // (1, N)
-  const scalar_t* norm_weight;  // (N,)
-  const scalar_t* weight;       // (E + num_shared, N)
-  const scalar_t* bias;         // (E + num_shared,), or null
-  scalar_t* y;                  // (1, N)
-  // Same fields as MoeRouteParams, for one token.
-  const float* correction;
-  const float* expert_scale;
-  int* experts;
-  float* weights;
-  int* order;
-  int* offsets;
-  const int64_t* slots;
-  int64_t* load;
-  int n, num_experts, top_k, num_shared, is_sigmoid, num_groups, top_groups, renormalize;
-  float scale, eps, weight_offset;
-};
 
 // Dynamic shared memory: the block's rows of weight, y, and the logits.
 template <int kPer>
@@ -98,12 +79,8 @@ __device__ __forceinline__ void rmsnorm_moe_route(const RmsnormMoeRouteParams& p
   __syncwarp();
   cluster_sync(size);
   if (rank != 0) return;
-  MoeRouteParams route{logits,  p.correction, p.expert_scale, p.experts, p.weights,
-                       p.order, p.offsets,    p.slots,        p.load};
-  route.num_tokens = 1, route.num_experts = p.num_experts, route.top_k = p.top_k;
-  route.num_shared = p.num_shared, route.is_sigmoid = p.is_sigmoid;
-  route.num_groups = p.num_groups, route.top_groups = p.top_groups;
-  route.renormalize = p.renormalize, route.scale = p.scale;
+  MoeRouteParams route = routing_of(p);
+  route.logits = logits;
   route_few<kPer>(route, shared);
 }
 
