@@ -33,6 +33,7 @@ struct ClusterSum {
 struct PushedPartials {
   unsigned char* smem;
 
+  static constexpr bool kIsResult = false;
   static constexpr int kShare = kHeadDim / kCluster;  // columns per CTA
 
   // One thread calls it. A cluster barrier must follow before other CTAs send.

@@ -4,11 +4,14 @@
 #pragma once
 
 #include "attention_decode/attention_decode_cta_sm90.cuh"
+#include "common/codes.cuh"
 
 // Writes partial rows, relative to 2^base; same interface as Output.
 struct PartialOutput {
   float* o;
   float* stats;
+
+  static constexpr bool kIsResult = false;
 
   __device__ __forceinline__ void row(int row, float base, float sum) const {
     store_vec(stats + row * 2, Vec<float, 2>{base, sum});
@@ -45,6 +48,7 @@ __device__ __forceinline__ Vec<float, N> load_coherent(const float* p) {
   return x;
 }
 
+// Writes kColumns of a row; the lanes of a warp have neighbouring columns of the same row.
 template <int kColumns>
 __device__ __forceinline__ void write_row(const Output& output, int row, int column, float base,
                                           float sum, const float (&o)[kColumns]) {
@@ -53,7 +57,15 @@ __device__ __forceinline__ void write_row(const Output& output, int row, int col
   Vec<scalar_t, kColumns> result;
 #pragma unroll
   for (int c = 0; c < kColumns; ++c) result.v[c] = from_float<scalar_t>(o[c] * factor);
-  store_vec(output.at(row) + column, result);
+  if constexpr (kQuantizesOut) {
+    static_assert(kColumns * kWarpSize == kHeadDim, "a warp has the whole row");
+    const float peak = lanes_max_or_nan<kWarpSize>(peak_of(result, 0.0f));
+    const int64_t index = output.scale_index(row);
+    if (column == 0) output.scales[index] = code_scale<E4m3>(peak);
+    store_codes<E4m3>(output.codes + index * kHeadDim + column, result, code_factor<E4m3>(peak));
+  } else {
+    store_vec(output.at(row) + column, result);
+  }
 }
 
 // Writes the rows of a sequence without keys. The consumer warps call it.
@@ -126,12 +138,14 @@ __device__ __forceinline__ void combine(const Partials& partials, const SplitOf&
   }
 }
 
-constexpr int kCombineLoads = kRowTiles == 4 ? 4 : 16;  // partial rows in flight (register limit)
+// Partial rows in flight, and rows of four partials each; registers limit both.
+constexpr int kCombineLoads = kRowTiles == 4 ? 4 : 16;
+constexpr int kCombineRows = kQuantizesOut ? 2 : kCombineLoads / 4;
 
 __device__ __forceinline__ void combine(const Partials& partials, const SplitOf& split,
                                         const Cta& cta, int b) {
   if (split.count <= 4)
-    combine<kCombineLoads / 4, 4>(partials, split, cta, b);
+    combine<kCombineRows, 4>(partials, split, cta, b);
   else
     combine<1, kCombineLoads>(partials, split, cta, b);
 }

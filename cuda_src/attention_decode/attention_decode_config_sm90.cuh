@@ -44,6 +44,9 @@ struct AttentionDecodeSm90Params {
   int num_positions;
   float eps, weight_offset;
   const float *k_scale, *v_scale;  // (K,) scales of quantized pages, or null
+  // Written with QUANTIZES_OUT, in place of out.
+  unsigned char* codes;  // (B, Q, H, D) e4m3
+  float* scales;         // (B, Q, H)
 };
 
 // ---- tiles -------------------------------------------------------------------------------------
@@ -52,6 +55,11 @@ constexpr int kHeadDim = HEAD_DIM, kBoxKeys = BOX_KEYS, kStages = STAGES;
 constexpr int kRowTiles = ROW_TILES, kConsumerWarps = CONSUMER_WARPS;
 constexpr int kCluster = CLUSTER, kCtasPerSm = CTAS_PER_SM;
 constexpr bool kNewToken = NEW_TOKEN;
+#ifdef QUANTIZES_OUT
+constexpr bool kQuantizesOut = true;  // the result has one scale per row
+#else
+constexpr bool kQuantizesOut = false;
+#endif
 
 constexpr int kRows = kRowTiles * 16;
 constexpr int kRowBytes = kHeadDim * 2;                   // bytes per row of Q
@@ -65,6 +73,8 @@ constexpr int kBoxPitch = kBoxBytes + (kSwizzled ? 0 : 16);  // see tile_offset
 constexpr int kTileKeys = 8 * kBoxKeys;
 constexpr int kTileBytes = 8 * kBoxPitch;
 static_assert(kHeadDim % 64 == 0 && kBoxKeys % 8 == 0, "see tile_offset");
+static_assert(!kQuantizesOut || (kHeadDim == 128 && kCluster == 1 && !kHasCodes),
+              "a scale has 128 columns, and a CTA all of them");
 static_assert(!kHasCodes || (kRowTiles == 1 && kHeadDim <= 128),
               "see attention_decode_codes_sm90.cuh");
 

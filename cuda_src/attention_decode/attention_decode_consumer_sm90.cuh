@@ -73,6 +73,10 @@ class Consumer {
       if (lane_idx() % 4 == 0) sums[row_of(i) * kConsumerWarps + warp_idx()] = part;
     }
     barrier();
+    if constexpr (kQuantizesOut && Writer::kIsResult) {
+      store_quantized(rows, writer, sums);
+      return;
+    }
 #pragma unroll
     for (int i = 0; i < 2 * kRowTiles; ++i) {
       const int row = row_of(i);
@@ -124,6 +128,53 @@ class Consumer {
   // single chain would be D / 16 dependent mma.
   static constexpr bool kTwoChains = kRowTiles * kWarpRuns <= 2;
   static constexpr float kBaseRange = 8.0f;  // max distance of base below max_, in log2
+
+  // Stores the finished rows as codes, given each warp's sums; overwrites o_ with the rounded
+  // results. The warps have different columns of a row, and exchange the largest magnitudes.
+  __device__ __forceinline__ void store_quantized(const RowRule& rows, const Output& output,
+                                                  const float* sums) {
+    // Buffer 1 is free: the next work tile writes it only after a barrier.
+    float* const peaks = maxima(1);
+#pragma unroll
+    for (int i = 0; i < 2 * kRowTiles; ++i) {
+      const int row = row_of(i);
+      const float total =
+          over_warps(sums + row * kConsumerWarps, [](float x, float y) { return x + y; });
+      const bool is_first = warp_idx() == 0 && lane_idx() % 4 == 0;
+      if (is_first && row < rows.count) output.row(row, base_[i / 2][i % 2], total);
+      const float factor = output.factor(row, base_[i / 2][i % 2], total);
+      float peak = 0.0f;
+#pragma unroll
+      for (int d = 0; d < kSlice / 8; ++d)
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          float& x = o_[i / 2][d][i % 2 * 2 + c];
+          x = to_float(from_float<scalar_t>(x * factor));
+          peak = max_or_nan(peak, fabsf(x));
+        }
+      peak = lanes_max_or_nan<4>(peak);
+      if (lane_idx() % 4 == 0) peaks[row * kConsumerWarps + warp_idx()] = peak;
+    }
+    barrier();
+#pragma unroll
+    for (int i = 0; i < 2 * kRowTiles; ++i) {
+      const int row = row_of(i);
+      if (row >= rows.count) continue;
+      const float peak = over_warps(peaks + row * kConsumerWarps,
+                                    [](float x, float y) { return max_or_nan(x, y); });
+      const int64_t index = output.scale_index(row);
+      if (warp_idx() == 0 && lane_idx() % 4 == 0) output.scales[index] = code_scale<E4m3>(peak);
+      const float factor = code_factor<E4m3>(peak);
+      unsigned char* to =
+          output.codes + index * kHeadDim + warp_idx() * kSlice + lane_idx() % 4 * 2;
+#pragma unroll
+      for (int d = 0; d < kSlice / 8; ++d) {
+        const float (&x)[4] = o_[i / 2][d];
+        *reinterpret_cast<uint16_t*>(to + d * 8) =
+            static_cast<uint16_t>(E4m3::pair(x[i % 2 * 2] * factor, x[i % 2 * 2 + 1] * factor));
+      }
+    }
+  }
 
   // Passes row i of this lane to the writer; for the layout see multiply_pv_codes.
   template <typename Writer, typename To>

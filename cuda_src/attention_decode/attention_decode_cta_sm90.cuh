@@ -77,7 +77,9 @@ struct Cta {
         group,
         kHeadDim,
         true,
-        kHasCodes ? p.v_scale[kv_head] : 1.0f};
+        kHasCodes ? p.v_scale[kv_head] : 1.0f,
+        kQuantizesOut ? p.codes + lse_begin * kHeadDim : nullptr,
+        kQuantizesOut ? p.scales + lse_begin : nullptr};
   }
   // Rule for which keys the rows of a work tile see.
   __device__ __forceinline__ RowRule rows(const WorkTile& work) const {

@@ -272,6 +272,11 @@ struct Output {
   int head_dim;
   bool is_vector;            // pair() may be used
   float value_scale = 1.0f;  // scale of quantized values, applied to o
+  // In place of `out`, contiguous: codes (tokens, H, head_dim) and their scales (tokens, H).
+  unsigned char* codes = nullptr;
+  float* scales = nullptr;
+
+  static constexpr bool kIsResult = true;  // not a partial
 
   __device__ __forceinline__ void row(int row, float base, float sum) const {
     if (lse == nullptr) return;
@@ -284,6 +289,10 @@ struct Output {
     if (sinks != nullptr) rescale = add_sink(sinks[row % group] * kLog2E, base, sum);
     if constexpr (kHasCodes) rescale *= value_scale;
     return sum == 0.0f ? 0.0f : rescale * (1.0f / sum);
+  }
+  // The row's place in `scales`.
+  __device__ __forceinline__ int64_t scale_index(int row) const {
+    return static_cast<int64_t>(row / group) * num_heads + row % group;
   }
   __device__ __forceinline__ scalar_t* at(int row) const {
     return out + row / group * token_stride + row % group * head_stride;

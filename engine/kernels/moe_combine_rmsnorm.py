@@ -71,7 +71,7 @@ def moe_combine_rmsnorm(
     dtype, group : optional
         Quantize y: see `quantize_rows`.
     is_late : bool
-        See `rmsnorm`; without a `dtype`.
+        See `rmsnorm`; no effect with a `dtype`.
     residual_out : (T, N) array of pairs' dtype, optional
         Array for h; may be `residual`.
 

@@ -67,8 +67,10 @@ _STEP = 32
 _PART = 32
 _ROW_PAD = 32
 _LOGIT_PAD = 8
-_WIDE_SLAB = 256  # maximum columns per block with which 8 blocks per cluster are best
-_MAX_TILES = 4  # of 16 tokens: with more, 16 blocks per cluster are slower
+# Blocks per cluster are tried in the order of preference: 16 first if of 8 each had more columns
+# than this, and there are at most so many tiles of 16 tokens.
+_WIDE_SLAB = 256
+_MAX_TILES = 4
 
 
 def specs(dtype: str, **_: Any) -> tuple[ModuleSpec, ...]:
@@ -155,9 +157,10 @@ def rmsnorm_moe_route(
 
     Notes
     -----
-    Equals `rmsnorm` (or `rmsnorm_quantize`), `gemm` to float32 and `moe_route`. With `pdl`, in 16
-    bits it is one kernel for up to 16 tokens, and two for as many as the GPU holds clusters for, if
-    it has thread block clusters, their shared memory holds the weight, and N is a multiple of 32.
+    Equals `rmsnorm` (or `rmsnorm_quantize`), `gemm` to float32 and `moe_route`. With `pdl` and
+    thread block clusters, whose shared memory must hold the weight, one token takes one kernel. In
+    16 bits so do up to 16 tokens, and as many as the GPU holds clusters for take two, with at most
+    512 logits, aligned rows, and N a multiple of 32.
 
     Examples
     --------
@@ -328,6 +331,7 @@ def _choose_few(arrays: _Arrays, num_shared: int) -> _Choice | None:
     weight = arrays.weight
     (num_tokens, n) = x.shape
     num_logits = weight.shape[0]
+    # The bias is read element by element.
     given = [array for array in arrays if array is not None and array is not arrays.bias]
     is_routable = num_tokens > 0 and num_logits <= MAX_EXPERTS and n % _STEP == 0
     if not is_routable or x.itemsize != 2 or not limits().has_clusters or not is_aligned(*given):
@@ -358,7 +362,7 @@ def _shared_bytes(n: int, width: int, cluster: int) -> int:
     """
     row_bytes = (_slab(n, cluster) + _ROW_PAD) * 2
     logit_bytes = _TOKENS * (width + _LOGIT_PAD) * 4
-    num_splits = _TOKENS // (width // _PART)  # each of 16 warps multiplies a part
+    num_splits = _THREADS // 32 // (width // _PART)  # each warp multiplies a part
     own = max(width * row_bytes, num_splits * logit_bytes)
     return (_TOKENS + 1) * row_bytes + logit_bytes + own
 

@@ -15,10 +15,14 @@ from engine.kernels._quantized_kv import kv_dtype_of
 from engine.layers.arrays import arrays_of
 from engine.layers.batch import ForwardBatch
 from engine.layers.linear import Linear
-from engine.layers.norm import Norm
+from engine.layers.norm import Norm, QuantizedRows
 from engine.weights import Format
 
 __all__ = ["Attention", "AttentionParams", "SharedAttention"]
+
+# Minimum tokens to quantize the heads' outputs in the decode kernel: for fewer, the output
+# projection may read them as they are.
+_CODED_FROM = 17
 
 
 @dataclass(frozen=True)
@@ -175,7 +179,10 @@ class Attention:
         if self._stores_while_decoding(batch):
             new = {"k": k[:, None], "v": v[:, None], "positions": batch.rope_positions}
             new |= {"cos_sin": self.cos_sin, "slot_mapping": batch.slot_mapping}
+            new["quantize_out"] = rows is None and self._quantizes(len(q))
             heads = self._decode(q, batch, k_pages, v_pages, **new, **self._norms())
+            if isinstance(heads, QuantizedRows):
+                return self.o(heads, residual=residual)
         else:
             places = (batch.rope_positions, self.cos_sin, k_pages, v_pages, batch.slot_mapping)
             options = self._norms() | self._factors() | self._scales(k_pages)
@@ -256,6 +263,13 @@ class Attention:
         p = self.params
         is_plain = not p.norm_after_rope and self.q_factors is None and self.v_norm is None
         return is_all and p.decodes and is_plain
+
+    def _quantizes(self, num_tokens: int) -> bool:
+        """Tell whether the decode kernel quantizes its result for the output projection."""
+        form = self.o.input_format
+        has_codes = form is not None and form.activations == "fp8" and form.activation_group == 128
+        is_plain = not self.params.gate and self.v_factor is None
+        return has_codes and is_plain and num_tokens >= _CODED_FROM
 
     def _norms(self) -> dict[str, Any]:
         """Return the per-head QK-norm as keywords of the op that applies rope."""
@@ -361,10 +375,13 @@ class Attention:
         k_pages: Any,
         v_pages: Any,
         out: Any = None,
+        *,
+        quantize_out: bool = False,
         **new: Any,
     ) -> Any:
         """Run the decode kernel; `new` holds the new keys and values if the kernel stores them.
 
+        With `quantize_out` return `QuantizedRows` (T, H·D) instead of (T, H, D).
         SAFETY: with pdl this kernel may start before its predecessor has ended. It reads tables,
         lengths, positions and older keys before it waits. These were written before `embedding` or
         `qk_norm_rope_store`, whichever ran last; both wait for their predecessor before they
@@ -385,8 +402,12 @@ class Attention:
             tree_mask=batch.tree_mask,
             pdl=True,
             out=None if out is None else out[:num_tokens].reshape(shape),
+            quantize_out=quantize_out,
             **new,
         )
+        if quantize_out:
+            codes, scales = (one.reshape(num_tokens, -1) for one in result)
+            return QuantizedRows(codes, scales, q.dtype)
         return result.reshape(num_tokens, *q.shape[1:])
 
     def _prefill(

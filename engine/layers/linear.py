@@ -275,6 +275,11 @@ class NormedLinear(Linear):
         self.norm = norm
         self.linear = linear
 
+    @property
+    def input_format(self) -> Format | None:
+        """None: the norm reads x as it is."""
+        return None
+
     def arrays(self) -> Iterator[tuple[str, Any]]:
         """Yield (name, array) for every array of the layer."""
         yield from arrays_of(norm=self.norm, linear=self.linear)

@@ -23,10 +23,10 @@ __all__ = ["SUMMED_NEXT", "DenseAndExperts", "Experts", "MoE", "RoutingParams"]
 _FLOAT32 = np.dtype(np.float32)
 _QUANTIZED_BLOCK = (128, 128)  # scale block of weights multiplied with quantized activations
 _QUANTIZED_FROM = 9  # minimum tokens to quantize x: for fewer, reading weights dominates
-# Tokens whose x is quantized in the norm: few, which one kernel also routes, or many. In between, a
-# kernel of its own is as fast or faster: the first product may start and load weights meanwhile.
-_CODED_UP_TO = 256
+# Minimum tokens to quantize x in the norm. For fewer, a kernel of its own is as fast or faster: the
+# first product may start and load weights meanwhile.
 _CODED_FROM = 2048
+_ROUTED_WITH_CODES = range(_QUANTIZED_FROM, 257)  # tokens that one kernel quantizes and routes
 # Tokens whose experts' outputs the next layer's norm may sum. For fewer, the second product does so
 # within one kernel; for many, the outputs would take memory during another layer.
 SUMMED_NEXT = range(_QUANTIZED_FROM, 513)
@@ -186,10 +186,16 @@ class Experts:
 
         None: they are read as they are, or quantized by a kernel of their own.
         """
-        is_read = num_tokens >= _CODED_FROM or _QUANTIZED_FROM <= num_tokens <= _CODED_UP_TO
-        form = self.gate_up.format
-        has_codes = form.block == _QUANTIZED_BLOCK and not self.num_identity
-        return form if has_codes and is_read else None
+        return self.gate_up.format if self._is_coded and num_tokens >= _CODED_FROM else None
+
+    def routes_with_codes(self, num_tokens: int) -> bool:
+        """Tell whether the op that normalises and routes also quantizes `num_tokens` tokens."""
+        is_read = num_tokens in _ROUTED_WITH_CODES or num_tokens >= _CODED_FROM
+        return self._is_coded and is_read
+
+    @property
+    def _is_coded(self) -> bool:
+        return self.gate_up.format.block == _QUANTIZED_BLOCK and not self.num_identity
 
     def first_product(
         self,
@@ -352,8 +358,8 @@ class MoE:
     def is_plain_sum(self) -> bool:
         """Whether the output is a plain sum of the outputs of each token's experts."""
         others = (self.shared, self.latent, self.shared_gate)
-        is_whole = type(self.experts) is Experts and not self.experts.num_identity
-        return is_whole and all(one is None for one in others)
+        is_whole = type(self) is MoE and type(self.experts) is Experts
+        return is_whole and not self.experts.num_identity and all(one is None for one in others)
 
     @property
     def input_format(self) -> Format | None:
@@ -365,8 +371,15 @@ class MoE:
 
         See `Experts.coded_format`.
         """
-        reads_input = self.latent is None and not self.params.scales_input
-        return self.experts.coded_format(num_tokens) if reads_input else None
+        return self.experts.coded_format(num_tokens) if self._reads_input else None
+
+    def _routes_with_codes(self, num_tokens: int) -> bool:
+        return self._reads_input and self.experts.routes_with_codes(num_tokens)
+
+    @property
+    def _reads_input(self) -> bool:
+        """Whether the experts read the router's input itself."""
+        return self.latent is None and not self.params.scales_input
 
     @property
     def num_multiplied(self) -> int:
@@ -409,21 +422,22 @@ class MoE:
         With `is_summed_next` the output may be (T, k, N), not yet summed over a token's experts.
         SAFETY: nothing else may hold a view of `x` or `residual` (T, N), or read them afterwards.
         """
-        coded = self.coded_format(x.shape[0])
-        if not norm.sums_experts or not self._fuses(norm):
-            x, residual = norm.add_for(coded, x, residual, keeps_numbers=True)
+        num_tokens = x.shape[0]
+        if not self.fuses(norm):
+            form = self.coded_format(num_tokens)
+            x, residual = norm.add_for(form, x, residual, keeps_numbers=True)
             return self(x, slots=slots), residual
         y, routing, *codes, h = self._fused(
             x,
             norm,
             slots,
             residual=residual,
-            quantize_out=coded is not None,
+            quantize_out=self._routes_with_codes(num_tokens),
             out=x,
             residual_out=residual,
         )
         rows = QuantizedRows(codes[0], codes[1], y.dtype, y) if codes else y
-        if self.is_summed_next and x.shape[0] in SUMMED_NEXT and _combines_apart():
+        if self.is_summed_next and num_tokens in SUMMED_NEXT and _combines_apart():
             return self.experts(rows, routing), h
         return self.combined(y, routing, rows), h
 
@@ -483,7 +497,7 @@ class MoE:
         if p.scales_input:
             x = x if norm is None else norm(x)
             return x, *self._routed_by_input(x, slots)
-        if norm is not None and self._fuses(norm):
+        if norm is not None and norm.is_plain and self._can_fuse:
             y, routing = self._fused(x, norm, slots)
             return y, routing, y
         x = x if norm is None else norm(x)
@@ -507,11 +521,15 @@ class MoE:
         }
         return options | ({"jitter": p.jitter} if p.score == "sparsemixer" else {})
 
-    def _fuses(self, norm: Norm) -> bool:
-        """Tell whether one op normalises and routes."""
-        is_fused = norm.is_plain and self.router.weight.format.is_dense
+    def fuses(self, norm: Norm) -> bool:
+        """Tell whether one op adds, normalises and routes in `after_add`."""
+        return norm.is_plain_add and self._can_fuse
+
+    @property
+    def _can_fuse(self) -> bool:
+        is_dense = self.router.weight.format.is_dense
         is_known = not self.params.scales_input and self.params.score != "sparsemixer"
-        return is_fused and is_known and not self.deterministic
+        return is_dense and is_known and not self.deterministic
 
     def _fused(self, x: Any, norm: Norm, slots: Any, **others: Any) -> tuple[Any, ...]:
         return kernels.rmsnorm_moe_route(

@@ -82,8 +82,11 @@ class Norm:
         return not self.subtract_mean
 
     @property
-    def sums_experts(self) -> bool:
-        """Whether `add_for` takes the outputs (T, k, N) of each token's experts, and adds them."""
+    def is_plain_add(self) -> bool:
+        """Whether `add` adds and normalises as `kernels.rmsnorm` does, without a branch scale.
+
+        Then `add_for` takes the outputs (T, k, N) of each token's experts, too, and sums them.
+        """
         return self.is_plain and type(self) is Norm and self.branch_scale == 1.0
 
     def arrays(self) -> Iterator[tuple[str, Any]]:
@@ -120,7 +123,7 @@ class Norm:
         """Add, normalise, and quantize the result for a product of weight format `form`.
 
         norm(h) is returned as `QuantizedRows` if the format has both operands in 8 bits; with
-        `keeps_numbers` they have `numbers`. See `add`. `x` may be (T, k, N): see `sums_experts`.
+        `keeps_numbers` they have `numbers`. See `add`. `x` may be (T, k, N): see `is_plain_add`.
         """
         is_late = form is not None and form.is_packed
         coded: dict[str, Any] = {}
@@ -129,6 +132,7 @@ class Norm:
         norm: dict[str, Any] = {"eps": self.eps, "weight_offset": self.offset}
         norm["residual_out"] = residual
         if x.ndim == 3:
+            assert self.is_plain_add and not keeps_numbers
             norm |= coded or {"is_late": is_late}
             *y, h = kernels.moe_combine_rmsnorm(x, residual, self.weight, **norm)
             return QuantizedRows(y[0], y[1], x.dtype) if coded else y[0], h

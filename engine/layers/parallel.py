@@ -169,6 +169,11 @@ class ColumnParallelLinear(_ParallelLinear):
         self._share = share
         self._gather_output = gather_output
 
+    @property
+    def input_format(self) -> Format | None:
+        """None: parts of x are gathered as they are."""
+        return None
+
     def _input(self, x: Any) -> Any:
         return _gathered(self._collectives, x, self._share)
 
@@ -320,6 +325,10 @@ class _PairedExperts(Experts):
     def coded_format(self, num_tokens: int) -> Format | None:
         """Return None: the tokens themselves are read, too."""
         return None
+
+    def routes_with_codes(self, num_tokens: int) -> bool:
+        """Return False, for the same reason."""
+        return False
 
     def combined(
         self, x: Any, routing: kernels.Routing, *, deterministic: bool = False, **others: Any

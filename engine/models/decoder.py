@@ -45,7 +45,7 @@ from engine.models.shortcut_layer import AttentionAndMlp, ShortcutLayer
 from engine.models.stream_layers import Parts, build_input, build_stream_layer, build_streams
 from engine.weights import ALL_LAYERS, Stage, Weight
 
-__all__ = ["Decoder", "DecoderLayer"]
+__all__ = ["Decoder", "DecoderLayer", "summed_experts"]
 
 Pages = Sequence[tuple[Any, ...]]
 """Caches of each layer: (k_pages, v_pages) of attention, both (P, K, block_size, D), or states."""
@@ -65,6 +65,11 @@ _VECTOR = 16  # features of which every dtype has whole 16-byte vectors
 # product before it. For one row the saved launches outweigh the slower kernels; for two, separate
 # kernels are as fast, and for more they are faster (docs/benchmarks/decode_loop.md).
 _MAX_FUSED_ROWS = 1
+
+
+def summed_experts(delta: Any) -> Any:
+    """Return a layer's delta, summed over a token's experts if they are apart."""
+    return kernels.moe_combine(delta) if delta is not None and delta.ndim == 3 else delta
 
 
 class DecoderLayer:
@@ -201,9 +206,15 @@ class DecoderLayer:
 
     @property
     def returns_experts(self) -> bool:
-        """Whether the layer's output is that of its experts, a plain sum."""
-        is_last = not self.is_parallel and self.post_mlp_norm is None
-        return is_last and isinstance(self.mlp, MoE) and self.mlp.is_plain_sum
+        """Whether the layer may return the outputs of a token's experts, whose sum is its own."""
+        if self.is_parallel or self.post_mlp_norm is not None or not isinstance(self.mlp, MoE):
+            return False
+        return self.mlp.is_plain_sum and self.mlp.fuses(self.mlp_norm)
+
+    @property
+    def takes_experts(self) -> bool:
+        """Whether the layer before may return the outputs of a token's experts, as this one may."""
+        return self.returns_experts and self.attn_norm.is_plain_add
 
     def can_plan(self, batch: ForwardBatch) -> bool:
         """Tell whether a call launches only kernels, so that a launch plan can replay it."""
@@ -382,6 +393,7 @@ class Decoder:
         else:
             delta, residual = self._run_layers(x, batch, kv_pages, None, keep, delta)
             self._keep(features, last, delta, residual)
+            delta = summed_experts(delta)
             if rows is not None:
                 # Gathering rows by index is the same op as the embedding lookup.
                 delta = None if delta is None else kernels.embedding(rows, delta)
@@ -390,7 +402,7 @@ class Decoder:
             return self.final_norm(self.streams.leave(delta, residual))
         if delta is None:
             return self.final_norm(residual)
-        return self.final_norm.add(delta, residual)[0]
+        return self.final_norm.add(summed_experts(delta), residual)[0]
 
     def run_stage(self, batch: ForwardBatch, kv_pages: Pages) -> tuple[Any, Any]:
         """Compute the layers of a stage that is not the last one.
@@ -405,7 +417,7 @@ class Decoder:
             delta, x, kv_pages = self._enter(batch, kv_pages)
             keep = partial(self._keep, batch.features) if batch.features else None
             delta, residual = self._run_layers(x, batch, kv_pages, None, keep, delta)
-            return self.parts.leaving(delta), residual
+            return self.parts.leaving(summed_experts(delta)), residual
 
     def _adapting(self, batch: ForwardBatch) -> AbstractContextManager[None]:
         """Return a context in which products apply the adapters of the tokens of `batch`."""
@@ -465,7 +477,7 @@ class Decoder:
         if delta is None:
             out[...] = residual
             return
-        delta = kernels.moe_combine(delta) if delta.ndim == 3 else self.parts.summed(delta)
+        delta = self.parts.summed(summed_experts(delta))
         if scale == 1.0:
             kernels.residual_add(delta, residual, out=out)
         else:
@@ -499,6 +511,7 @@ class Decoder:
         delta, residual = run_storing(x, batch, caches[:first], None, keep)
         if keep is not None:
             keep(first, delta, residual)
+        delta = summed_experts(delta)
         delta = None if delta is None else kernels.embedding(rows, delta)
         residual = kernels.embedding(rows, residual)
         if not rows.shape[0]:
@@ -573,18 +586,21 @@ class Decoder:
     def _mark_summed_outputs(self) -> None:
         """Leave sums over the ranks or over a token's experts to the next layer's norm.
 
-        The outputs of the last layer, and of the last that stores keys, may be gathered first.
+        The outputs of the last layer, and of the last that stores keys, may be gathered first: rows
+        must not have been sent then, and `summed_experts` sums. Layers that pass on experts do not
+        alternate with others: a launch plan is for layers that return what they take.
         """
         gathered = (len(self.layers) - 1, self.config.num_storing_layers - 1)
         for index, layer in enumerate(self.layers):
-            if not isinstance(layer, DecoderLayer) or index in gathered:
-                continue
-            if layer.output is not None:
-                layer.output.is_summed_next = True
-            after = self.layers[index + 1]
-            if layer.returns_experts and isinstance(after, DecoderLayer):
+            if isinstance(layer, DecoderLayer) and layer.output is not None:
+                layer.output.is_summed_next = index not in gathered
+        is_passed = False
+        for layer, after in zip(self.layers, (*self.layers[1:], None), strict=True):
+            if after is not None:
+                is_passed = isinstance(after, DecoderLayer) and after.takes_experts
+            if is_passed and isinstance(layer, DecoderLayer) and layer.returns_experts:
                 assert isinstance(layer.mlp, MoE)
-                layer.mlp.is_summed_next = after.attn_norm.sums_experts
+                layer.mlp.is_summed_next = True
 
     def _numbers(self, layer: int) -> tuple[Hashable, ...]:
         """Return the non-array values that determine a layer's launches."""

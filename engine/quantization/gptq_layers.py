@@ -20,7 +20,7 @@ from engine.layers.linear import NormedLinear
 from engine.layers.mlp import MLP
 from engine.layers.moe import MoE
 from engine.layers.norm import Norm
-from engine.models.decoder import Decoder, DecoderLayer
+from engine.models.decoder import Decoder, DecoderLayer, summed_experts
 from engine.quantization.gptq import Hessian, gptq
 from engine.weights import Format
 from engine.weights.quantize import Codes, dequantize_codes
@@ -97,7 +97,8 @@ def gptq_layers(
             made = gptq(weight.data, hessians.pop(name), form, scale_dtype=scale_dtype(name))
             weight.data[...] = dequantize_codes(form, made).astype(weight.data.dtype)
             yield name, made
-        states = [layer(*state, batch, pages) for state, batch in zip(states, batches, strict=True)]
+        after = (layer(*state, batch, pages) for state, batch in zip(states, batches, strict=True))
+        states = [(summed_experts(delta), residual) for delta, residual in after]
 
 
 def _linears(layer: DecoderLayer, index: int) -> dict[str, tuple[Any, str]]:

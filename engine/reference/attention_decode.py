@@ -9,6 +9,7 @@ import numpy as np
 from engine.dtypes import accumulation_dtype
 from engine.reference._attention import attend, gather_pages
 from engine.reference.qk_norm_rope_store import qk_norm_rope_store
+from engine.reference.quantize_rows import quantize_rows
 
 __all__ = ["attention_decode"]
 
@@ -39,6 +40,7 @@ def attention_decode(
     sinks: Array | None = None,
     k_scale: Array | None = None,
     v_scale: Array | None = None,
+    quantize_out: bool = False,
     return_lse: bool = False,
 ) -> Any:
     """softmax(scale Q K^T) V of the last Q tokens of every sequence, causal among themselves.
@@ -47,7 +49,8 @@ def attention_decode(
     tree_mask (B, Q) uint64: query i sees query j only if bit j of its mask is set too. If k and v
     (B, 1, K, D) of one new token are given, qk_norm_rope_store runs first. sinks (H,): exp(sink) is
     added to the softmax denominator of each row of its head. With k_scale and v_scale (K,) the
-    pages are quantized; the last Q tokens are read from them like all others.
+    pages are quantized; the last Q tokens are read from them like all others. With quantize_out a
+    token's rows are quantized, with a scale per 128 columns.
     """
     if k is not None:
         assert v is not None and positions is not None
@@ -81,4 +84,8 @@ def attention_decode(
             tree=None if tree_mask is None else tree_mask[b],
             sinks=sinks,
         )
-    return (out, lse) if return_lse else out
+    lses = (lse,) if return_lse else ()
+    if quantize_out:
+        codes, scales = quantize_rows(out.reshape(-1, q.shape[2] * q.shape[3]), group=128)
+        return (codes.reshape(q.shape), scales.reshape(*q.shape[:2], scales.shape[1]), *lses)
+    return (out, *lses) if lses else out

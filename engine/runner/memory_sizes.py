@@ -78,8 +78,6 @@ def activation_bytes(model: ModelConfig, dtype: str, num_tokens: int, num_rows: 
         pairs = model.moe.top_k * (model.moe.intermediate_size + model.hidden_size)
         scaled = model.hidden_size if model.moe.scales_input else 0
         mlp = max(mlp, pairs + scaled + 3 * model.moe.shared_size)
-        if num_tokens in SUMMED_NEXT:  # the outputs of the layer before are still alive
-            mlp += model.moe.top_k * model.hidden_size
     attention = 2 * model.qkv_dim
     if (delta := model.gated_delta) is not None:  # projected, convolved, and the heads' outputs
         gates = delta.value_dim + delta.decay_dim if delta.gate_rank else 0
@@ -104,6 +102,9 @@ def activation_bytes(model: ModelConfig, dtype: str, num_tokens: int, num_rows: 
         rows += 2 * model.altup.num_streams * model.hidden_size
     if "shortcut" in model.layer_kinds:  # the experts' output, while the second half runs
         rows += model.hidden_size
+    if model.moe is not None and not model.moe.shared_size:  # outputs that the next layer sums
+        passed = min(num_tokens, SUMMED_NEXT[-1]) * model.moe.top_k * model.hidden_size
+        expanded += passed * itemsize(dtype)
     per_token = (rows + mlp + attention) * itemsize(dtype)
     per_row = 4 * 4 * model.vocab_size
     return math.ceil(1.1 * (num_tokens * per_token + num_rows * per_row + expanded))

@@ -60,6 +60,7 @@ def decode():
     options |= {"context_lens": np.ones(3, np.int32), "k": k[:, None], "v": v[:, None]}
     options |= {"positions": positions * 0, "cos_sin": table, "slot_mapping": slots}
     options |= {"q_weight": array(8), "k_weight": array(8), "max_context_len": 16}
+    options["quantize_out"] = True
     return (q[:, None], k_pages, v_pages), options
 
 
@@ -289,6 +290,7 @@ def test_normalised_rows_of_a_function_that_returns_codes(has_residual):
         ("moe_gemm_combine", ("residual", "quantize_x")),
         ("rmsnorm_moe_route", ("residual", "residual_out", "quantize_out")),
         ("moe_combine_rmsnorm", ("dtype", "group")),
+        ("attention_decode", ("quantize_out",)),
     ],
 )
 def test_a_fused_op_of_a_user_without_some_parts(op, lacking):

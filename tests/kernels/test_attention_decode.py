@@ -457,6 +457,8 @@ def test_contract(xp):
         ContractError, match=r"max_context_len: must be an int of 0 or more; got 1\.5"
     ):
         op(q, pages, pages, **where, max_context_len=1.5)
+    with pytest.raises(ContractError, match="out: must be None with quantize_out; got 'an array'"):
+        op(q, pages, pages, **where, out=xp.empty_like(q), quantize_out=True)
 
 
 @pytest.mark.gpu

@@ -11,6 +11,7 @@ import pytest
 from engine import kernels, reference
 from engine.device import to_numpy
 from engine.errors import ContractError, DTypeError, ShapeError
+from engine.kernels._launch import Kernel
 from engine.kernels.attention_decode import sm90 as decode_sm90
 from engine.kernels.attention_decode.sm90 import HopperTile
 from engine.testing import cases
@@ -194,6 +195,54 @@ def test_bits_are_those_of_the_two_ops(cp, case, dtype, norms):
             want, want_pages = _unfused(cp, case, inputs, **more)
             for a, b in zip((*got, *pages), (*want, *want_pages), strict=True):
                 np.testing.assert_array_equal(_bits(a), _bits(b))
+
+
+@pytest.mark.grid("dtype", cases.DTYPES)
+@pytest.mark.grid("case", _CASES, ids=range(len(_CASES)))
+def test_codes_are_those_of_the_result(xp, case, dtype):
+    """Of the kernel for many sequences, which quantizes the result itself, and of all others."""
+    inputs = _inputs(case, dtype, "both", seed=3)
+    batch, width = len(case.lens_k), case.num_heads * case.head_dim
+    for op in (_run, _unfused_op):
+        for num_splits in (None, 3):
+            more = {"num_splits": num_splits, "max_context_len": max(case.lens_k)}
+            more["return_lse"] = num_splits is None
+            plain, pages = op(kernels.attention_decode, xp, case, inputs, **more)
+            for _ in range(2):  # the second call may overlap the first
+                coded, own_pages = op(
+                    kernels.attention_decode, xp, case, inputs, quantize_out=True, **more
+                )
+            out, *lse = plain if more["return_lse"] else (plain,)
+            assert coded[0].shape == out.shape and coded[0].dtype == np.uint8
+            assert coded[1].shape == (batch, 1, -(-width // 128))
+            want = reference.quantize_rows(to_numpy(out).reshape(batch, width), group=128)
+            np.testing.assert_array_equal(to_numpy(coded[0]).reshape(batch, width), want[0])
+            np.testing.assert_array_equal(to_numpy(coded[1]).reshape(batch, -1), want[1])
+            for a, b in zip((*coded[2:], *own_pages), (*lse, *pages), strict=True):
+                np.testing.assert_array_equal(_bits(a), _bits(b))
+
+
+def _unfused_op(_, *args, **more):
+    return _unfused(*args, **more)
+
+
+@pytest.mark.gpu
+def test_which_calls_quantize_in_the_kernel(cp, monkeypatch):
+    launched, launch = [], Kernel.launch
+
+    def noted(kernel, *args, **options):
+        launched.append(kernel.entry)
+        launch(kernel, *args, **options)
+
+    monkeypatch.setattr(Kernel, "launch", noted)
+    for heads, batch, is_fused in (((32, 4), 40, True), ((32, 4), 16, False), ((14, 2), 80, False)):
+        dim = 64 if heads[0] == 14 else 128
+        case = AttentionCase((1,) * batch, (100,) * batch, *heads, dim, block_size=16)
+        launched.clear()
+        inputs = _inputs(case, "bfloat16", "both")
+        _run(kernels.attention_decode, cp, case, inputs, quantize_out=True)
+        assert launched[0] == "attention_decode_sm90"
+        assert len(launched) == 2 - is_fused, (heads, batch, launched)
 
 
 @pytest.mark.gpu

@@ -131,6 +131,7 @@ def test_few_tokens_match_mirror(xp, shape, dtype):
             optional = [
                 None if one is None else xp.asarray(one.copy()) for one in (own_bias, added)
             ]
+            results = []
             for out in (None, given[0]):  # the second call may overlap the first
                 got = kernels.rmsnorm_moe_route(
                     *(*given, top_k),
@@ -142,8 +143,13 @@ def test_few_tokens_match_mirror(xp, shape, dtype):
                     pdl=True,
                     **options,
                 )
+                results.append([*got[1], *(one for i, one in enumerate(got) if i != 1)])
             assert len(got) == len(want) == 2 + 2 * coded + (added is not None)
             assert got[0] is given[0] and (added is None or got[-1] is optional[1])
+            for one, other in zip(*results, strict=True):
+                np.testing.assert_array_equal(
+                    to_numpy(one).view(np.uint8), to_numpy(other).view(np.uint8)
+                )
             y = to_numpy(got[0])
             assert_close(y, want[0], reduction=64)
             logits = y.astype(np.float64) @ weight.astype(np.float64).T
@@ -235,6 +241,32 @@ def test_which_calls_are_one_kernel(cp, monkeypatch):
     kernels.rmsnorm_moe_route(cp.asarray(x), *moved, 8)
     assert len(launched) > 1  # the weight must not be prefetched
     _assert_same(got, reference.rmsnorm_moe_route(x, *others, 8), "misaligned")
+
+
+def test_padding_is_not_counted(xp):
+    """Tokens of two clusters, some of them padding."""
+    x, norm_weight, weight, _ = _inputs((20, 512, 64, 6), "bfloat16")
+    slots = np.where(np.arange(20) % 3 == 1, -1, 5)
+    own = xp.zeros(64, np.int64)
+    arrays = cases.to_module(xp, x, norm_weight, weight)
+    _, routing = op(*arrays, 6, load=own, slots=xp.asarray(slots), pdl=True)
+    counted = to_numpy(routing.experts)[slots >= 0]
+    np.testing.assert_array_equal(to_numpy(own), np.bincount(counted.reshape(-1), minlength=64))
+
+
+@pytest.mark.gpu
+def test_broken_numbers_of_one_token_leave_others_alone(cp):
+    x, *others = _inputs((20, 2048, 128, 8), "bfloat16")[:3]
+    moved = cases.to_module(cp, *others)
+    whole = op(cp.asarray(x), *moved, 8, pdl=True, quantize_out=True)
+    for broken in (np.nan, np.inf):
+        x[17, 700] = broken
+        y, routing, *_ = op(cp.asarray(x), *moved, 8, pdl=True, quantize_out=True)
+        experts = to_numpy(routing.experts)
+        assert all(len(set(row)) == 8 and min(row) >= 0 and max(row) < 128 for row in experts)
+        rest = np.arange(20) != 17
+        np.testing.assert_array_equal(experts[rest], to_numpy(whole[1].experts)[rest])
+        assert np.isnan(to_numpy(y).astype(np.float32)).any(axis=1).tolist() == (~rest).tolist()
 
 
 @pytest.mark.gpu

@@ -20,6 +20,8 @@ _BLOCK = 16
 class _Identity:
     """In place of a `Linear`: the test's rows are those of q, k and v."""
 
+    input_format = None
+
     def arrays(self):
         return iter(())
 

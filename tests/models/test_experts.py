@@ -74,10 +74,13 @@ def test_only_mlps_are_padded():
 
 
 def test_activations_of_experts_are_counted():
-    """A token has the intermediates of each of its experts."""
+    """A token has the intermediates of each of its experts; of few, two layers' are alive."""
+
+    def elements(config, num_tokens):
+        return activation_bytes(config, "float16", num_tokens, 0) / 1.1 / 2
 
     def per_token(config):
-        return activation_bytes(config, "float16", 1000, 0) / 1.1 / 1000 / 2
+        return (elements(config, 2000) - elements(config, 1000)) / 1000
 
     moe = FAMILIES["experts"].moe
     own = 3 * (96 + 128) + 3 * 64
@@ -86,6 +89,9 @@ def test_activations_of_experts_are_counted():
     more = dataclasses.replace(CONFIG, moe=dataclasses.replace(moe, top_k=5))
     assert per_token(more) == pytest.approx(dense + own + 2 * (96 + 128))
     assert per_token(MIXED) == pytest.approx(per_token(CONFIG))  # its MLPs have more
+    for count in (100, 512, 600):
+        passed = MIXED.moe.top_k * MIXED.hidden_size * min(count, 512)
+        assert elements(MIXED, count) == pytest.approx(elements(CONFIG, count) + passed, abs=2)
 
 
 @pytest.mark.parametrize(

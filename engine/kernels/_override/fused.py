@@ -160,6 +160,15 @@ def _quantize_x(rest: Rest, args: tuple[Any, ...], options: Options) -> Any:
     return rest(codes, *others, **(_without(options, "quantize_x") | given))
 
 
+def _quantize_heads(rest: Rest, args: tuple[Any, ...], options: Options) -> Any:
+    heads = rest(*args, **_without(options, "quantize_out"))
+    heads, *lse = heads if isinstance(heads, tuple) else (heads,)
+    (batch, queries, num_heads, head_dim) = heads.shape
+    rows = heads.reshape(batch * queries, num_heads * head_dim)
+    codes, scales = run("quantize_rows", rows, group=128)
+    return (codes.reshape(heads.shape), scales.reshape(batch, queries, -1), *lse)
+
+
 def _quantize_normed(rest: Rest, args: tuple[Any, ...], options: Options) -> Any:
     y, routing, *h = rest(*args, **_without(options, "quantize_out"))
     return (y, routing, *run("quantize_rows", y, group=128), *h)
@@ -199,6 +208,7 @@ _ACTIVATE = Step(("activation",), _activations, _activate)
 _NORMALISE = Step(("norm_weight", "eps", "weight_offset"), _always("rmsnorm"), _normalise)
 _QUANTIZE_OUT = Step(("quantize_out",), _quantized("quantize_out"), _quantize_out)
 _QUANTIZE_X = Step(("quantize_x",), _quantized("quantize_x"), _quantize_x)
+_QUANTIZE_HEADS = Step(("quantize_out",), _quantized("quantize_out"), _quantize_heads)
 _QUANTIZE_NORMED = Step(("quantize_out",), _quantized("quantize_out"), _quantize_normed)
 _QUANTIZE_SUM = Step(("dtype", "group"), _quantized("dtype"), _quantize_sum)
 _NORMED_OUT = Step(("normed_out",), _always("rmsnorm"), _normalise_after)
@@ -218,7 +228,7 @@ STEPS: dict[str, tuple[Step, ...]] = {
     "rmsnorm_quantize": (_NORMED_OUT, _ADD_FIRST),
     "rmsnorm_moe_route": (_QUANTIZE_NORMED, _ADD_FIRST),
     "moe_combine_rmsnorm": (_QUANTIZE_SUM,),
-    "attention_decode": (_STORE,),
+    "attention_decode": (_QUANTIZE_HEADS, _STORE),
 }
 """Op -> its steps, from the last one computed to the first."""
 

@@ -58,8 +58,13 @@ def _normed_codes(a: Arguments) -> Wanted:
 
 
 def _attended(a: Arguments) -> Wanted:
-    q = _like("q")(a)
-    return (*q, (tuple(a["q"].shape[:-1]), _FLOAT32)) if a["return_lse"] else q
+    q = a["q"]
+    lse = ((tuple(q.shape[:-1]), _FLOAT32),) if a["return_lse"] else ()
+    if a.get("quantize_out"):
+        groups = max(1, math.ceil(q.shape[2] * q.shape[3] / 128))
+        scales = (*q.shape[:2], groups), _FLOAT32
+        return ((tuple(q.shape), np.dtype(np.uint8)), scales, *lse)
+    return (*_like("q")(a), *lse)
 
 
 def _of_pairs(a: Arguments) -> Wanted:

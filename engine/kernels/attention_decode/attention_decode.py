@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from engine import reference
 from engine.dtypes import accumulation_dtype
 from engine.kernels import _cpu
 from engine.kernels._attention import (
@@ -19,9 +21,13 @@ from engine.kernels._attention import (
 )
 from engine.kernels._contract import MIRROR_FLOATS, Contract
 from engine.kernels._module import ModuleSpec
+from engine.kernels._quantize import GROUP
 from engine.kernels.attention_decode import portable, sm90
 from engine.kernels.attention_decode.new_tokens import NewTokens
 from engine.kernels.attention_decode.portable import choose_num_splits, choose_tile
+from engine.kernels.quantize_rows import quantize_rows
+from engine.kernels.quantize_rows import specs as quantize_specs
+from engine.weights import FORMATS
 
 __all__ = ["attention_decode", "choose_num_splits", "choose_tile", "specs"]
 
@@ -35,23 +41,34 @@ def specs(
     num_rows: int | None = None,
     kv_dtype: str = "",
     strided_tokens: bool = False,
+    formats: tuple[str, ...] = (),
     **_: Any,
 ) -> tuple[ModuleSpec, ...]:
     """Return the modules that the op may launch, for one head dim and number of rows or for all.
 
     `num_rows` is Q * H / K; None means any. `kv_dtype` names the dtype of a quantized KV cache.
-    `strided_tokens` selects the modules for pages in which a head's tokens are not adjacent.
+    `strided_tokens` selects the modules for pages in which a head's tokens are not adjacent; weight
+    formats that multiply e4m3 codes with a scale per 128 columns add modules for `quantize_out`.
     """
+    quantizes_out = any(
+        FORMATS[name].activations == "fp8" and FORMATS[name].activation_group == GROUP
+        for name in formats
+    )
     dims = range(1, MAX_HEAD_DIM + 1) if head_dim is None else (head_dim,)
     rows = (1, 17) if num_rows is None else (num_rows,)
     tiles = dict.fromkeys(choose_tile(dtype, dim, n) for n in rows for dim in dims)
     any_chip = tuple(portable.spec(tile, dtype, kv_dtype) for tile in tiles)
-    return any_chip + sm90.specs(
-        dtype,
-        head_dim=head_dim,
-        num_rows=num_rows,
-        kv_dtype=kv_dtype,
-        strided_tokens=strided_tokens,
+    return (
+        any_chip
+        + sm90.specs(
+            dtype,
+            head_dim=head_dim,
+            num_rows=num_rows,
+            kv_dtype=kv_dtype,
+            strided_tokens=strided_tokens,
+            quantizes_out=quantizes_out,
+        )
+        + (quantize_specs(dtype) if quantizes_out else ())
     )
 
 
@@ -83,6 +100,7 @@ def attention_decode(
     max_context_len: int | None = None,
     pdl: bool = False,
     out: Any = None,
+    quantize_out: bool = False,
     return_lse: bool = False,
 ) -> Any:
     """Attend from the newest Q tokens of each sequence to its pages: softmax(scale Q Kᵀ) V.
@@ -148,13 +166,17 @@ def attention_decode(
         only once the kernels before it have ended.
     out : (B, Q, H, D) array of q's dtype, optional
         Array for the result; may be `q`.
+    quantize_out : bool
+        Return rows (token, all heads) quantized to e4m3 with a scale per 128 columns, as
+        `quantize_rows` does, in place of `out`.
     return_lse : bool
         Also return the log-sum-exp.
 
     Returns
     -------
     out : (B, Q, H, D) array of q's dtype
-        0 for a query that sees no key.
+        0 for a query that sees no key. With `quantize_out` codes (B, Q, H, D) of uint8, and scales
+        (B, Q, ceil(H·D / 128)) of float32.
     lse : (B, Q, H) array of float32 (float64 for float64)
         Natural logarithm of the sum of exp(score), including exp(sink); -inf for a query without
         keys and sink. For `merge_states`, pass the sinks to exactly one of the parts.
@@ -215,27 +237,49 @@ def attention_decode(
         weight_offset=weight_offset,
     )
     call.check("tree_mask", new_tokens is None or tree_mask is None, "None with k", "a mask")
+    call.check("out", out is None or not quantize_out, "None with quantize_out", "an array")
     num_splits, max_context_len = _checked_limits(call, num_splits, max_context_len)
     if call.on_cpu:
         if out is not None:  # check before the pages are written
             call.written("out", out, "B Q H D", q.dtype, layout="rows")
         result = _on_cpu(q, pages, rule, tree_mask, sinks, new_tokens, return_lse)
-        if not return_lse:
-            return call.finish(out, result, layout="rows")
-        return call.finish(out, result[0], layout="rows"), result[1]
-    out = call.output("out", out, q.shape, q.dtype, layout="rows")
+        result, *lses = result if return_lse else (result,)
+        if quantize_out:
+            return (*_quantized(reference.quantize_rows, result), *lses)
+        out = call.finish(out, result, layout="rows")
+        return (out, *lses) if lses else out
     lse = call.xp.empty(q.shape[:3], np.float32) if return_lse else None
+    lses = () if lse is None else (lse,)
+    limits = (num_splits, max_context_len)
+    scales = None
+    can_quantize = quantize_out and sm90.is_supported(q, pages, q, new_tokens)
+    if can_quantize and sm90.can_quantize(q, pages, *limits, new_tokens):
+        out = call.output("codes", None, q.shape, np.dtype(np.uint8))
+        scales = call.output("scales", None, q.shape[:3], np.dtype(np.float32))
+    else:
+        out = call.output("out", out, q.shape, q.dtype, layout="rows")
     if new_tokens is not None and not sm90.is_supported(q, pages, out, new_tokens):
         new_tokens.store(q, pages)
         new_tokens = None
         pdl = True  # always safe after qk_norm_rope_store: see the docstring
-    problem = (q, pages, out, lse, rule, num_splits, max_context_len)
+    problem = (q, pages, out, lse, rule, *limits)
     extra = {"tree_mask": tree_mask, "sinks": sinks}
     if sm90.is_supported(q, pages, out):
-        sm90.launch(*problem, **extra, pdl=pdl, new_tokens=new_tokens)
+        sm90.launch(*problem, **extra, pdl=pdl, new_tokens=new_tokens, scales=scales)
     else:
         portable.launch(*problem, **extra)
-    return out if lse is None else (out, lse)
+    if quantize_out:
+        coded = _quantized(quantize_rows, out) if scales is None else (out, scales)
+        return (*coded, *lses)
+    return (out, *lses) if lses else out
+
+
+def _quantized(quantize: Callable[..., Any], heads: Any) -> tuple[Any, Any]:
+    """Return codes and scales of (B, Q, H, D), computed by `quantize`."""
+    (batch, num_queries) = heads.shape[:2]
+    width = heads.shape[2] * heads.shape[3]
+    codes, scales = quantize(heads.reshape(batch * num_queries, width), group=GROUP)
+    return codes.reshape(heads.shape), scales.reshape(batch, num_queries, scales.shape[1])
 
 
 def _checked_limits(

@@ -17,7 +17,14 @@ from engine.kernels._workspace import counters, workspace
 from engine.kernels.attention_decode.new_tokens import NO_NEW_TOKENS, NewTokens
 from engine.kernels.attention_decode.new_tokens import PARAMS as _NEW_TOKEN_PARAMS
 
-__all__ = ["HopperTile", "choose_hopper_tile", "is_supported", "launch", "specs"]
+__all__ = [
+    "HopperTile",
+    "can_quantize",
+    "choose_hopper_tile",
+    "is_supported",
+    "launch",
+    "specs",
+]
 
 _PARAMS = (
     "k_map:tmap v_map:tmap q:ptr k_pages:ptr v_pages:ptr block_tables:ptr context_lens:ptr "
@@ -26,7 +33,8 @@ _PARAMS = (
     "out_stride_t:i64 out_stride_h:i64 max_keys:i64 batch:i32 num_queries:i32 num_heads:i32 "
     "num_kv_heads:i32 block_shift:i32 num_blocks:i32 page_rows:i32 head_rows:i32 token_rows:i32 "
     "row_elements:i32 window:i32 num_splits:i32 token_parts:i32 "
-    f"score_inner:f32 score_factor:f32 {_NEW_TOKEN_PARAMS} k_scale:ptr v_scale:ptr"
+    f"score_inner:f32 score_factor:f32 {_NEW_TOKEN_PARAMS} k_scale:ptr v_scale:ptr "
+    "codes:ptr scales:ptr"
 )
 _KERNEL = Kernel("attention_decode_sm90", _PARAMS, struct="AttentionDecodeSm90Params")
 
@@ -57,6 +65,8 @@ class HopperTile:
         Dtype of a quantized KV cache, a name in KV_CODE_DTYPES; "" if it is not quantized.
     strided_tokens : bool
         Whether a head's tokens in a page are not adjacent; always False without clusters.
+    quantizes_out : bool
+        Whether the result is e4m3 codes, with a scale per row.
     """
 
     head_dim: int
@@ -69,6 +79,7 @@ class HopperTile:
     ctas_per_sm: int = 1
     kv_dtype: str = ""
     strided_tokens: bool = False
+    quantizes_out: bool = False
 
     @property
     def rows(self) -> int:
@@ -127,6 +138,7 @@ class HopperTile:
             "STRIDED_TOKENS": int(self.strided_tokens),
             "SHARED_BYTES": self.shared_bytes,
         } | kv_macros(self.kv_dtype)
+        macros |= {"QUANTIZES_OUT": 1} if self.quantizes_out else {}
         return ModuleSpec("attention_decode/attention_decode_sm90.cu", dtype, tuple(macros.items()))
 
 
@@ -207,10 +219,12 @@ def specs(
     num_rows: int | None = None,
     kv_dtype: str = "",
     strided_tokens: bool = False,
+    quantizes_out: bool = False,
 ) -> tuple[ModuleSpec, ...]:
     """Return the modules for one head dim and number of rows; None means all.
 
-    `strided_tokens` selects the modules for pages in which a head's tokens are not adjacent.
+    `strided_tokens` selects the modules for pages in which a head's tokens are not adjacent;
+    `quantizes_out` adds those that quantize the result.
     """
     all_tiles = _CHOICES[kv_dtype][0]
     dims = {t.head_dim for t in all_tiles} if head_dim is None else {head_dim}
@@ -220,13 +234,21 @@ def specs(
         for n in sorted(rows):
             tile = choose_hopper_tile(dtype, dim, n, kv_dtype)
             if tile is not None:
-                tiles |= dict.fromkeys(_variants(tile))
+                found = _variants(tile)
+                coded = [replace(one, quantizes_out=True) for one in found if _can_quantize(one)]
+                tiles |= dict.fromkeys([*found, *coded] if quantizes_out else found)
     return tuple(_with_layout(tile, strided_tokens).spec(dtype) for tile in tiles)
 
 
 def _with_layout(tile: HopperTile, strided_tokens: bool) -> HopperTile:
     """Return the tile for pages with this layout: only clusters depend on it."""
     return replace(tile, strided_tokens=strided_tokens and tile.cluster > 1)
+
+
+def _can_quantize(tile: HopperTile) -> bool:
+    """Tell whether a variant with this tile quantizes the result: for many sequences only."""
+    is_many = tile.cluster == 1 and tile.ctas_per_sm == 2
+    return is_many and tile.head_dim == 128 and not tile.kv_dtype
 
 
 def _variants(tile: HopperTile) -> list[HopperTile]:
@@ -379,6 +401,42 @@ def _page_maps(pages: Pages, dtype: str, box_keys: int) -> dict[str, Any]:
     return {"k_map": k, "v_map": v}
 
 
+def _chosen(
+    q: Any,
+    pages: Pages,
+    num_splits: int | None,
+    max_context_len: int,
+    new_tokens: NewTokens | None,
+) -> tuple[HopperTile, int]:
+    """Return the tile, and the number of parts into which clusters divide the query tokens."""
+    (batch, num_queries, num_heads, head_dim) = q.shape
+    num_kv_heads = pages.k.shape[1]
+    parts = 1
+    if num_splits is None:
+        parts = choose_token_parts(batch, num_queries, num_heads, num_kv_heads, sm_count())
+    tile = _choose(
+        dtype_name(q.dtype),
+        (batch * parts, num_queries // parts, num_heads, head_dim),
+        num_kv_heads,
+        max_context_len,
+        kv_dtype=pages.kv_dtype,
+        may_use_clusters=num_splits is None,
+    )
+    tile = _with_layout(tile, not pages.rows.has_adjacent_tokens)
+    return replace(tile, new_token=new_tokens is not None), parts
+
+
+def can_quantize(
+    q: Any,
+    pages: Pages,
+    num_splits: int | None,
+    max_context_len: int,
+    new_tokens: NewTokens | None,
+) -> bool:
+    """Tell whether `launch` can quantize the result, of arrays that `is_supported` accepts."""
+    return _can_quantize(_chosen(q, pages, num_splits, max_context_len, new_tokens)[0])
+
+
 def launch(
     q: Any,
     pages: Pages,
@@ -392,28 +450,20 @@ def launch(
     tree_mask: Any = None,
     sinks: Any = None,
     new_tokens: NewTokens | None = None,
+    scales: Any = None,
 ) -> None:
-    """Launch on arrays that `is_supported` accepts; with `num_splits` None, CTAs get equal work."""
-    (batch, num_queries, num_heads, head_dim) = q.shape
+    """Launch on arrays that `is_supported` accepts; with `num_splits` None, CTAs get equal work.
+
+    With `scales` (B, Q, H), `out` is codes (B, Q, H, D), both contiguous: see `can_quantize`.
+    """
+    tile, token_parts = _chosen(q, pages, num_splits, max_context_len, new_tokens)
+    tile = replace(tile, quantizes_out=scales is not None)
+    batch = q.shape[0] * token_parts
+    num_queries = q.shape[1] // token_parts
+    (num_heads, head_dim) = q.shape[2:]
     num_kv_heads = pages.k.shape[1]
-    token_parts = 1
-    if num_splits is None:
-        token_parts = choose_token_parts(batch, num_queries, num_heads, num_kv_heads, sm_count())
-    batch = batch * token_parts
-    num_queries = num_queries // token_parts
     num_rows = num_queries * (num_heads // num_kv_heads)
     dtype = dtype_name(q.dtype)
-    shape = batch, num_queries, num_heads, head_dim
-    tile = _choose(
-        dtype,
-        shape,
-        num_kv_heads,
-        max_context_len,
-        kv_dtype=pages.kv_dtype,
-        may_use_clusters=num_splits is None,
-    )
-    tile = _with_layout(tile, not pages.rows.has_adjacent_tokens)
-    tile = replace(tile, new_token=new_tokens is not None)
     num_cta_groups = max(1, sm_count() * tile.ctas_per_sm // num_kv_heads)
     num_ctas = (num_cta_groups if tile.cluster == 1 else batch * tile.cluster) * num_kv_heads
     # SplitOf.partial in decode_scheduler.cuh: one per split, or two per CTA group.
@@ -441,6 +491,8 @@ def launch(
         token_parts=token_parts,
         score_inner=rule.inner,
         score_factor=rule.factor,
+        codes=out,
+        scales=scales,
         **pages.scales,
         **(NO_NEW_TOKENS if new_tokens is None else new_tokens.launch_arguments()),
     )
