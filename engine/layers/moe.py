@@ -355,6 +355,11 @@ class MoE:
         self.is_summed_next = False
 
     @property
+    def num_chosen(self) -> int:
+        """Number of experts per token."""
+        return self.params.top_k + self.params.num_shared
+
+    @property
     def is_plain_sum(self) -> bool:
         """Whether the output is a plain sum of the outputs of each token's experts."""
         others = (self.shared, self.latent, self.shared_gate)

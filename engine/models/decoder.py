@@ -67,6 +67,12 @@ _VECTOR = 16  # features of which every dtype has whole 16-byte vectors
 _MAX_FUSED_ROWS = 1
 
 
+def _first_with_experts(layers: Sequence[Any]) -> int:
+    """Return the index of the first layer with experts, or the number of layers."""
+    kinds = [isinstance(getattr(layer, "mlp", None), MoE) for layer in layers]
+    return kinds.index(True) if True in kinds else len(layers)
+
+
 def summed_experts(delta: Any) -> Any:
     """Return a layer's delta, summed over a token's experts if they are apart."""
     return kernels.moe_combine(delta) if delta is not None and delta.ndim == 3 else delta
@@ -587,20 +593,20 @@ class Decoder:
         """Leave sums over the ranks or over a token's experts to the next layer's norm.
 
         The outputs of the last layer, and of the last that stores keys, may be gathered first: rows
-        must not have been sent then, and `summed_experts` sums. Layers that pass on experts do not
-        alternate with others: a launch plan is for layers that return what they take.
+        must not have been sent then, and `summed_experts` sums. Experts are left to the next norm
+        only if all layers after the first with experts have them, equally many per token: a launch
+        plan is for layers that return what they take.
         """
         gathered = (len(self.layers) - 1, self.config.num_storing_layers - 1)
         for index, layer in enumerate(self.layers):
             if isinstance(layer, DecoderLayer) and layer.output is not None:
                 layer.output.is_summed_next = index not in gathered
-        is_passed = False
-        for layer, after in zip(self.layers, (*self.layers[1:], None), strict=True):
-            if after is not None:
-                is_passed = isinstance(after, DecoderLayer) and after.takes_experts
-            if is_passed and isinstance(layer, DecoderLayer) and layer.returns_experts:
-                assert isinstance(layer.mlp, MoE)
-                layer.mlp.is_summed_next = True
+        layers = self.layers[_first_with_experts(self.layers) :]
+        takers = [one for one in layers if isinstance(one, DecoderLayer) and one.takes_experts]
+        moes = [one.mlp for one in takers if isinstance(one.mlp, MoE)]
+        if len(moes) == len(layers) and len({one.num_chosen for one in moes}) == 1:
+            for moe in moes:
+                moe.is_summed_next = True
 
     def _numbers(self, layer: int) -> tuple[Hashable, ...]:
         """Return the non-array values that determine a layer's launches."""
@@ -614,9 +620,7 @@ class Decoder:
         one = self.layers[layer]
         output = one.output if isinstance(one, DecoderLayer) else None
         sends = output is not None and output.may_send
-        mlp = one.mlp if isinstance(one, DecoderLayer) else None
-        leaves_sum = isinstance(mlp, MoE) and mlp.is_summed_next
-        numbers = (*rule, top_k, c.sparsity(layer), place, sends, leaves_sum)
+        numbers = (*rule, top_k, c.sparsity(layer), place, sends)
         return numbers if self.parts.can_plan else (*numbers, layer)  # each layer is its own kind
 
     def _weight(self, name: str) -> Weight:

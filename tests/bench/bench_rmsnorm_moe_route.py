@@ -1,4 +1,7 @@
-"""rmsnorm_moe_route, bfloat16, one token: GB/s of the router's weight, vs the separate ops."""
+"""rmsnorm_moe_route, bfloat16: GB/s of the router's weight, vs the separate ops.
+
+One token, and a few with a residual and codes.
+"""
 
 from __future__ import annotations
 
@@ -46,4 +49,40 @@ def _case(model: str) -> BenchCase:
     )
 
 
+def _few(top_k, x, norm_weight, weight, residual):
+    options = {"residual": residual, "quantize_out": True, "pdl": True}
+    return kernels.rmsnorm_moe_route(x, norm_weight, weight, top_k, **options)[0]
+
+
+def _few_in_parts(top_k, x, norm_weight, weight, residual):
+    y, _ = kernels.rmsnorm(x, norm_weight, residual=residual)
+    logits = kernels.gemm(y, weight, out_dtype=_FLOAT32, pdl=True)
+    kernels.quantize_rows(y, group=128)
+    return kernels.moe_route(logits, top_k).weights
+
+
+def _check_few(args, result):
+    _, x, norm_weight, _, residual = args
+    want = reference.rmsnorm(*map(to_numpy, (x, norm_weight)), residual=to_numpy(residual))
+    assert_close(result, want[0], reduction=64)
+
+
+def _few_case(model: str, num_tokens: int) -> BenchCase:
+    hidden, _, experts, top_k = MOE_LAYERS[model]
+
+    def make(xp, seed):
+        shapes = (num_tokens, hidden), (hidden,), (experts, hidden), (num_tokens, hidden)
+        return top_k, *(filled(xp, shape, seed + i) for i, shape in enumerate(shapes))
+
+    return BenchCase(
+        f"{model}, T {num_tokens}",
+        make,
+        _few,
+        nbytes=2 * hidden * experts + 9 * hidden * num_tokens,
+        baselines={"parts": _few_in_parts},
+        check=_check_few,
+    )
+
+
 CASES = [_case(model) for model in MOE_LAYERS]
+CASES += [_few_case("Qwen3-30B-A3B", num_tokens) for num_tokens in (8, 16, 64, 256)]

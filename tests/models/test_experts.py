@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import engine
-from engine.config import MoeConfig
 from engine.device import CPU, to_numpy
 from engine.errors import WeightsError
 from engine.layers import moe
@@ -47,6 +46,26 @@ def test_the_table_of_addresses_has_columns_for_both():
         column = addresses[:, names.index(kind)]
         assert np.flatnonzero(column == 0).tolist() == absent
     assert addresses[2, names.index("qkv")] == decoder.weights["layers.2.qkv"].data.ctypes.data
+
+
+@pytest.mark.parametrize(
+    ("family", "passed"),
+    [
+        ("experts alone", [True] * 6),
+        ("experts after an MLP", [True] * 5),
+        ("experts in some layers", [False] * 4),
+        ("experts of other numbers", [False] * 6),
+        ("experts", [False] * 6),
+    ],
+)
+def test_experts_are_left_to_the_next_norm_where_layers_alike_follow(family, passed):
+    """Elsewhere a launch plan would fit no layer: it returns what it takes."""
+    for deterministic in (False, True):
+        options = {"load_format": "dummy", "device": "cpu", "deterministic": deterministic}
+        decoder = engine.load(config=FAMILIES[family], **options).decoder
+        moes = [layer.mlp for layer in decoder.layers if isinstance(layer.mlp, MoE)]
+        wanted = [one and not deterministic for one in passed]
+        assert [one.is_summed_next for one in moes] == wanted
 
 
 def test_a_missing_weight_is_named():
@@ -130,7 +149,7 @@ def test_the_norm_that_follows_sums_experts_with_the_same_bits(place, counts, mo
     """Outputs of experts go from layer to layer unsummed, unless there are many tokens."""
     if place["device"] == "cuda" and not engine.device.resolve_device("auto")[0].is_cuda:
         pytest.skip("no GPU")
-    config = dataclasses.replace(CONFIG, moe=MoeConfig(5, 3, 96, (True,) * CONFIG.num_layers))
+    config = FAMILIES["experts alone"]
     model = engine.load(config=config, load_format="dummy", **place)
     rng = np.random.default_rng(0)
     ids = [rng.integers(0, config.vocab_size, count).tolist() for count in counts]

@@ -22,6 +22,7 @@ from engine.kernels.gemm import launch as gemm_launch
 from engine.kernels.gemm.sm90 import HopperConfig
 from engine.layers.batch import ForwardBatch
 from engine.layers.moe import MoE
+from engine.models.decoder import summed_experts
 from engine.models.layer_plans import LayerPlans
 from engine.plan_array import PlanArray, unwrapped
 
@@ -83,6 +84,10 @@ FAMILIES = {
     "experts": dataclasses.replace(
         CONFIG,
         moe=MoeConfig(5, 3, 96, (True,) * 6, renormalize=False, shared_size=64, shared_gate=True),
+    ),
+    "experts alone": dataclasses.replace(CONFIG, moe=MoeConfig(5, 3, 96, (True,) * 6)),
+    "experts after an MLP": dataclasses.replace(
+        CONFIG, moe=MoeConfig(5, 3, 96, (False, *(True,) * 5))
     ),
     "experts in some layers": dataclasses.replace(
         CONFIG,
@@ -527,7 +532,7 @@ def _check_bits(model, counts, starts):
     elif delta is None:
         hidden = decoder.final_norm(residual)
     else:
-        hidden = decoder.final_norm.add(delta, residual)[0]
+        hidden = decoder.final_norm.add(summed_experts(delta), residual)[0]
     want = to_numpy(decoder.logits(hidden))
     for _ in range(2):
         got_pages = _pages(model, len(counts) * 8)
