@@ -670,7 +670,9 @@ class Model:
         return parts[0] if len(parts) == 1 else self.device.xp.concatenate(parts, axis=1)
 
     def try_kernels(self) -> None:
-        """Run the overridden ops once in a prefill and a decode: compile them, find errors now.
+        """Run the overridden ops in prefills and decodes: compile them, find errors now.
+
+        Some ops differ for one token and several.
 
         Raises
         ------
@@ -683,12 +685,13 @@ class Model:
         with self.kernels.loading():
             # Experts of some formats multiply codes of x from nine tokens on.
             num_tokens = 2 if self.config.moe is None else 9
-            cache = self.new_cache(1, min(num_tokens + 1, self.max_model_len))
-            logits = self.step([[0] * (cache.max_tokens - 1 or 1)], cache)
-            if cache.max_tokens > 1:
-                self.step([[0]], cache)
-            Sampler()(logits, SamplingBatch.greedy(self.device.xp, 1))
-            cache.close()
+            for batch in (1, 2):
+                cache = self.new_cache(batch, min(num_tokens + 1, self.max_model_len))
+                logits = self.step([[0] * (cache.max_tokens - 1 or 1)] * batch, cache)
+                if cache.max_tokens > 1:
+                    self.step([[0]] * batch, cache)
+                cache.close()
+            Sampler()(logits[:1], SamplingBatch.greedy(self.device.xp, 1))
         self.kernels.overrides.warn_of_unused(self.kernels.runs)
         self.kernels.runs.clear()
 

@@ -133,7 +133,8 @@ class Consumer {
   // results. The warps have different columns of a row, and exchange the largest magnitudes.
   __device__ __forceinline__ void store_quantized(const RowRule& rows, const Output& output,
                                                   const float* sums) {
-    // Buffer 1 is free: the next work tile writes it only after a barrier.
+    // Buffer 1 is free: it was last read before the barrier above or an earlier one, and the next
+    // work tile writes it only after another.
     float* const peaks = maxima(1);
 #pragma unroll
     for (int i = 0; i < 2 * kRowTiles; ++i) {

@@ -20,9 +20,9 @@ from engine.weights import Format
 
 __all__ = ["Attention", "AttentionParams", "SharedAttention"]
 
-# Minimum tokens to quantize the heads' outputs in the decode kernel: for fewer, the output
-# projection may read them as they are.
-_CODED_FROM = 17
+# Minimum tokens to quantize the heads' outputs in the decode kernel: of one token, the output
+# projection reads them as they are.
+_CODED_FROM = 2
 
 
 @dataclass(frozen=True)

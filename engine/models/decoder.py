@@ -219,7 +219,7 @@ class DecoderLayer:
 
     @property
     def takes_experts(self) -> bool:
-        """Whether the layer before may return the outputs of a token's experts, as this one may."""
+        """Whether the layer may both take and return the outputs of a token's experts."""
         return self.returns_experts and self.attn_norm.is_plain_add
 
     def can_plan(self, batch: ForwardBatch) -> bool:
@@ -592,10 +592,10 @@ class Decoder:
     def _mark_summed_outputs(self) -> None:
         """Leave sums over the ranks or over a token's experts to the next layer's norm.
 
-        The outputs of the last layer, and of the last that stores keys, may be gathered first: rows
-        must not have been sent then, and `summed_experts` sums. Experts are left to the next norm
-        only if all layers after the first with experts have them, equally many per token: a launch
-        plan is for layers that return what they take.
+        The outputs of the last layer, and of the last that stores keys, may be gathered first, so
+        their products must not send rows; experts' outputs are summed first, by `summed_experts`.
+        Experts are left to the next norm only if all layers after the first with experts have them,
+        equally many per token: a launch plan is for layers that return what they take.
         """
         gathered = (len(self.layers) - 1, self.config.num_storing_layers - 1)
         for index, layer in enumerate(self.layers):

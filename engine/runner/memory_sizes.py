@@ -102,8 +102,9 @@ def activation_bytes(model: ModelConfig, dtype: str, num_tokens: int, num_rows: 
         rows += 2 * model.altup.num_streams * model.hidden_size
     if "shortcut" in model.layer_kinds:  # the experts' output, while the second half runs
         rows += model.hidden_size
-    if model.moe is not None and not model.moe.shared_size:  # outputs that the next layer sums
-        passed = min(num_tokens, SUMMED_NEXT[-1]) * model.moe.top_k * model.hidden_size
+    if model.moe is not None:  # outputs that the next layer sums, a shared expert's among them
+        num_outputs = model.moe.top_k + (model.moe.shared_size > 0)
+        passed = min(num_tokens, SUMMED_NEXT[-1]) * num_outputs * model.hidden_size
         expanded += passed * itemsize(dtype)
     per_token = (rows + mlp + attention) * itemsize(dtype)
     per_row = 4 * 4 * model.vocab_size

@@ -60,7 +60,7 @@ def decode():
     options |= {"context_lens": np.ones(3, np.int32), "k": k[:, None], "v": v[:, None]}
     options |= {"positions": positions * 0, "cos_sin": table, "slot_mapping": slots}
     options |= {"q_weight": array(8), "k_weight": array(8), "max_context_len": 16}
-    options["quantize_out"] = True
+    options |= {"quantize_out": True, "return_lse": True}
     return (q[:, None], k_pages, v_pages), options
 
 

@@ -381,6 +381,28 @@ def test_a_tree_that_is_a_chain_changes_nothing(xp, shape):
     )
 
 
+@pytest.mark.parametrize("has_tree", [False, True])
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_codes_of_several_queries_with_sinks(xp, dtype, has_tree):
+    """Many sequences: the kernel has rows of several tokens and heads, and quantizes them."""
+    rng = np.random.default_rng(5)
+    lens = rng.integers(3, 700, 40)
+    case = AttentionCase((3,) * 40, tuple(lens.tolist()), 32, 8, 128, block_size=16)
+    arrays = _inputs(case, dtype)
+    options = {"sinks": xp.asarray(rng.standard_normal(32, np.float32)), "return_lse": True}
+    if has_tree:
+        masks = np.stack([_random_tree(rng, 3) for _ in lens])
+        options["tree_mask"] = xp.asarray(masks)
+    out, lse = _run(kernels.attention_decode, xp, arrays, **options)
+    codes, scales, own_lse = _run(
+        kernels.attention_decode, xp, arrays, quantize_out=True, **options
+    )
+    want = reference.quantize_rows(to_numpy(out).reshape(120, -1), group=128)
+    np.testing.assert_array_equal(to_numpy(codes).reshape(120, -1), want[0])
+    np.testing.assert_array_equal(to_numpy(scales).reshape(120, -1), want[1])
+    np.testing.assert_array_equal(to_numpy(own_lse), to_numpy(lse))
+
+
 def test_nothing_to_do(xp):
     pages, tables = xp.zeros((2, 2, 16, 64), np.float16), xp.zeros((0, 1), np.int32)
     got = kernels.attention_decode(

@@ -111,6 +111,10 @@ def test_activations_of_experts_are_counted():
     for count in (100, 512, 600):
         passed = MIXED.moe.top_k * MIXED.hidden_size * min(count, 512)
         assert elements(MIXED, count) == pytest.approx(elements(CONFIG, count) + passed, abs=2)
+        shared = dataclasses.replace(MIXED.moe, shared_size=MIXED.moe.intermediate_size)
+        joined = dataclasses.replace(MIXED, moe=shared)
+        more = MIXED.hidden_size * min(count, 512)
+        assert elements(joined, count) == pytest.approx(elements(MIXED, count) + more, abs=2)
 
 
 @pytest.mark.parametrize(

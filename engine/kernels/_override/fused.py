@@ -166,7 +166,7 @@ def _quantize_heads(rest: Rest, args: tuple[Any, ...], options: Options) -> Any:
     (batch, queries, num_heads, head_dim) = heads.shape
     rows = heads.reshape(batch * queries, num_heads * head_dim)
     codes, scales = run("quantize_rows", rows, group=128)
-    return (codes.reshape(heads.shape), scales.reshape(batch, queries, -1), *lse)
+    return (codes.reshape(heads.shape), scales.reshape(batch, queries, scales.shape[1]), *lse)
 
 
 def _quantize_normed(rest: Rest, args: tuple[Any, ...], options: Options) -> Any:

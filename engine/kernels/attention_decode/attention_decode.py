@@ -252,16 +252,21 @@ def attention_decode(
     lses = () if lse is None else (lse,)
     limits = (num_splits, max_context_len)
     scales = None
-    can_quantize = quantize_out and sm90.is_supported(q, pages, q, new_tokens)
-    if can_quantize and sm90.can_quantize(q, pages, *limits, new_tokens):
-        out = call.output("codes", None, q.shape, np.dtype(np.uint8))
-        scales = call.output("scales", None, q.shape[:3], np.dtype(np.float32))
-    else:
+    if not quantize_out:
         out = call.output("out", out, q.shape, q.dtype, layout="rows")
-    if new_tokens is not None and not sm90.is_supported(q, pages, out, new_tokens):
+    if new_tokens is not None and not sm90.is_supported(
+        q, pages, q if quantize_out else out, new_tokens
+    ):
         new_tokens.store(q, pages)
         new_tokens = None
         pdl = True  # always safe after qk_norm_rope_store: see the docstring
+    if quantize_out:
+        can_quantize = sm90.is_supported(q, pages, q, new_tokens)
+        if can_quantize and sm90.can_quantize(q, pages, *limits, new_tokens):
+            out = call.output("codes", None, q.shape, np.dtype(np.uint8))
+            scales = call.output("scales", None, q.shape[:3], np.dtype(np.float32))
+        else:
+            out = call.output("out", None, q.shape, q.dtype)
     problem = (q, pages, out, lse, rule, *limits)
     extra = {"tree_mask": tree_mask, "sinks": sinks}
     if sm90.is_supported(q, pages, out):
