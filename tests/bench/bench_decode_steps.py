@@ -57,6 +57,7 @@ def row_of(op, case, ends, steps=_STEPS, most=12):
     row = {"op": op, "case": case}
     row["step us"] = (ends[-1][0] - ends[0][0]) / steps
     row["launches a step"] = len(ends) / steps
+    row["longest us"] = max(end - before for (before, _), (end, _) in itertools.pairwise(ends))
     for kernel, us in added.most_common(most):
         row[f"{kernel} a step"] = counts[kernel] / steps
         row[f"{kernel} us"] = us / counts[kernel]
