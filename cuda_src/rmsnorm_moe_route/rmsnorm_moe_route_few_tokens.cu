@@ -41,7 +41,7 @@ static_assert(kWarps == kTokens, "a warp normalises one token");
 struct OwnRow {
   int64_t at;       // index of the first column in (T, N)
   scalar_t* row;    // shared memory
-  int num_columns;  // 0 past the last token
+  int num_columns;  // columns, or 0 past the last token
 };
 
 // Calls use(i) for each vector of this lane's columns, i being its first one.
@@ -142,8 +142,8 @@ __device__ __forceinline__ void add_rows(Vec<float, 4>& sum, const float* from, 
 template <int kPer>
 struct Shared {
   RouteShared<kPer> route;
-  TransactionBarrier norm_weight, weight;       // loads
-  TransactionBarrier squares, logits, experts;  // from the cluster's blocks
+  TransactionBarrier norm_weight, weight;       // arrays loaded from global memory
+  TransactionBarrier squares, logits, experts;  // values sent by the cluster's blocks
   alignas(16) float sums[kMaxBlocks][kTokens];  // squares of each block's columns
 };
 
@@ -157,7 +157,7 @@ __device__ __forceinline__ void rmsnorm_moe_route_few(const RmsnormMoeRouteParam
   const int size = cluster_size(), rank = cluster_rank();
   const int warp_idx = threadIdx.x / kWarpSize, lane_idx = threadIdx.x % kWarpSize;
   constexpr int kColumns = kPer * kPart, kSplits = kWarps / kPer;
-  constexpr int kStride = kColumns + kLogitPad;  // of a row of logits
+  constexpr int kStride = kColumns + kLogitPad;  // floats from a row of logits to the next
   const int num_rows = p.num_experts + p.num_shared, row_stride = p.slab + kRowPad;
   const int first_column = rank * p.slab;
   const int num_columns = max(0, min(p.slab, p.n - first_column));
@@ -255,7 +255,8 @@ __device__ __forceinline__ void rmsnorm_moe_route_few(const RmsnormMoeRouteParam
       __syncwarp();
       MoeRouteParams route = routing_of(p);
       const int chosen = first_token + row;
-      route.logits = received - static_cast<int64_t>(chosen) * num_rows;  // logits_of(chosen)
+      // Makes logits_of(chosen) the received row.
+      route.logits = received - static_cast<int64_t>(chosen) * num_rows;
       const float expert = __int_as_float(choose<kPer>(route, chosen));
       const float a = __shfl_sync(kFullMask, expert, lane_idx * 4);
       const float b = __shfl_sync(kFullMask, expert, lane_idx * 4 + 1);

@@ -361,8 +361,17 @@ def _launch(
         few = _FEW_MIXER if is_mixed else _FEW[width]
         few.launch(spec, (1,), (threads,), pdl=True, **arguments)
         return
-    for kernel in (_CHOOSE_MIXER if is_mixed else _CHOOSE[width], _PLACE[width]):
-        kernel.launch(spec, (num_chunks,), (_THREADS,), pdl=True, **arguments)
+    choose = _CHOOSE_MIXER if is_mixed else _CHOOSE[width]
+    choose.launch(spec, (num_chunks,), (_THREADS,), pdl=True, **arguments)
+    place_pairs(
+        routing,
+        arguments["counts"],
+        num_tokens=num_tokens,
+        top_k=top_k,
+        num_experts=num_experts,
+        num_shared=num_shared,
+        chunk_tokens=chunk,
+    )
 
 
 def place_pairs(

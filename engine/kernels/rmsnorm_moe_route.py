@@ -67,8 +67,8 @@ _STEP = 32
 _PART = 32
 _ROW_PAD = 32
 _LOGIT_PAD = 8
-# Blocks per cluster are tried in the order of preference: 16 first if of 8 each had more columns
-# than this, and there are at most so many tiles of 16 tokens.
+# For few tokens, 16 blocks per cluster are tried before 8 if one of 8 had more than _WIDE_SLAB
+# columns, and the tokens fill at most _MAX_TILES tiles; otherwise 8 before 16.
 _WIDE_SLAB = 256
 _MAX_TILES = 4
 
@@ -212,11 +212,10 @@ def rmsnorm_moe_route(
             **options,
         )
         y, routing, *others = results
-        targets = [call.target(out, y)]
+        own = call.target(out, y)
         if residual is not None:
-            targets.append(call.target(residual_out, others[-1], "residual_out"))
-            others[-1] = call.fill(targets[1], others[-1])
-        return (call.fill(targets[0], y), routing, *others)
+            others[-1] = call.finish(residual_out, others[-1], "residual_out")
+        return (call.fill(own, y), routing, *others)
     y = call.output("out", out, x.shape, x.dtype)
     h = None
     if residual is not None:
@@ -288,15 +287,12 @@ class _Choice(NamedTuple):
         """Tell whether a block fits a multiprocessor."""
         return self.shared_bytes + _STATIC_BYTES <= limits().shared_bytes
 
-    def num_clusters(self) -> int:
-        """Return the number of clusters that the device holds at once."""
-        return _num_clusters(self)
-
 
 @cache
 def _num_clusters(choice: _Choice) -> int:
-    c = choice
-    return c.kernel.resident_clusters(c.spec, _THREADS, c.shared_bytes, c.cluster)
+    """Return the number of clusters that the device holds at once."""
+    kernel, spec, cluster, shared_bytes = choice
+    return kernel.resident_clusters(spec, _THREADS, shared_bytes, cluster)
 
 
 def _width(num_experts: int) -> int:
@@ -317,10 +313,10 @@ def _choose_one(arrays: _Arrays, num_shared: int) -> _Choice | None:
         return None
     kernel = _ONE_TOKEN[_width(num_logits - num_shared)]
     for cluster in _CLUSTERS:
-        rows = ceil_div(num_logits, cluster) + 1  # of the weight, and y
+        rows = ceil_div(num_logits, cluster) + 1  # rows of the weight, and y
         size = rows * n * weight.itemsize + num_logits * 4
         choice = _Choice(kernel, _spec(dtype_name(weight.dtype)), cluster, size)
-        if choice.is_small() and choice.num_clusters():
+        if choice.is_small() and _num_clusters(choice):
             return choice
     return None
 
@@ -342,7 +338,7 @@ def _choose_few(arrays: _Arrays, num_shared: int) -> _Choice | None:
     spec = _spec(dtype_name(weight.dtype), "_few_tokens")
     for cluster in (16, 8) if is_wide else (8, 16):
         choice = _Choice(_FEW_TOKENS[width], spec, cluster, _shared_bytes(n, width, cluster))
-        if choice.is_small() and num_tiles <= choice.num_clusters():
+        if choice.is_small() and num_tiles <= _num_clusters(choice):
             return choice
     return None
 

@@ -389,8 +389,7 @@ class MoE:
     @property
     def num_multiplied(self) -> int:
         """Number of matrix elements multiplied per token."""
-        num_experts = self.params.top_k + self.params.num_shared
-        total = self.router.weight.num_elements + num_experts * self.experts.num_elements
+        total = self.router.weight.num_elements + self.num_chosen * self.experts.num_elements
         if self.shared is not None:
             total += self.shared.num_multiplied
         return total + sum(one.weight.num_elements for one in self.latent or ())

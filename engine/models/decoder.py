@@ -211,16 +211,12 @@ class DecoderLayer:
         return last if is_partial and self.post_mlp_norm is None else None
 
     @property
-    def returns_experts(self) -> bool:
-        """Whether the layer may return the outputs of a token's experts, whose sum is its own."""
+    def passes_experts(self) -> bool:
+        """Whether the layer may take and return the outputs of a token's experts, not their sum."""
         if self.is_parallel or self.post_mlp_norm is not None or not isinstance(self.mlp, MoE):
             return False
-        return self.mlp.is_plain_sum and self.mlp.fuses(self.mlp_norm)
-
-    @property
-    def takes_experts(self) -> bool:
-        """Whether the layer may both take and return the outputs of a token's experts."""
-        return self.returns_experts and self.attn_norm.is_plain_add
+        is_plain_sum = self.mlp.is_plain_sum and self.mlp.fuses(self.mlp_norm)
+        return is_plain_sum and self.attn_norm.is_plain_add
 
     def can_plan(self, batch: ForwardBatch) -> bool:
         """Tell whether a call launches only kernels, so that a launch plan can replay it."""
@@ -602,8 +598,8 @@ class Decoder:
             if isinstance(layer, DecoderLayer) and layer.output is not None:
                 layer.output.is_summed_next = index not in gathered
         layers = self.layers[_first_with_experts(self.layers) :]
-        takers = [one for one in layers if isinstance(one, DecoderLayer) and one.takes_experts]
-        moes = [one.mlp for one in takers if isinstance(one.mlp, MoE)]
+        alike = [one for one in layers if isinstance(one, DecoderLayer) and one.passes_experts]
+        moes = [one.mlp for one in alike if isinstance(one.mlp, MoE)]
         if len(moes) == len(layers) and len({one.num_chosen for one in moes}) == 1:
             for moe in moes:
                 moe.is_summed_next = True

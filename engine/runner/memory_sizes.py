@@ -102,13 +102,14 @@ def activation_bytes(model: ModelConfig, dtype: str, num_tokens: int, num_rows: 
         rows += 2 * model.altup.num_streams * model.hidden_size
     if "shortcut" in model.layer_kinds:  # the experts' output, while the second half runs
         rows += model.hidden_size
+    passed = 0
     if model.moe is not None:  # outputs that the next layer sums, a shared expert's among them
         num_outputs = model.moe.top_k + (model.moe.shared_size > 0)
         passed = min(num_tokens, SUMMED_NEXT[-1]) * num_outputs * model.hidden_size
-        expanded += passed * itemsize(dtype)
     per_token = (rows + mlp + attention) * itemsize(dtype)
     per_row = 4 * 4 * model.vocab_size
-    return math.ceil(1.1 * (num_tokens * per_token + num_rows * per_row + expanded))
+    others = expanded + passed * itemsize(dtype)
+    return math.ceil(1.1 * (num_tokens * per_token + num_rows * per_row + others))
 
 
 def feature_bytes(
