@@ -39,6 +39,7 @@ from engine.kernels._module import (
     compile_module,
     source_dir,
 )
+from engine.weights import FORMATS
 
 # (architecture, file, dtype, entry) -> why its spills are acceptable. Ideally empty.
 ALLOWED_SPILLS: dict[tuple[str, str, str, str], str] = {}
@@ -100,7 +101,7 @@ def _family(spec: ModuleSpec) -> tuple[str, str, tuple[str, ...]]:
 
 
 def every_spec() -> list[ModuleSpec]:
-    """Return every module of every op in `engine.kernels`, for every dtype."""
+    """Return every module of every op in `engine.kernels`, for every dtype and weight format."""
     specs: list[ModuleSpec] = []
     for info in pkgutil.iter_modules(kernels.__path__):
         if not info.name.startswith("_"):
@@ -108,7 +109,7 @@ def every_spec() -> list[ModuleSpec]:
             for dtype in FLOAT_NAMES:
                 for codes in ("", *KV_CODE_DTYPES):
                     options = {"patterns": True, "deterministic": True, "has_peers": True}
-                    specs += module.specs(dtype, kv_dtype=codes, **options)
+                    specs += module.specs(dtype, kv_dtype=codes, formats=tuple(FORMATS), **options)
     return list(dict.fromkeys(specs))
 
 

@@ -73,28 +73,10 @@ class Consumer {
       if (lane_idx() % 4 == 0) sums[row_of(i) * kConsumerWarps + warp_idx()] = part;
     }
     barrier();
-    if constexpr (kQuantizesOut && Writer::kIsResult) {
+    if constexpr (kQuantizesOut && Writer::kIsResult)
       store_quantized(rows, writer, sums);
-      return;
-    }
-#pragma unroll
-    for (int i = 0; i < 2 * kRowTiles; ++i) {
-      const int row = row_of(i);
-      if (row >= rows.count) continue;
-      const float total =
-          over_warps(sums + row * kConsumerWarps, [](float x, float y) { return x + y; });
-      if (warp_idx() == 0 && lane_idx() % 4 == 0) writer.row(row, base_[i / 2][i % 2], total);
-      const float factor = writer.factor(row, base_[i / 2][i % 2], total);
-      const auto to = writer.at(row);
-      if constexpr (kHasCodes) {
-        store_columns_of_codes(writer, to, i, factor);
-      } else {
-#pragma unroll
-        for (int d = 0; d < kSlice / 8; ++d)
-          writer.pair(to, warp_idx() * kSlice + d * 8 + lane_idx() % 4 * 2,
-                      o_[i / 2][d][i % 2 * 2] * factor, o_[i / 2][d][i % 2 * 2 + 1] * factor);
-      }
-    }
+    else
+      store_values(rows, writer, sums);
   }
 
   // Counts a split as finished. Returns true in all consumer warps if it was the last one; all
@@ -128,6 +110,30 @@ class Consumer {
   // single chain would be D / 16 dependent mma.
   static constexpr bool kTwoChains = kRowTiles * kWarpRuns <= 2;
   static constexpr float kBaseRange = 8.0f;  // max distance of base below max_, in log2
+
+  // Stores the finished rows, given each warp's sums.
+  template <typename Writer>
+  __device__ __forceinline__ void store_values(const RowRule& rows, const Writer& writer,
+                                               const float* sums) const {
+#pragma unroll
+    for (int i = 0; i < 2 * kRowTiles; ++i) {
+      const int row = row_of(i);
+      if (row >= rows.count) continue;
+      const float total =
+          over_warps(sums + row * kConsumerWarps, [](float x, float y) { return x + y; });
+      if (warp_idx() == 0 && lane_idx() % 4 == 0) writer.row(row, base_[i / 2][i % 2], total);
+      const float factor = writer.factor(row, base_[i / 2][i % 2], total);
+      const auto to = writer.at(row);
+      if constexpr (kHasCodes) {
+        store_columns_of_codes(writer, to, i, factor);
+      } else {
+#pragma unroll
+        for (int d = 0; d < kSlice / 8; ++d)
+          writer.pair(to, warp_idx() * kSlice + d * 8 + lane_idx() % 4 * 2,
+                      o_[i / 2][d][i % 2 * 2] * factor, o_[i / 2][d][i % 2 * 2 + 1] * factor);
+      }
+    }
+  }
 
   // Stores the finished rows as codes, given each warp's sums; overwrites o_ with the rounded
   // results. The warps have different columns of a row, and exchange the largest magnitudes.

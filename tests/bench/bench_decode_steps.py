@@ -7,6 +7,7 @@ do. End times come from PyTorch's profiler, so torch must be importable.
 from __future__ import annotations
 
 import collections
+import gc
 import itertools
 
 from engine import load
@@ -26,6 +27,9 @@ _PROMPT, _WARM_STEPS, _STEPS = 500, 60, 20
 
 def kernels_of(run, torch):
     """Return (end in us, name) of all device activity during `run()`."""
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()  # earlier profiles' events are many: collecting them took up to 0.3 s of a step
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         run()

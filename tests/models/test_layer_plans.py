@@ -21,7 +21,7 @@ from engine.kernels._prepared_launch import PreparedLaunch
 from engine.kernels.gemm import launch as gemm_launch
 from engine.kernels.gemm.sm90 import HopperConfig
 from engine.layers.batch import ForwardBatch
-from engine.layers.moe import MoE
+from engine.layers.moe import Experts, MoE
 from engine.models.decoder import summed_experts
 from engine.models.layer_plans import LayerPlans
 from engine.plan_array import PlanArray, unwrapped
@@ -549,12 +549,12 @@ def test_a_layer_that_calls_cupy_raises(model, monkeypatch):
     """Its multiplication by 2 would be missing from every other layer."""
     batch, decoder = _batch([70, 50], [0, 16], model.device), model.decoder
     mlp = type(decoder.layers[1].mlp)  # no other layer may run a plan of layer 0
-    name = "combined" if mlp is MoE else "__call__"
-    call = getattr(mlp, name)
+    owner, name = (Experts, "first_product") if mlp is MoE else (mlp, "__call__")
+    call = getattr(owner, name)
 
     def doubled(self, *args, **options):
         return call(self, *args, **options) * 2
 
-    monkeypatch.setattr(mlp, name, doubled)
+    monkeypatch.setattr(owner, name, doubled)
     with pytest.raises(LaunchPlanError, match="__mul__"):
         decoder.forward(batch, [tuple(pages) for pages in _pages(model, 16)])
