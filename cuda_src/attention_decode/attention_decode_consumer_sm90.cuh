@@ -23,7 +23,6 @@ class Consumer {
   // Processes the key tiles of a work tile.
   __device__ __forceinline__ void run(const RowRule& rows, int num_keys, int first_key,
                                       int num_tiles) {
-    thread_ = recomputed(threadIdx.x);  // the scheduler needs the registers between work tiles
     if constexpr (kCluster == 1 && (!kNewToken || kHasNewTokenWarps)) queries_.wait_full();
     if constexpr (kHasNewTokenWarps)
       new_key_ = *reinterpret_cast<const int*>(smem_ + queries_.new_kv_at() + 2 * kPageRowBytes);
@@ -41,7 +40,7 @@ class Consumer {
     new_key_ = key;
     const NewTokenRow::Inputs inputs = row.inputs(cta.p);
     pdl_wait();  // the preceding kernel writes the rows
-    row.compute(cta.p, smem_, inputs);
+    row.compute(cta.p, smem_, &inputs);
     barrier();
   }
 
@@ -201,7 +200,6 @@ class Consumer {
   Ring ring_k_, ring_v_;
   QueryRing queries_;
   ScoreRule rule_;
-  int thread_ = threadIdx.x;
   int new_key_ = -1;  // index of the new key, which is patched into its tile; -1: none
   uint32_t q_[kQueriesInRegisters ? kRowTiles : 1][kQueriesInRegisters ? kHeadDim / 16 : 1][4];
   float o_[kRowTiles][kSlice / 8][4];
@@ -213,12 +211,12 @@ class Consumer {
   float max_[kRowTiles][2], base_[kRowTiles][2], sum_[kRowTiles][2];
 
   // With several row tiles no registers are left to keep values that can be recomputed.
-  __device__ __forceinline__ int thread() const {
-    return kRowTiles > 1 ? recomputed(threadIdx.x) : thread_;
+  __device__ static __forceinline__ int thread() {
+    return kRowTiles > 1 ? recomputed(threadIdx.x) : threadIdx.x;
   }
-  __device__ __forceinline__ int lane_idx() const { return thread() % kWarpSize; }
-  __device__ __forceinline__ int warp_idx() const { return thread() / kWarpSize; }
-  __device__ __forceinline__ int row_of(int i) const { return i * 8 + lane_idx() / 4; }
+  __device__ static __forceinline__ int lane_idx() { return thread() % kWarpSize; }
+  __device__ static __forceinline__ int warp_idx() { return thread() / kWarpSize; }
+  __device__ static __forceinline__ int row_of(int i) { return i * 8 + lane_idx() / 4; }
   // Barrier across the consumer warps.
   __device__ static __forceinline__ void barrier() { named_barrier_sync<kConsumerThreads>(1); }
 

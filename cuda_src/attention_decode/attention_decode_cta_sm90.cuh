@@ -52,7 +52,7 @@ struct Cta {
                              : blockIdx.x % p.num_kv_heads),
         head(kv_head * group),
         problem{p.context_lens, p.max_keys, p.batch,      p.num_kv_heads, p.num_queries,
-                group,          p.window,   p.num_splits, kSplitCost,     token_parts},
+                group,          p.window,   p.num_splits, token_parts},
         layout{p.block_shift, p.num_blocks, p.page_rows,
                p.head_rows,   p.token_rows, p.row_elements} {}
 

@@ -33,12 +33,6 @@ struct MlaDecodeSm90Params {
   float score_factor;                 // scale * log2(e)
 };
 
-// The problem that the scheduler divides. A CTA group has a CTA per row tile.
-__device__ __forceinline__ DecodeProblem problem_of(const MlaDecodeSm90Params& p) {
-  return DecodeProblem{p.context_lens, p.max_keys, p.batch,      p.row_tiles,  p.num_queries,
-                       p.num_heads,    0,          p.num_splits, p.split_cost, 1};
-}
-
 // ---- tiles -------------------------------------------------------------------------------------
 
 constexpr int kStages = STAGES;

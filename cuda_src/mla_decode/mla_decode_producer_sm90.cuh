@@ -3,7 +3,7 @@
 #pragma once
 
 #include "common/pdl.cuh"
-#include "mla_decode/mla_decode_config_sm90.cuh"
+#include "mla_decode/mla_decode_scheduler_sm90.cuh"
 
 // Fetches `bytes` contiguous bytes to L2; both are multiples of 16.
 __device__ __forceinline__ void bulk_prefetch(const void* from, unsigned bytes) {
@@ -20,11 +20,10 @@ class KeyProducer {
   }
 
   __device__ __forceinline__ void run() {
-    const DecodeProblem problem = problem_of(p_);
-    PersistentScheduler<kKeys> scheduler(problem);
+    Scheduler scheduler(p_);
     WorkTile work;
     bool is_first = true;
-    while (scheduler.next(problem, work)) {
+    while (scheduler.next(work)) {
       const int* table = p_.block_tables + work.b * p_.table_stride;
       first_ = work.first_key >> p_.block_shift;
       ids_ = page_id(table, first_, work.num_keys);
@@ -121,12 +120,11 @@ __device__ __forceinline__ void produce_queries(const MlaDecodeSm90Params& p,
   WorkTile* const slots = reinterpret_cast<WorkTile*>(smem_bytes + kWorkAt);
   tma_prefetch_map(&p.q_map);
   tma_prefetch_map(&p.q_rope_map);
-  const DecodeProblem problem = problem_of(p);
-  PersistentScheduler<kKeys> scheduler(problem);
+  Scheduler scheduler(p);
   pdl_wait();  // the preceding kernels write the queries
   for (unsigned i = 0;; ++i) {
     WorkTile work{};
-    const bool has_work = scheduler.next(problem, work);
+    const bool has_work = scheduler.next(work);
     if (i > 0) mbarrier_wait(smem + kQEmptyAt, (i - 1) & 1);
     if (is_first_lane) {
       slots[i % 2] = work;
