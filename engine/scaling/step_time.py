@@ -47,6 +47,8 @@ _MATRICES = (
     "shared_down",
 )
 _FUSED_ROWS = 1  # maximum number of rows for GEMMs with fused norm and rope
+_ROUTED_ROWS = range(2, 257)  # rows of one op for norm, router and choice of experts
+_SORTED_ROWS = 16  # maximum number of rows that this op also sorts by expert
 _FEW_ROWS = 16  # maximum number of rows for skinny GEMMs, bound by reading weights
 _FEW_PAIRS = 8  # the same limit for the tokens of one expert
 _TILE_ROWS = 128  # rows of a GEMM tile
@@ -169,10 +171,11 @@ class StepModel:
         terms = (
             self._states(local, own, step) if is_recurrent else self._attention(local, window, step)
         )
-        for kind, shape in found.items():
-            if shape is not None:
-                terms += self._product(shape, chosen[kind], step.rows)
         moe = local.moe_of(layer)
+        is_routed = moe is not None and step.rows in _ROUTED_ROWS and division.tensor == 1
+        for kind, shape in found.items():
+            if shape is not None and not (kind == "router" and is_routed):
+                terms += self._product(shape, chosen[kind], step.rows)
         if moe is not None:
             terms += self._experts(moe, layer, shapes, formats, step, division)
         first = chosen[_FIRST.get(own, "qkv")]
@@ -295,6 +298,9 @@ class StepModel:
         if moe is not None:
             # Sum over experts, permutation of tokens, and their quantization.
             launches += 2 + (1 if form.activations else 0)
+        if moe is not None and step.rows in _ROUTED_ROWS and division.tensor == 1:
+            # The sum over experts with the next norm, norm with router, sorting; codes in these.
+            launches = 2 + (step.rows > _SORTED_ROWS)
         if moe is not None and division.expert:  # clears the rows of other ranks' pairs
             launches = launches + 1
             moved = moved + moe.top_k * hidden

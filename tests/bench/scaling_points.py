@@ -211,6 +211,7 @@ def measured_points() -> list[Point]:
         *_third_round(whole),
         *_packed_batches(loop),
         *_swapped_tiles(loop),
+        *_steps_of_experts(_load("moe_gemm")),
         *_stages(whole),
         *_steps_of_requests(loop),
         *_several_gpus(whole),
@@ -258,13 +259,14 @@ def _steps(loop: dict[str, Any]) -> Iterator[Point]:
 def _third_round(record: dict[str, Any]) -> Iterator[Point]:
     """Yield the points of whole models on one H100, and of batches of an 8B model.
 
-    With packed weights only one request and prompts: the other kernels have been replaced since.
+    With packed weights or experts in fp8_block only one request and prompts: the other kernels have
+    been replaced since.
     """
     source = "whole_models.json"
     for row in record["rows"]:
         weights, _, pages = row["weights"].partition(", ")
         pages = pages.removesuffix(" pages") or "bfloat16"
-        is_old = weights in _PACKED
+        is_old = weights in (*_PACKED, "fp8_block")
         kept = {k: v for k, v in row.items() if k != "output_tokens_per_s" or not is_old}
         yield from _of_row(_Case(row["model"], weights, pages, "h100"), kept, source)
     for row in record["batches"]["rows"]:
@@ -306,6 +308,18 @@ def _swapped_tiles(loop: dict[str, Any]) -> Iterator[Point]:
         if rows >= 8 and weights != "int8":
             case = _Case(name, weights)
             yield _step(case, rows, keys, measured, f"decode_loop.json, {key}", is_graph=True)
+
+
+def _steps_of_experts(record: dict[str, Any]) -> Iterator[Point]:
+    """Yield steps of 16 to 256 requests of a model of experts on an H200, medians by the clock."""
+    key = "routing_2026_11_29"
+    runs: dict[int, list[float]] = {}
+    for rows, _, median, *_ in record[key]["by_the_clock"]["rows"]:
+        runs.setdefault(rows, []).append(median)
+    for rows, medians in runs.items():
+        # Prompts of 500 tokens, 60 steps before and 100 measured.
+        case, ms = _Case("qwen3-30b-a3b", "fp8_block"), sum(medians) / len(medians)
+        yield _step(case, rows, 610, ms, f"moe_gemm.json, {key}, by_the_clock")
 
 
 def _several_gpus(record: dict[str, Any]) -> Iterator[Point]:
