@@ -47,8 +47,8 @@ _MATRICES = (
     "shared_down",
 )
 _FUSED_ROWS = 1  # maximum number of rows for GEMMs with fused norm and rope
-_ROUTED_ROWS = range(2, 257)  # rows of one op for norm, router and choice of experts
-_SORTED_ROWS = 16  # maximum number of rows that this op also sorts by expert
+_ROUTED_ROWS = range(2, 257)  # rows for which one op is norm, router and choice of experts
+_SORTED_ROWS = 16  # maximum number of rows that it sorts by expert, too
 _FEW_ROWS = 16  # maximum number of rows for skinny GEMMs, bound by reading weights
 _FEW_PAIRS = 8  # the same limit for the tokens of one expert
 _TILE_ROWS = 128  # rows of a GEMM tile
@@ -172,9 +172,10 @@ class StepModel:
             self._states(local, own, step) if is_recurrent else self._attention(local, window, step)
         )
         moe = local.moe_of(layer)
-        is_routed = moe is not None and step.rows in _ROUTED_ROWS and division.tensor == 1
+        if _has_fused_routing(moe, step, division):
+            found["router"] = None
         for kind, shape in found.items():
-            if shape is not None and not (kind == "router" and is_routed):
+            if shape is not None:
                 terms += self._product(shape, chosen[kind], step.rows)
         if moe is not None:
             terms += self._experts(moe, layer, shapes, formats, step, division)
@@ -298,8 +299,8 @@ class StepModel:
         if moe is not None:
             # Sum over experts, permutation of tokens, and their quantization.
             launches += 2 + (1 if form.activations else 0)
-        if moe is not None and step.rows in _ROUTED_ROWS and division.tensor == 1:
-            # The sum over experts with the next norm, norm with router, sorting; codes in these.
+        if _has_fused_routing(moe, step, division):
+            # The sum over experts with the next norm; norm with router; sorting.
             launches = 2 + (step.rows > _SORTED_ROWS)
         if moe is not None and division.expert:  # clears the rows of other ranks' pairs
             launches = launches + 1
@@ -425,6 +426,11 @@ def _weights(
         key = local.kind(layer), window, local.moe_of(layer) is not None
         kinds[first.setdefault(key, layer), window] += 1
     return shapes, formats, kinds
+
+
+def _has_fused_routing(moe: MoeConfig | None, step: Step, division: Division) -> bool:
+    """Tell whether the norm before the experts is one op with the router."""
+    return moe is not None and step.rows in _ROUTED_ROWS and division.tensor == 1
 
 
 def _chosen_experts(moe: MoeConfig, num_tokens: int, division: Division) -> tuple[float, float]:
