@@ -255,7 +255,7 @@ __device__ __forceinline__ void rmsnorm_moe_route_few(const RmsnormMoeRouteParam
       __syncwarp();
       MoeRouteParams route = routing_of(p);
       const int chosen = first_token + row;
-      // Makes logits_of(chosen) the received row.
+      // choose() reads logits_of(chosen): here, the received row.
       route.logits = received - static_cast<int64_t>(chosen) * num_rows;
       const float expert = __int_as_float(choose<kPer>(route, chosen));
       const float a = __shfl_sync(kFullMask, expert, lane_idx * 4);

@@ -296,12 +296,12 @@ class StepModel:
             launches += 2
             moved += local.num_heads * local.head_dim * 2
             moved += 4 * local.intermediate_size if moe is None else 0
-        if moe is not None:
+        if _has_fused_routing(moe, step, division):
+            # One sums over experts in the next norm, one is norm and router, one sorts.
+            launches = 2 + (step.rows > _SORTED_ROWS)
+        elif moe is not None:
             # Sum over experts, permutation of tokens, and their quantization.
             launches += 2 + (1 if form.activations else 0)
-        if _has_fused_routing(moe, step, division):
-            # The sum over experts with the next norm; norm with router; sorting.
-            launches = 2 + (step.rows > _SORTED_ROWS)
         if moe is not None and division.expert:  # clears the rows of other ranks' pairs
             launches = launches + 1
             moved = moved + moe.top_k * hidden

@@ -24,7 +24,7 @@ FITTED = (
     *("tensor_experts", "packed_tile", "super_tile", "packed_rows"),
     *("launch_us", "elementwise_us", "sequence_us", "route_us"),
 )  # fmt: skip
-"""Names of the fitted constants; the others are measured separately."""
+"""Names of the constants to fit; the others are kept."""
 
 _WEIGHTS = {"one request": 2.0}  # error weight by group; default 1
 _PULL = 0.03  # weight of a constant's change relative to a point's error
