@@ -27,6 +27,7 @@ struct AttentionDecodeSm90Params {
   int batch;                    // B * token_parts
   int num_queries;              // Q / token_parts
   int num_heads, num_kv_heads;  // H, K
+  int group;                    // H / K
   int block_shift, num_blocks;  // log2(block_size), P
   // Strides in page rows (PageRows in engine/kernels/_pages.py), and elements per page row.
   int page_rows, head_rows, token_rows, row_elements;
@@ -72,6 +73,7 @@ constexpr int kBoxBytes = kBoxKeys * kPageRowBytes;
 constexpr int kBoxPitch = kBoxBytes + (kSwizzled ? 0 : 16);  // see tile_offset
 constexpr int kTileKeys = 8 * kBoxKeys;
 constexpr int kTileBytes = 8 * kBoxPitch;
+constexpr int kSplitCost = 512 / kTileKeys;  // cost of splitting a sequence, in key tiles
 static_assert(kHeadDim % 64 == 0 && kBoxKeys % 8 == 0, "see tile_offset");
 static_assert(!kQuantizesOut || (kHeadDim == 128 && kCluster == 1 && !kHasCodes),
               "a scale has 128 columns, and a CTA all of them");

@@ -40,7 +40,7 @@ class Consumer {
     new_key_ = key;
     const NewTokenRow::Inputs inputs = row.inputs(cta.p);
     pdl_wait();  // the preceding kernel writes the rows
-    row.compute(cta.p, smem_, &inputs);
+    row.compute(cta.p, smem_, inputs);
     barrier();
   }
 

@@ -38,46 +38,44 @@ struct PageLayout {
 struct Cta {
   const AttentionDecodeSm90Params& p;
   unsigned char* smem;
-  int group, token_parts;
-  int kv_head, head;  // the key/value head, and the first query head of its group
+  int token_parts;
   DecodeProblem problem;
   PageLayout layout;
 
   __device__ __forceinline__ Cta(const AttentionDecodeSm90Params& p, unsigned char* smem)
       : p(p),
         smem(smem),
-        group(p.num_heads / p.num_kv_heads),
         token_parts(kCluster > 1 ? p.token_parts : 1),  // a constant makes the division free
-        kv_head(kCluster > 1 ? blockIdx.x / kCluster % p.num_kv_heads
-                             : blockIdx.x % p.num_kv_heads),
-        head(kv_head * group),
-        problem{p.context_lens, p.max_keys, p.batch,      p.num_kv_heads, p.num_queries,
-                group,          p.window,   p.num_splits, token_parts},
+        problem{p.context_lens, p.max_keys,   p.batch,    p.num_queries, p.group,
+                p.window,       p.num_splits, kSplitCost, token_parts},
         layout{p.block_shift, p.num_blocks, p.page_rows,
                p.head_rows,   p.token_rows, p.row_elements} {}
 
+  __device__ static __forceinline__ int kv_head() { return blockIdx.x / kCluster; }
+  // The first query head of the group.
+  __device__ __forceinline__ int head() const { return kv_head() * p.group; }
   __device__ __forceinline__ const int* table(int b) const {
     return p.block_tables + b / token_parts * p.table_stride;
   }
   __device__ __forceinline__ Queries queries(int b) const {
     const int sequence = b / token_parts, token = b % token_parts * p.num_queries;
-    return Queries{p.q + sequence * p.q_stride_b + token * p.q_stride_t + head * p.q_stride_h,
+    return Queries{p.q + sequence * p.q_stride_b + token * p.q_stride_t + head() * p.q_stride_h,
                    p.q_stride_t, p.q_stride_h, kHeadDim, true};
   }
   __device__ __forceinline__ Output output(int b) const {
-    const int64_t lse_begin = static_cast<int64_t>(b) * p.num_queries * p.num_heads + head;
+    const int64_t lse_begin = static_cast<int64_t>(b) * p.num_queries * p.num_heads + head();
     const int sequence = b / token_parts, token = b % token_parts * p.num_queries;
     return Output{
-        p.out + sequence * p.out_stride_b + token * p.out_stride_t + head * p.out_stride_h,
+        p.out + sequence * p.out_stride_b + token * p.out_stride_t + head() * p.out_stride_h,
         p.out_stride_t,
         p.out_stride_h,
         p.lse == nullptr ? nullptr : p.lse + lse_begin,
-        p.sinks == nullptr ? nullptr : p.sinks + head,
+        p.sinks == nullptr ? nullptr : p.sinks + head(),
         p.num_heads,
-        group,
+        p.group,
         kHeadDim,
         true,
-        kHasCodes ? p.v_scale[kv_head] : 1.0f,
+        kHasCodes ? p.v_scale[kv_head()] : 1.0f,
         kQuantizesOut ? p.codes + lse_begin * kHeadDim : nullptr,
         kQuantizesOut ? p.scales + lse_begin : nullptr};
   }

@@ -29,21 +29,21 @@ class NewTokenRow {
 
   // Rows 0 to group - 1 are queries, row `group` is the key, row group + 1 the value.
   __device__ __forceinline__ NewTokenRow(const Cta& cta, const NewTokenTask& task, int row)
-      : column_(threadIdx.x % kLanes * kVec), is_rotated_(row <= cta.group) {
+      : column_(threadIdx.x % kLanes * kVec), is_rotated_(row <= cta.p.group) {
     const AttentionDecodeSm90Params& p = cta.p;
-    if (row < cta.group) {
+    if (row < cta.p.group) {
       if (!task.has_queries) return;
-      const int64_t head = static_cast<int64_t>(cta.kv_head) * cta.group + row;
+      const int64_t head = static_cast<int64_t>(cta.kv_head()) * cta.p.group + row;
       from_ = p.q + task.b * p.q_stride_b + head * p.q_stride_h;
       weight_ = p.q_weight;
       to_ = task.q_at + row * kQueryPitch;
-    } else if (row < cta.group + 2 && task.has_kv) {
-      from_ = is_rotated_ ? p.new_k + task.b * p.k_stride_b + cta.kv_head * p.k_stride_h
-                          : p.new_v + task.b * p.v_stride_b + cta.kv_head * p.v_stride_h;
+    } else if (row < cta.p.group + 2 && task.has_kv) {
+      from_ = is_rotated_ ? p.new_k + task.b * p.k_stride_b + cta.kv_head() * p.k_stride_h
+                          : p.new_v + task.b * p.v_stride_b + cta.kv_head() * p.v_stride_h;
       if (is_rotated_) weight_ = p.k_weight;
-      if (task.new_kv_at >= 0) to_ = task.new_kv_at + (row - cta.group) * kPageRowBytes;
-      if constexpr (kHasCodes) page_scale_ = (is_rotated_ ? p.k_scale : p.v_scale)[cta.kv_head];
-      const int64_t offset = cta.layout.offset(p.slot_mapping[task.b], cta.kv_head);
+      if (task.new_kv_at >= 0) to_ = task.new_kv_at + (row - cta.p.group) * kPageRowBytes;
+      if constexpr (kHasCodes) page_scale_ = (is_rotated_ ? p.k_scale : p.v_scale)[cta.kv_head()];
+      const int64_t offset = cta.layout.offset(p.slot_mapping[task.b], cta.kv_head());
       if (offset >= 0) page_ = (is_rotated_ ? p.k_pages : p.v_pages) + offset + column_;
     }
     if (from_ != nullptr && is_rotated_) position_ = p.positions[task.b];
@@ -57,9 +57,9 @@ class NewTokenRow {
   }
 
   // Computes and stores the row; other threads may read it after a barrier. All lanes of a warp
-  // must call it together. If `inputs` is null, it loads them itself.
+  // must call it together.
   __device__ __forceinline__ void compute(const AttentionDecodeSm90Params& p, unsigned char* smem,
-                                          const Inputs* inputs = nullptr) const {
+                                          const Inputs& inputs) const {
     Packed<kVec> raw[2] = {};
     if (from_ != nullptr) {
       raw[0] = load_packed<kVec>(from_ + column_);
@@ -73,24 +73,17 @@ class NewTokenRow {
       scale = norm_scale(head_sum_of_squares(x, kLanes), kHeadDim, p.eps);
     if (from_ == nullptr) return;
     if (weight_ != nullptr) {
-      Packed<kVec> weights[2];
-      if (inputs == nullptr) load_weight(weights);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const Vec<scalar_t, kVec> weight =
-            unpack<kVec>(inputs == nullptr ? weights[i] : inputs->weight[i]);
+        const Vec<scalar_t, kVec> weight = unpack<kVec>(inputs.weight[i]);
 #pragma unroll
         for (int j = 0; j < kVec; ++j)
           x[i * kVec + j] = normed(x[i * kVec + j], scale, weight.v[j], p.weight_offset);
       }
     }
     if (is_rotated_) {
-      float cos[kVec], sin[kVec];
-      if (inputs == nullptr) load_angles_of_position(p, cos, sin);
 #pragma unroll
-      for (int j = 0; j < kVec; ++j)
-        rotate_pair(x[j], x[kVec + j], inputs == nullptr ? cos[j] : inputs->cos[j],
-                    inputs == nullptr ? sin[j] : inputs->sin[j]);
+      for (int j = 0; j < kVec; ++j) rotate_pair(x[j], x[kVec + j], inputs.cos[j], inputs.sin[j]);
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -153,8 +146,8 @@ __device__ __forceinline__ int new_key_of(const Cta& cta, const WorkTile& work) 
 }
 
 // The new-token warps. As buffers become free, they compute the rows of successive work tiles for
-// the consumer warps. For sequences without keys they store key and value if the slot is in the
-// pages.
+// the consumer warps; they load what they can before they wait. Last, they store key and value of
+// sequences without keys if the slot is in the pages.
 struct NewTokenProducer {
   const Cta& cta;
 
@@ -163,29 +156,36 @@ struct NewTokenProducer {
   __device__ __forceinline__ static int thread() {
     return threadIdx.x - (kConsumerWarps + 1) * kWarpSize;
   }
-  __device__ __forceinline__ void compute(const NewTokenTask& task) const {
-    const int first = thread() / NewTokenRow::kLanes;
-#pragma unroll 1
-    for (int row = first; row - first < cta.group + 2; row += kRowsAtOnce)
-      NewTokenRow(cta, task, row).compute(cta.p, cta.smem);
-  }
-
   __device__ __forceinline__ void run(WarpSchedule& schedule) const {
-    pdl_wait();  // the preceding kernel writes the rows
-    for_each_empty(cta.problem, [&](int b) {
-      if (cta.p.slot_mapping[b] >= 0) compute(NewTokenTask{b, false, true, 0, -1});
-    });
     QueryRing queries(smem_address(cta.smem));
-    while (schedule.next(cta.problem)) {
-      const WorkTile& work = schedule.work;
-      const bool has_kv = has_last_key(work);
-      const int key = new_key_of(cta, work);
-      queries.wait_empty();
-      compute(NewTokenTask{work.b, true, has_kv, queries.q_at(), queries.new_kv_at()});
-      if (thread() == 0)
-        *reinterpret_cast<int*>(cta.smem + queries.new_kv_at() + 2 * kPageRowBytes) = key;
-      mbarrier_arrive(queries.full());
-      queries.advance();
+    EmptySequences empty;
+    for (;;) {
+      NewTokenTask task{0, false, true, 0, -1};
+      int key = -1;
+      if (schedule.next(cta.problem)) {
+        const WorkTile& work = schedule.work;
+        task = {work.b, true, has_last_key(work), queries.q_at(), queries.new_kv_at()};
+        key = new_key_of(cta, work);
+      } else {
+        task.b = empty.next(cta.problem);
+        if (task.b < 0) return;
+        if (cta.p.slot_mapping[task.b] < 0) continue;
+      }
+      const int first = thread() / NewTokenRow::kLanes;
+#pragma unroll 1
+      for (int row = first; row - first < cta.p.group + 2; row += kRowsAtOnce) {
+        const NewTokenRow own(cta, task, row);
+        const NewTokenRow::Inputs inputs = own.inputs(cta.p);
+        pdl_wait();  // the preceding kernel writes the rows
+        if (task.has_queries) queries.wait_empty();
+        own.compute(cta.p, cta.smem, inputs);
+      }
+      if (task.has_queries) {
+        if (thread() == 0)
+          *reinterpret_cast<int*>(cta.smem + queries.new_kv_at() + 2 * kPageRowBytes) = key;
+        mbarrier_arrive(queries.full());
+        queries.advance();
+      }
     }
   }
 };

@@ -78,7 +78,7 @@ class Producer {
     const bool is_valid = box_key < end && box_key + kBoxKeys > begin && lane_idx() < 16;
     const unsigned bytes = __popc(__ballot_sync(kFullMask, is_valid)) / 2 * kBoxBytes;
     const int block_shift = cta_.p.block_shift;
-    const int row = cta_.layout.row(page, cta_.kv_head, box_key & ((1 << block_shift) - 1));
+    const int row = cta_.layout.row(page, cta_.kv_head(), box_key & ((1 << block_shift) - 1));
     const unsigned box = lane_idx() % 8 * kBoxPitch;
     ring_.wait_empty_k();
     if (lane_idx() == 0) mbarrier_arrive_expect_tx(ring_.full_k(), bytes);

@@ -15,8 +15,9 @@
 // CTAs of a cluster split one sequence and head, and exchange partials through distributed shared
 // memory.
 // Programmatic dependent launch: only lengths and tables may be read before the preceding kernel
-// has ended. With NEW_TOKEN only the new token's rows wait for it, while key tiles are already in
-// flight; the new key and value are patched into their tiles in shared memory.
+// has ended. With NEW_TOKEN only the new token's rows wait for it, while key tiles, positions,
+// slots, angles and norm weights are already in flight; the new key and value are patched into
+// their tiles in shared memory.
 // Memory: a tile is 8 boxes of kBoxKeys tokens of one head. A box is 1 to 4 KB, contiguous in a
 // page, and loaded by one copy each for K and V. TMA swizzles it to avoid bank conflicts
 // (tile_offset). NOTE: for full bandwidth, boxes must start at multiples of 128 bytes in shared
@@ -41,15 +42,13 @@ __device__ __forceinline__ void prefetch_table(const int* table, int64_t num_ent
 
 // Processes sequences without keys: stores their new tokens and writes zeros as results.
 __device__ __forceinline__ void process_empty(const Cta& cta, Consumer& consumer) {
-  for_each_empty(cta.problem, [&](int b) {
-    if constexpr (kNewToken && !kHasNewTokenWarps) {
-      if (cta.p.slot_mapping[b] >= 0)
-        consumer.compute_new_token(cta, b, true, -1);
-      else
-        pdl_wait();  // the preceding kernel may read what the output overwrites
-    }
-    write_empty(cta.output(b), cta.p.num_queries * cta.group);
-  });
+  EmptySequences empty;
+  for (int b; (b = empty.next(cta.problem)) >= 0;) {
+    if constexpr (kNewToken && !kHasNewTokenWarps)
+      if (cta.p.slot_mapping[b] >= 0) consumer.compute_new_token(cta, b, true, -1);
+    pdl_wait();  // the preceding kernel may read what the output overwrites
+    write_empty(cta.output(b), cta.p.num_queries * cta.p.group);
+  }
 }
 
 // Writes a work tile's rows or its partial. The last CTA of a sequence combines the partials.
@@ -70,23 +69,25 @@ __device__ __forceinline__ void store(const Cta& cta, Consumer& consumer, const 
     consumer.store(rows, output);
   } else {
     const AttentionDecodeSm90Params& p = cta.p;
-    const Partials partials{p.partial_o, p.partial_stats, rows.count, p.num_kv_heads, cta.kv_head};
+    const Partials partials{p.partial_o, p.partial_stats, rows.count, p.num_kv_heads,
+                            cta.kv_head()};
     const SplitOf& split = work.split;
     consumer.store(rows, partials.at(split.partial(split.index)));
-    if (consumer.is_last(p.counters + split.counter * p.num_kv_heads + cta.kv_head, split.count))
+    if (consumer.is_last(p.counters + split.counter * p.num_kv_heads + cta.kv_head(), split.count))
       combine(partials, split, cta, work.b);
   }
 }
 
 template <typename Scheduler>
 __device__ __forceinline__ void consume(const Cta& cta, const Scheduler& scheduler) {
-  // The preceding kernel may write the queries, and read what the output overwrites.
-  if constexpr (!kNewToken || kHasNewTokenWarps) pdl_wait();
+  // The preceding kernel may write the queries, and read what the output overwrites. With NEW_TOKEN
+  // it has ended once the new token's rows are there.
+  if constexpr (!kNewToken) pdl_wait();
   Consumer consumer(cta.smem, ScoreRule{cta.p.score_inner, cta.p.score_factor});
-  if constexpr (kHasCodes) consumer.scale_keys(cta.p.k_scale[cta.kv_head]);
+  if constexpr (kHasCodes) consumer.scale_keys(cta.p.k_scale[cta.kv_head()]);
   if constexpr (Scheduler::kIsCluster && !kNewToken)
-    consumer.stage_queries(cta.queries(Scheduler::sequence(cta.problem)),
-                           cta.p.num_queries * cta.group, cta.group);
+    consumer.stage_queries(cta.queries(Scheduler::sequence()), cta.p.num_queries * cta.p.group,
+                           cta.p.group);
   WarpSchedule& schedule = warp_schedule(cta.smem);
   schedule.scheduler = scheduler;
   if constexpr (!Scheduler::kIsCluster) process_empty(cta, consumer);
@@ -134,11 +135,11 @@ __device__ __forceinline__ void attention_decode(const AttentionDecodeSm90Params
   if (threadIdx.x == 0) {
     QueryRing(smem_address(smem)).init();
     Ring(smem_address(smem)).init();
-    if constexpr (kPushesPartials) PushedPartials{smem}.init(p.num_queries * cta.group);
+    if constexpr (kPushesPartials) PushedPartials{smem}.init(p.num_queries * cta.p.group);
   }
   if constexpr (kPushesPartials) cluster_arrive_relaxed();  // lets others send; init() has fenced
   if constexpr (Scheduler::kIsCluster) {
-    const int b = Scheduler::sequence(cta.problem);
+    const int b = Scheduler::sequence();
     // With many rows there are no registers to keep the address until the producer needs it.
     prefetch_table(cta.table(kRowTiles > 1 ? recomputed(b) : b), p.max_keys >> p.block_shift);
   }

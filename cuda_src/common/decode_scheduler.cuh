@@ -5,20 +5,24 @@
 // chunks: a chunk is one tile or, with num_splits > 0, one split of a sequence. Chunks are numbered
 // 0 to T - 1 across all sequences.
 //
-// A CTA group is one persistent CTA per key/value head. Its CTAs traverse the same pages, so the
-// heads of a page, which are adjacent in memory, are read at the same time. CTA group i of G takes
-// chunks i T / G to (i + 1) T / G - 1, regardless of sequence boundaries.
+// A CTA group is one persistent CTA per key/value head (mla_decode_sm90: per row tile). Its CTAs
+// traverse the same pages, so the heads of a page, which are adjacent in memory, are read at the
+// same time. CTA group i, which is row i of the grid, takes the i-th share of the chunks.
 //
-//   num_splits = 0   all CTAs have equal work, whatever the lengths; a sequence is split only if
-//                    the share of a CTA group ends within it
+//   num_splits = 0   shares differ by at most one chunk, whatever the lengths; a sequence is split
+//                    only if a share ends within it. Shares of equal sequences are rounded up such
+//                    that all are whole or split alike, if that adds at most `split_cost` chunks
+//                    and at most half: to write and combine partials would cost more. The last CTA
+//                    groups may then have no work
 //   num_splits > 0   a sequence is split by its own length alone and CTA groups take whole splits,
 //                    so its result does not depend on the other sequences
 //
-// Sequences without keys, which pad batches, are distributed separately (for_each_empty). The host
+// Sequences without keys, which pad batches, are distributed separately (EmptySequences). The host
 // does not read the lengths, so a captured graph stays valid when they change.
 //
-// With clusters (ClusterScheduler) a sequence's query tokens may be divided too. Each part counts
-// as a sequence of num_queries tokens whose last key is that of its last token.
+// With clusters (ClusterScheduler) a row of the grid has one sequence. Its query tokens may be
+// divided too: each part counts as a sequence of num_queries tokens whose last key is that of its
+// last token.
 #pragma once
 
 #include "common/sequence_length.cuh"
@@ -27,8 +31,9 @@
 struct DecodeProblem {
   const int* context_lens;
   int64_t max_keys;
-  int batch, num_kv_heads, num_queries, group, window;
-  int num_splits;
+  int batch;
+  int num_queries, group, window;
+  int num_splits, split_cost;
   int token_parts;
 
   __device__ __forceinline__ int length(int b) const {
@@ -66,7 +71,7 @@ struct SequenceTiles {
 
 // The split that a work tile computes, and the indices of the splits' partials in scratch memory.
 struct SplitOf {
-  int index, count;  // index of this split, number of splits
+  int index, count;  // index of this split, number of splits; 0, 1: the rest is not used
   int first;         // balanced: CTA group of split 0; otherwise: partial index of split 0
   int counter;       // index of the counter of finished splits; balanced: `first`; otherwise: b
   bool is_balanced;
@@ -95,15 +100,32 @@ class PersistentScheduler {
 
   __device__ __forceinline__ explicit PersistentScheduler(const DecodeProblem& problem) {
     const int lane_idx = threadIdx.x % kWarpSize;
-    int chunks = 0;
-    for (int b = lane_idx; b < problem.batch; b += kWarpSize)
-      chunks += Tiles(problem, b).num_chunks;
-    num_chunks_ = __reduce_add_sync(kFullMask, chunks);
-    const int cta_group = blockIdx.x / problem.num_kv_heads;
-    if (cta_group >= num_cta_groups(problem)) return;
-    chunk_ = first_chunk_of(cta_group, problem);
-    end_ = first_chunk_of(cta_group + 1, problem);
-    find_sequence(problem, lane_idx);
+    const int lane_batch = ceil_div(problem.batch, kWarpSize);  // number of sequences per lane
+    const int first = lane_idx * lane_batch, last = min(first + lane_batch, problem.batch);
+    int chunks = 0, sequences = 0, longest = 0;
+#pragma unroll 4
+    for (int b = first; b < last; ++b) {
+      const int own = Tiles(problem, b).num_chunks;
+      chunks += own;
+      sequences += own > 0;
+      longest = max(longest, own);
+    }
+    const int prefix = inclusive_sum(chunks, lane_idx);
+    const int total = __shfl_sync(kFullMask, prefix, kWarpSize - 1);
+    longest = __reduce_max_sync(kFullMask, longest);
+    share_ = total / static_cast<int>(gridDim.y);
+    num_larger_ = total - share_ * static_cast<int>(gridDim.y);
+    if (problem.num_splits == 0 && total > 0 &&
+        total == __reduce_add_sync(kFullMask, sequences) * longest)
+      round_share(problem, longest, lane_idx);
+    const int own = blockIdx.y;
+    chunk_ = own * share_ + min(own, num_larger_);
+    end_ = min(chunk_ + share_ + (own < num_larger_), total);
+    if (chunk_ >= end_) return;
+    const int owner = __popc(__ballot_sync(kFullMask, prefix <= chunk_));
+    b_ = owner * lane_batch;
+    begin_ = __shfl_sync(kFullMask, prefix - chunks, owner);
+    if (lane_batch > 1) find_sequence(problem, lane_idx);
   }
 
   // Returns false if no work is left.
@@ -111,7 +133,7 @@ class PersistentScheduler {
     if (chunk_ >= end_) return false;
     Tiles tiles(problem, b_);
     while (tiles.num_chunks == 0 && b_ + 1 < problem.batch) tiles = Tiles(problem, ++b_);
-    const int chunk = chunk_ - sequence_begin_;
+    const int chunk = chunk_ - begin_;
     const bool is_balanced = problem.num_splits == 0;
     const int taken = is_balanced ? min(tiles.num_chunks - chunk, end_ - chunk_) : 1;
     const int tile = chunk * tiles.tiles_per_chunk;
@@ -119,77 +141,95 @@ class PersistentScheduler {
     work.num_keys = tiles.num_keys;
     work.first_key = (tiles.first_tile + tile) * kTileKeys;
     work.num_tiles = min(taken * tiles.tiles_per_chunk, tiles.num_tiles - tile);
-    work.split = SplitOf{chunk, tiles.num_chunks, sequence_begin_, b_, is_balanced};
-    if (is_balanced) {
-      const int cta_group = blockIdx.x / problem.num_kv_heads;
-      const bool is_whole = taken == tiles.num_chunks;
-      const int first = is_whole ? cta_group : cta_group_of(sequence_begin_, problem);
-      const int last =
-          is_whole ? cta_group : cta_group_of(sequence_begin_ + tiles.num_chunks - 1, problem);
-      work.split = SplitOf{cta_group - first, last - first + 1, first, first, true};
-    }
+    work.split = SplitOf{chunk, tiles.num_chunks, begin_, b_, is_balanced};
+    if (is_balanced) work.split = split_of(chunk, chunk + taken, tiles.num_chunks);
     chunk_ += taken;
     if (chunk + taken == tiles.num_chunks) {
-      sequence_begin_ = chunk_;
+      begin_ = chunk_;
       ++b_;
     }
     return true;
   }
 
  private:
-  int num_chunks_;                  // number of chunks in the batch
-  int chunk_ = 0, end_ = 0;         // remaining chunks of this CTA group
-  int b_ = 0, sequence_begin_ = 0;  // sequence that contains chunk_, and its first chunk
+  int share_, num_larger_;  // chunks per CTA group; the first num_larger_ take one more
+  int chunk_, end_;         // remaining chunks of this CTA group
+  int b_ = 0, begin_ = 0;   // sequence that contains chunk_, and its first chunk
 
-  __device__ __forceinline__ int num_cta_groups(const DecodeProblem& problem) const {
-    return min(num_chunks_, static_cast<int>(gridDim.x) / problem.num_kv_heads);
+  __device__ __forceinline__ static int ceil_div(int a, int b) { return (a + b - 1) / b; }
+  // The split with chunks `begin` to `end` of the `num_chunks` of sequence b_. Whole sequences need
+  // none of the divisions, which are slow.
+  __device__ __forceinline__ SplitOf split_of(int begin, int end, int num_chunks) const {
+    if (end - begin == num_chunks) return SplitOf{0, 1, 0, 0, true};
+    const int own = blockIdx.y;
+    const int first = begin == 0 ? own : cta_group_of(begin_);
+    const int last = end == num_chunks ? own : cta_group_of(begin_ + num_chunks - 1);
+    return SplitOf{own - first, last - first + 1, first, first, true};
   }
-  __device__ __forceinline__ int first_chunk_of(int cta_group, const DecodeProblem& problem) const {
-    return static_cast<int>(static_cast<int64_t>(cta_group) * num_chunks_ /
-                            num_cta_groups(problem));
+  // The CTA group that takes a chunk.
+  __device__ __forceinline__ int cta_group_of(int chunk) const {
+    const int others = chunk - num_larger_ * (share_ + 1);
+    return others < 0 ? chunk / (share_ + 1) : num_larger_ + others / share_;
   }
-  __device__ __forceinline__ int cta_group_of(int chunk, const DecodeProblem& problem) const {
-    return static_cast<int>((static_cast<int64_t>(chunk + 1) * num_cta_groups(problem) - 1) /
-                            num_chunks_);
-  }
-
-  // Finds the sequence that contains chunk_: 32 sequences at a time, then by a prefix sum over the
-  // lanes.
-  __device__ __forceinline__ void find_sequence(const DecodeProblem& problem, int lane_idx) {
-    sequence_begin_ = 0;
-    for (b_ = 0; b_ + kWarpSize < problem.batch; b_ += kWarpSize) {
-      const int all = __reduce_add_sync(kFullMask, Tiles(problem, b_ + lane_idx).num_chunks);
-      if (sequence_begin_ + all > chunk_) break;
-      sequence_begin_ += all;
-    }
-    const int chunks = b_ + lane_idx < problem.batch ? Tiles(problem, b_ + lane_idx).num_chunks : 0;
-    int prefix = chunks;  // inclusive
+  // Sum of x over the lanes up to this one.
+  __device__ __forceinline__ static int inclusive_sum(int x, int lane_idx) {
 #pragma unroll
     for (int offset = 1; offset < kWarpSize; offset *= 2) {
-      const int other = __shfl_up_sync(kFullMask, prefix, offset);
-      if (lane_idx >= offset) prefix += other;
+      const int other = __shfl_up_sync(kFullMask, x, offset);
+      if (lane_idx >= offset) x += other;
     }
-    const int skipped = __popc(__ballot_sync(kFullMask, sequence_begin_ + prefix <= chunk_));
-    sequence_begin_ += __shfl_sync(kFullMask, prefix - chunks, skipped);
-    b_ += skipped;
+    return x;
+  }
+
+  // Rounds the share up such that all sequences, of `length` chunks each, are split alike.
+  __device__ __forceinline__ void round_share(const DecodeProblem& problem, int length,
+                                              int lane_idx) {
+    const int largest = share_ + (num_larger_ > 0), share = largest + lane_idx;
+    const bool fits = lane_idx <= min(problem.split_cost, largest / 2) &&
+                      (length % share == 0 || share % length == 0);
+    const unsigned found = __ballot_sync(kFullMask, fits);
+    if (found == 0) return;
+    share_ = __shfl_sync(kFullMask, share, __ffs(found) - 1);
+    num_larger_ = 0;
+  }
+
+  // Finds the sequence that contains chunk_, from b_ on: 32 sequences at a time.
+  __device__ __forceinline__ void find_sequence(const DecodeProblem& problem, int lane_idx) {
+    while (b_ < problem.batch) {
+      const int b = b_ + lane_idx;
+      const int chunks = b < problem.batch ? Tiles(problem, b).num_chunks : 0;
+      const int prefix = inclusive_sum(chunks, lane_idx);
+      const int skipped = __popc(__ballot_sync(kFullMask, begin_ + prefix <= chunk_));
+      b_ += skipped;
+      begin_ += __shfl_sync(kFullMask, skipped == kWarpSize ? prefix : prefix - chunks,
+                            min(skipped, kWarpSize - 1));
+      if (skipped < kWarpSize) return;
+    }
   }
 };
 
-// Calls `each(b)` for this CTA group's share of the sequences without keys. All lanes of a warp
-// must call it together.
-template <typename Each>
-__device__ __forceinline__ void for_each_empty(const DecodeProblem& problem, Each each) {
-  const int cta_group = blockIdx.x / problem.num_kv_heads;
-  const int num_cta_groups = gridDim.x / problem.num_kv_heads;
-#pragma unroll 1
-  for (int first = cta_group; first < problem.batch; first += kWarpSize * num_cta_groups) {
-    const int b = first + threadIdx.x % kWarpSize * num_cta_groups;
-    const bool is_empty = b < problem.batch && problem.length(b) == 0;
-    unsigned found = __ballot_sync(kFullMask, is_empty);
-#pragma unroll 1
-    for (; found != 0; found &= found - 1) each(first + (__ffs(found) - 1) * num_cta_groups);
+// A CTA group's share of the sequences without keys. All lanes of a warp must call next() together.
+class EmptySequences {
+ public:
+  // Returns the next of them, or -1.
+  __device__ __forceinline__ int next(const DecodeProblem& problem) {
+    const int num_cta_groups = gridDim.y;
+    while (found_ == 0) {
+      const int first = round_ * kWarpSize * num_cta_groups + blockIdx.y;
+      if (first >= problem.batch) return -1;
+      const int b = first + threadIdx.x % kWarpSize * num_cta_groups;
+      found_ = __ballot_sync(kFullMask, b < problem.batch && problem.length(b) == 0);
+      ++round_;
+    }
+    const int lane = __ffs(found_) - 1;
+    found_ &= found_ - 1;
+    return ((round_ - 1) * kWarpSize + lane) * num_cta_groups + blockIdx.y;
   }
-}
+
+ private:
+  int round_ = 0;
+  unsigned found_ = 0;  // lanes whose sequence of the last round is left
+};
 
 // For few sequences: a cluster's CTAs split one sequence and head, by its length alone.
 template <int kTileKeys, int kCluster>
@@ -199,15 +239,13 @@ class ClusterScheduler {
 
   __device__ __forceinline__ explicit ClusterScheduler(const DecodeProblem&) {}
 
-  __device__ __forceinline__ static int sequence(const DecodeProblem& problem) {
-    return blockIdx.x / kCluster / problem.num_kv_heads;
-  }
+  __device__ __forceinline__ static int sequence() { return blockIdx.y; }
 
   // Returns true once, possibly for a work tile without key tiles.
   __device__ __forceinline__ bool next(const DecodeProblem& problem, WorkTile& work) {
     if (is_done_) return false;
     is_done_ = true;
-    const int b = sequence(problem), rank = blockIdx.x % kCluster;
+    const int b = sequence(), rank = blockIdx.x % kCluster;
     const SequenceTiles<kTileKeys> tiles(problem, b);
     const int begin = rank * tiles.num_tiles / kCluster;
     const int end = (rank + 1) * tiles.num_tiles / kCluster;

@@ -46,7 +46,6 @@ struct MlaDecodeParams {
   int64_t table_stride;
   int64_t max_keys;                   // NB * block_size
   int batch, num_queries, num_heads;  // B, Q, H
-  int row_tiles;                      // ceil(Q * H / kRows)
   int block_shift, num_blocks;        // log2(block_size), P
   int64_t page_stride;
   int latent, rope;    // L, R

@@ -25,13 +25,18 @@ struct MlaDecodeSm90Params {
   int64_t table_stride;
   int64_t max_keys;                   // NB * block_size
   int batch, num_queries, num_heads;  // B, Q, H
-  int row_tiles;                      // ceil(Q * H / kRows)
   int block_shift, num_blocks;        // log2(block_size), P
   int page_groups;                    // groups of 8 tokens from one page to the next
   int num_splits;                     // splits per sequence; 0: equal work for all CTAs
   int split_cost;                     // cost of splitting a sequence, in key tiles
   float score_factor;                 // scale * log2(e)
 };
+
+// The problem that the scheduler divides. A CTA group has a CTA per row tile.
+__device__ __forceinline__ DecodeProblem problem_of(const MlaDecodeSm90Params& p) {
+  return DecodeProblem{p.context_lens, p.max_keys,   p.batch, p.num_queries, p.num_heads, 0,
+                       p.num_splits,   p.split_cost, 1};
+}
 
 // ---- tiles -------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "common/pdl.cuh"
-#include "mla_decode/mla_decode_scheduler_sm90.cuh"
+#include "mla_decode/mla_decode_config_sm90.cuh"
 
 // Fetches `bytes` contiguous bytes to L2; both are multiples of 16.
 __device__ __forceinline__ void bulk_prefetch(const void* from, unsigned bytes) {
@@ -20,10 +20,11 @@ class KeyProducer {
   }
 
   __device__ __forceinline__ void run() {
-    Scheduler scheduler(p_);
+    const DecodeProblem problem = problem_of(p_);
+    PersistentScheduler<kKeys> scheduler(problem);
     WorkTile work;
     bool is_first = true;
-    while (scheduler.next(work)) {
+    while (scheduler.next(problem, work)) {
       const int* table = p_.block_tables + work.b * p_.table_stride;
       first_ = work.first_key >> p_.block_shift;
       ids_ = page_id(table, first_, work.num_keys);
@@ -115,16 +116,17 @@ class KeyProducer {
 __device__ __forceinline__ void produce_queries(const MlaDecodeSm90Params& p,
                                                 unsigned char* smem_bytes) {
   const unsigned smem = smem_address(smem_bytes);
-  const int row = blockIdx.x % p.row_tiles * kRows;
+  const int row = blockIdx.x * kRows;
   const bool is_first_lane = threadIdx.x % kWarpSize == 0;
   WorkTile* const slots = reinterpret_cast<WorkTile*>(smem_bytes + kWorkAt);
   tma_prefetch_map(&p.q_map);
   tma_prefetch_map(&p.q_rope_map);
-  Scheduler scheduler(p);
+  const DecodeProblem problem = problem_of(p);
+  PersistentScheduler<kKeys> scheduler(problem);
   pdl_wait();  // the preceding kernels write the queries
   for (unsigned i = 0;; ++i) {
     WorkTile work{};
-    const bool has_work = scheduler.next(work);
+    const bool has_work = scheduler.next(problem, work);
     if (i > 0) mbarrier_wait(smem + kQEmptyAt, (i - 1) & 1);
     if (is_first_lane) {
       slots[i % 2] = work;

@@ -7,7 +7,7 @@
 // running maximum, and rounded to scalar_t before P V. Partials are weighted by 2^(base - largest
 // base) and summed in key order.
 // Parallelisation: one CTA per SM, with two consumer warpgroups and two producer warps. A CTA
-// processes a row tile of 64 rows (token, head). mla_decode_scheduler_sm90.cuh assigns keys to CTA
+// processes a row tile of 64 rows (token, head). common/decode_scheduler.cuh assigns keys to CTA
 // groups of one CTA per row tile, so the keys are read from L2 once per row tile and from memory
 // once. The values of a tile of keys are the first L of its L + R columns, in place: a tile is
 // loaded once, 72 KB for L = 512. With up to 64 rows the kernel is bound by memory, with 128 by the
@@ -94,15 +94,14 @@ __device__ __forceinline__ void store(const MlaDecodeSm90Params& p, Consumer<kGr
 
 template <int kGroup>
 __device__ __forceinline__ void consume(const MlaDecodeSm90Params& p, unsigned char* smem_bytes) {
-  const DecodeProblem problem{
-      p.context_lens, p.max_keys, p.batch, p.row_tiles, p.num_queries, p.num_heads, 0,
-      p.num_splits,   1};
+  const DecodeProblem problem = problem_of(p);
   const unsigned smem = smem_address(smem_bytes);
   const WorkTile* const slots = reinterpret_cast<const WorkTile*>(smem_bytes + kWorkAt);
   Consumer<kGroup> consumer(smem, p.score_factor);
   pdl_wait();  // the preceding kernels may read what this one writes
-  const int begin = blockIdx.x % p.row_tiles * kRows;
-  for_each_empty(problem, [&](int b) { write_empty(p, b, TileRows{problem.rows(0), begin}); });
+  const int begin = blockIdx.x * kRows;
+  EmptySequences empty;
+  for (int b; (b = empty.next(problem)) >= 0;) write_empty(p, b, TileRows{problem.rows(0), begin});
   for (unsigned i = 0;; ++i) {
     mbarrier_wait(smem + kQFullAt, i & 1);
     const WorkTile& work = slots[i % 2];

@@ -383,9 +383,9 @@ class Attention:
 
         With `quantize_out` return `QuantizedRows` (T, H·D) instead of (T, H, D).
         SAFETY: with pdl this kernel may start before its predecessor has ended. It reads tables,
-        lengths, positions and older keys before it waits. These were written before `embedding` or
-        `qk_norm_rope_store`, whichever ran last; both wait for their predecessor before they
-        trigger the next launch.
+        lengths, slots, positions and older keys before it waits. These were written before
+        `embedding` or `qk_norm_rope_store`, whichever ran last; both wait for their predecessor
+        before they trigger the next launch.
         """
         n = batch.num_decodes
         num_tokens = batch.num_decode_tokens

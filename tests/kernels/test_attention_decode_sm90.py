@@ -55,6 +55,12 @@ _CASES = (
     # Persistent, one CTA per SM.
     AttentionCase((1,) * 40, (1500, *_MANY[:39]), 12, 3, 128, block_size=16),
     AttentionCase((3,) * 40, (2000, *(_MANY[:39] + 3)), 12, 3, 64, block_size=32, window=77),
+    # Equal lengths, on 132 multiprocessors: whole, in four parts, and shares that do not divide.
+    AttentionCase((1,) * 40, (577,) * 40, 32, 4, 128, block_size=16),
+    AttentionCase((1,) * 4, (5120,) * 4, 16, 8, 128, block_size=16),
+    AttentionCase((2,) * 34, (800,) * 34, 8, 8, 64, block_size=16),
+    # More than 32 sequences per lane of the scheduler.
+    AttentionCase((1,) * 1100, tuple(np.resize((9, 0, 70, 0, 131), 1100).tolist()), 4, 2, 64, 16),
 )
 
 

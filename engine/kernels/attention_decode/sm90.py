@@ -31,8 +31,8 @@ _PARAMS = (
     "tree_masks:ptr sinks:ptr out:ptr lse:ptr partial_o:ptr partial_stats:ptr counters:ptr "
     "q_stride_b:i64 q_stride_t:i64 q_stride_h:i64 table_stride:i64 out_stride_b:i64 "
     "out_stride_t:i64 out_stride_h:i64 max_keys:i64 batch:i32 num_queries:i32 num_heads:i32 "
-    "num_kv_heads:i32 block_shift:i32 num_blocks:i32 page_rows:i32 head_rows:i32 token_rows:i32 "
-    "row_elements:i32 window:i32 num_splits:i32 token_parts:i32 "
+    "num_kv_heads:i32 group:i32 block_shift:i32 num_blocks:i32 page_rows:i32 head_rows:i32 "
+    "token_rows:i32 row_elements:i32 window:i32 num_splits:i32 token_parts:i32 "
     f"score_inner:f32 score_factor:f32 {_NEW_TOKEN_PARAMS} k_scale:ptr v_scale:ptr "
     "codes:ptr scales:ptr"
 )
@@ -462,16 +462,16 @@ def launch(
     num_queries = q.shape[1] // token_parts
     (num_heads, head_dim) = q.shape[2:]
     num_kv_heads = pages.k.shape[1]
-    num_rows = num_queries * (num_heads // num_kv_heads)
+    group = num_heads // num_kv_heads
+    num_rows = num_queries * group
     dtype = dtype_name(q.dtype)
     num_cta_groups = max(1, sm_count() * tile.ctas_per_sm // num_kv_heads)
-    num_ctas = (num_cta_groups if tile.cluster == 1 else batch * tile.cluster) * num_kv_heads
     # SplitOf.partial in decode_scheduler.cuh: one per split, or two per CTA group.
     partials = (batch * num_splits if num_splits else 2 * num_cta_groups) * num_kv_heads
     scratch = workspace(partials * num_rows * (head_dim + 2))
     _KERNEL.launch(
         tile.spec(dtype),
-        (num_ctas if batch else 0,),
+        (tile.cluster * num_kv_heads, num_cta_groups if tile.cluster == 1 and batch else batch),
         (tile.threads,),
         tile.shared_bytes,
         pdl=pdl,
@@ -486,6 +486,7 @@ def launch(
         num_queries=num_queries,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
+        group=group,
         window=rule.window_argument,
         num_splits=num_splits or 0,
         token_parts=token_parts,

@@ -93,7 +93,6 @@ def launch(problem: Problem) -> None:
         **named_strides("bth", q=problem.q, q_rope=problem.q_rope),
         q=problem.q,
         q_rope=problem.q_rope,
-        row_tiles=row_tiles,
         page_stride=problem.pages.strides[0] // problem.pages.itemsize,
         latent=latent,
         rope=width - latent,

@@ -20,7 +20,7 @@ SHARED_PARAMS = (
     "pages:ptr block_tables:ptr context_lens:ptr out:ptr lse:ptr partial_o:ptr "
     "partial_stats:ptr splits:ptr {q_strides}out_stride_b:i64 "
     "out_stride_t:i64 out_stride_h:i64 table_stride:i64 max_keys:i64 batch:i32 num_queries:i32 "
-    "num_heads:i32 row_tiles:i32 block_shift:i32 num_blocks:i32 {sizes}num_splits:i32 "
+    "num_heads:i32 block_shift:i32 num_blocks:i32 {sizes}num_splits:i32 "
     "{options}score_factor:f32"
 )
 """Kernel parameters that both tiers share; each adds how it addresses q and the pages."""

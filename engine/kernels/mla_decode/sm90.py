@@ -145,7 +145,7 @@ def launch(problem: Problem, *, pdl: bool) -> None:
     partial_stats = partial_o[num_floats * latent :]
     _KERNEL.launch(
         tile.spec(dtype),
-        (num_cta_groups * row_tiles if batch and problem.num_rows else 0,),
+        (row_tiles, num_cta_groups if batch else 0),
         (_THREADS,),
         tile.shared_bytes,
         pdl=pdl,
@@ -153,7 +153,6 @@ def launch(problem: Problem, *, pdl: bool) -> None:
         **_page_maps(problem.pages, dtype, tile),
         q_map=_row_map(problem.q, dtype),
         q_rope_map=_row_map(problem.q_rope, dtype),
-        row_tiles=row_tiles,
         partial_o=partial_o,
         partial_stats=partial_stats,
         splits=splits,
