@@ -140,7 +140,7 @@ __device__ __forceinline__ void combine(const Partials& partials, const SplitOf&
 
 // Partial rows in flight, and rows of four partials each; registers limit both.
 constexpr int kCombineLoads = kRowTiles == 4 ? 4 : 16;
-constexpr int kCombineRows = kRowTiles == 1 ? 2 : kCombineLoads / 4;
+constexpr int kCombineRows = kRowTiles == 1 ? 1 : kCombineLoads / 4;
 
 __device__ __forceinline__ void combine(const Partials& partials, const SplitOf& split,
                                         const Cta& cta, int b) {

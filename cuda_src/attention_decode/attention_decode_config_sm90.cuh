@@ -73,7 +73,7 @@ constexpr int kBoxBytes = kBoxKeys * kPageRowBytes;
 constexpr int kBoxPitch = kBoxBytes + (kSwizzled ? 0 : 16);  // see tile_offset
 constexpr int kTileKeys = 8 * kBoxKeys;
 constexpr int kTileBytes = 8 * kBoxPitch;
-constexpr int kSplitCost = 512 / kTileKeys;  // cost of splitting a sequence, in key tiles
+constexpr int kSplitCost = 256 / kTileKeys;  // cost of splitting a sequence, in key tiles
 static_assert(kHeadDim % 64 == 0 && kBoxKeys % 8 == 0, "see tile_offset");
 static_assert(!kQuantizesOut || (kHeadDim == 128 && kCluster == 1 && !kHasCodes),
               "a scale has 128 columns, and a CTA all of them");

@@ -149,7 +149,7 @@ class Consumer {
           over_warps(sums + row * kConsumerWarps, [](float x, float y) { return x + y; });
       const bool is_first = warp_idx() == 0 && lane_idx() % 4 == 0;
       if (is_first && row < rows.count) output.row(row, base_[i / 2][i % 2], total);
-      const float factor = output.factor(row, base_[i / 2][i % 2], total);
+      const float factor = row < rows.count ? output.factor(row, base_[i / 2][i % 2], total) : 0.0f;
       float peak = 0.0f;
 #pragma unroll
       for (int d = 0; d < kSlice / 8; ++d)

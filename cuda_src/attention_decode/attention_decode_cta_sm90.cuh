@@ -38,16 +38,17 @@ struct PageLayout {
 struct Cta {
   const AttentionDecodeSm90Params& p;
   unsigned char* smem;
-  int token_parts;
+  int token_parts, num_queries;  // constants where they can be: divisions are slow
   DecodeProblem problem;
   PageLayout layout;
 
   __device__ __forceinline__ Cta(const AttentionDecodeSm90Params& p, unsigned char* smem)
       : p(p),
         smem(smem),
-        token_parts(kCluster > 1 ? p.token_parts : 1),  // a constant makes the division free
-        problem{p.context_lens, p.max_keys,   p.batch,    p.num_queries, p.group,
-                p.window,       p.num_splits, kSplitCost, token_parts},
+        token_parts(kCluster > 1 ? p.token_parts : 1),
+        num_queries(kNewToken ? 1 : p.num_queries),
+        problem{p.context_lens, p.max_keys,   p.batch,    num_queries, p.group,
+                p.window,       p.num_splits, kSplitCost, token_parts, !kNewToken},
         layout{p.block_shift, p.num_blocks, p.page_rows,
                p.head_rows,   p.token_rows, p.row_elements} {}
 
@@ -58,13 +59,13 @@ struct Cta {
     return p.block_tables + b / token_parts * p.table_stride;
   }
   __device__ __forceinline__ Queries queries(int b) const {
-    const int sequence = b / token_parts, token = b % token_parts * p.num_queries;
+    const int sequence = b / token_parts, token = b % token_parts * num_queries;
     return Queries{p.q + sequence * p.q_stride_b + token * p.q_stride_t + head() * p.q_stride_h,
                    p.q_stride_t, p.q_stride_h, kHeadDim, true};
   }
   __device__ __forceinline__ Output output(int b) const {
-    const int64_t lse_begin = static_cast<int64_t>(b) * p.num_queries * p.num_heads + head();
-    const int sequence = b / token_parts, token = b % token_parts * p.num_queries;
+    const int64_t lse_begin = static_cast<int64_t>(b) * num_queries * p.num_heads + head();
+    const int sequence = b / token_parts, token = b % token_parts * num_queries;
     return Output{
         p.out + sequence * p.out_stride_b + token * p.out_stride_t + head() * p.out_stride_h,
         p.out_stride_t,
@@ -72,7 +73,7 @@ struct Cta {
         p.lse == nullptr ? nullptr : p.lse + lse_begin,
         p.sinks == nullptr ? nullptr : p.sinks + head(),
         p.num_heads,
-        p.group,
+        kNewToken ? kRows : p.group,  // with NEW_TOKEN all rows are one token's
         kHeadDim,
         true,
         kHasCodes ? p.v_scale[kv_head()] : 1.0f,
@@ -83,8 +84,8 @@ struct Cta {
   __device__ __forceinline__ RowRule rows(const WorkTile& work) const {
     RowRule rows = problem.rows(work.num_keys);
     if (p.tree_masks != nullptr) {
-      rows.tree = p.tree_masks + static_cast<int64_t>(work.b) * p.num_queries;
-      rows.earlier = work.b % token_parts * p.num_queries;
+      rows.tree = p.tree_masks + static_cast<int64_t>(work.b) * num_queries;
+      rows.earlier = work.b % token_parts * num_queries;
     }
     return rows;
   }

@@ -47,7 +47,7 @@ __device__ __forceinline__ void process_empty(const Cta& cta, Consumer& consumer
     if constexpr (kNewToken && !kHasNewTokenWarps)
       if (cta.p.slot_mapping[b] >= 0) consumer.compute_new_token(cta, b, true, -1);
     pdl_wait();  // the preceding kernel may read what the output overwrites
-    write_empty(cta.output(b), cta.p.num_queries * cta.p.group);
+    write_empty(cta.output(b), cta.num_queries * cta.p.group);
   }
 }
 
@@ -86,7 +86,7 @@ __device__ __forceinline__ void consume(const Cta& cta, const Scheduler& schedul
   Consumer consumer(cta.smem, ScoreRule{cta.p.score_inner, cta.p.score_factor});
   if constexpr (kHasCodes) consumer.scale_keys(cta.p.k_scale[cta.kv_head()]);
   if constexpr (Scheduler::kIsCluster && !kNewToken)
-    consumer.stage_queries(cta.queries(Scheduler::sequence()), cta.p.num_queries * cta.p.group,
+    consumer.stage_queries(cta.queries(Scheduler::sequence()), cta.num_queries * cta.p.group,
                            cta.p.group);
   WarpSchedule& schedule = warp_schedule(cta.smem);
   schedule.scheduler = scheduler;
@@ -135,7 +135,7 @@ __device__ __forceinline__ void attention_decode(const AttentionDecodeSm90Params
   if (threadIdx.x == 0) {
     QueryRing(smem_address(smem)).init();
     Ring(smem_address(smem)).init();
-    if constexpr (kPushesPartials) PushedPartials{smem}.init(p.num_queries * cta.p.group);
+    if constexpr (kPushesPartials) PushedPartials{smem}.init(cta.num_queries * p.group);
   }
   if constexpr (kPushesPartials) cluster_arrive_relaxed();  // lets others send; init() has fenced
   if constexpr (Scheduler::kIsCluster) {

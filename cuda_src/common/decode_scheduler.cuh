@@ -35,13 +35,14 @@ struct DecodeProblem {
   int num_queries, group, window;
   int num_splits, split_cost;
   int token_parts;
+  bool is_causal;  // see RowRule; false for a single token makes last_key() a constant
 
   __device__ __forceinline__ int length(int b) const {
     const int later = (token_parts - 1 - b % token_parts) * num_queries;
     return max(sequence_length(context_lens, b / token_parts, max_keys) - later, 0);
   }
   __device__ __forceinline__ RowRule rows(int num_keys) const {
-    return RowRule(num_queries, group, num_keys, true, window);
+    return RowRule(num_queries, group, num_keys, is_causal, window);
   }
 };
 

@@ -35,7 +35,7 @@ struct MlaDecodeSm90Params {
 // The problem that the scheduler divides. A CTA group has a CTA per row tile.
 __device__ __forceinline__ DecodeProblem problem_of(const MlaDecodeSm90Params& p) {
   return DecodeProblem{p.context_lens, p.max_keys,   p.batch, p.num_queries, p.num_heads, 0,
-                       p.num_splits,   p.split_cost, 1};
+                       p.num_splits,   p.split_cost, 1,       true};
 }
 
 // ---- tiles -------------------------------------------------------------------------------------
