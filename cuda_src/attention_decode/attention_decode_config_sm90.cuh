@@ -32,7 +32,7 @@ struct AttentionDecodeSm90Params {
   // Strides in page rows (PageRows in engine/kernels/_pages.py), and elements per page row.
   int page_rows, head_rows, token_rows, row_elements;
   int window;       // see RowRule
-  int num_splits;   // splits per sequence; 0: equal work for all CTAs
+  int num_splits;   // splits per sequence; 0: shares of all key tiles
   int token_parts;  // parts into which clusters divide a sequence's query tokens, or 1
   float score_inner, score_factor;  // ScoreRule
   // Read only with NEW_TOKEN.
@@ -75,6 +75,7 @@ constexpr int kTileKeys = 8 * kBoxKeys;
 constexpr int kTileBytes = 8 * kBoxPitch;
 constexpr int kSplitCost = 256 / kTileKeys;  // cost of splitting a sequence, in key tiles
 static_assert(kHeadDim % 64 == 0 && kBoxKeys % 8 == 0, "see tile_offset");
+static_assert(!kNewToken || kRowTiles == 1, "all rows are one token's");
 static_assert(!kQuantizesOut || (kHeadDim == 128 && kCluster == 1 && !kHasCodes),
               "a scale has 128 columns, and a CTA all of them");
 static_assert(!kHasCodes || (kRowTiles == 1 && kHeadDim <= 128),

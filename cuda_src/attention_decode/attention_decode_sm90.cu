@@ -14,10 +14,10 @@
 // work tile ahead. decode_scheduler.cuh assigns keys to CTAs. For few sequences the
 // CTAs of a cluster split one sequence and head, and exchange partials through distributed shared
 // memory.
-// Programmatic dependent launch: only lengths and tables may be read before the preceding kernel
-// has ended. With NEW_TOKEN only the new token's rows wait for it, while key tiles, positions,
-// slots, angles and norm weights are already in flight; the new key and value are patched into
-// their tiles in shared memory.
+// Programmatic dependent launch: only lengths, tables and scales may be read before the preceding
+// kernel has ended. With NEW_TOKEN only the new token's rows wait for it, while key tiles,
+// positions, slots, angles and norm weights are already in flight; the new key and value are
+// patched into their tiles in shared memory.
 // Memory: a tile is 8 boxes of kBoxKeys tokens of one head. A box is 1 to 4 KB, contiguous in a
 // page, and loaded by one copy each for K and V. TMA swizzles it to avoid bank conflicts
 // (tile_offset). NOTE: for full bandwidth, boxes must start at multiples of 128 bytes in shared

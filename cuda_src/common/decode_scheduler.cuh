@@ -9,10 +9,10 @@
 // traverse the same pages, so the heads of a page, which are adjacent in memory, are read at the
 // same time. CTA group i, which is row i of the grid, takes the i-th share of the chunks.
 //
-//   num_splits = 0   shares differ by at most one chunk, whatever the lengths; a sequence is split
-//                    only if a share ends within it. Shares of equal sequences are rounded up such
-//                    that all are whole or split alike, if that adds at most `split_cost` chunks
-//                    and at most half: to write and combine partials would cost more. The last CTA
+//   num_splits = 0   shares differ by at most one chunk; a sequence is split only if a share ends
+//                    within it. If all sequences with keys have as many chunks, shares are rounded
+//                    up such that all are whole or split alike, by at most `split_cost` chunks and
+//                    half a share: writing and combining partials would cost more. The last CTA
 //                    groups may then have no work
 //   num_splits > 0   a sequence is split by its own length alone and CTA groups take whole splits,
 //                    so its result does not depend on the other sequences
@@ -72,7 +72,7 @@ struct SequenceTiles {
 
 // The split that a work tile computes, and the indices of the splits' partials in scratch memory.
 struct SplitOf {
-  int index, count;  // index of this split, number of splits; 0, 1: the rest is not used
+  int index, count;  // index of this split, and number of splits; if 1, the rest is unused
   int first;         // balanced: CTA group of split 0; otherwise: partial index of split 0
   int counter;       // index of the counter of finished splits; balanced: `first`; otherwise: b
   bool is_balanced;

@@ -27,7 +27,7 @@ struct MlaDecodeSm90Params {
   int batch, num_queries, num_heads;  // B, Q, H
   int block_shift, num_blocks;        // log2(block_size), P
   int page_groups;                    // groups of 8 tokens from one page to the next
-  int num_splits;                     // splits per sequence; 0: equal work for all CTAs
+  int num_splits;                     // splits per sequence; 0: shares of all key tiles
   int split_cost;                     // cost of splitting a sequence, in key tiles
   float score_factor;                 // scale * log2(e)
 };

@@ -161,8 +161,8 @@ def attention_decode(
     pdl : bool
         Programmatic dependent launch (Hopper's kernel only): the kernel starts while the preceding
         one ends. It reads `block_tables` and `context_lens` early, and with `k` also `positions`,
-        `slot_mapping`, `cos_sin`, the weights and the older keys: no kernel that is still running
-        may write these. This holds after `qk_norm_rope_store`, which lets the next kernel start
+        `slot_mapping`, `cos_sin`, weights, scales and the older keys: no kernel that still runs may
+        write these. This holds after `qk_norm_rope_store`, which lets the next kernel start
         only once the kernels before it have ended.
     out : (B, Q, H, D) array of q's dtype, optional
         Array for the result; may be `q`.

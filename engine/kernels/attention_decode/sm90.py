@@ -466,12 +466,13 @@ def launch(
     num_rows = num_queries * group
     dtype = dtype_name(q.dtype)
     num_cta_groups = max(1, sm_count() * tile.ctas_per_sm // num_kv_heads)
+    grid_rows = batch if tile.cluster > 1 else num_cta_groups * min(batch, 1)
     # SplitOf.partial in decode_scheduler.cuh: one per split, or two per CTA group.
     partials = (batch * num_splits if num_splits else 2 * num_cta_groups) * num_kv_heads
     scratch = workspace(partials * num_rows * (head_dim + 2))
     _KERNEL.launch(
         tile.spec(dtype),
-        (tile.cluster * num_kv_heads, num_cta_groups if tile.cluster == 1 and batch else batch),
+        (tile.cluster * num_kv_heads, grid_rows),
         (tile.threads,),
         tile.shared_bytes,
         pdl=pdl,
