@@ -138,9 +138,9 @@ __device__ __forceinline__ void combine(const Partials& partials, const SplitOf&
   }
 }
 
-constexpr int kCombineLoads = kRowTiles == 4 ? 4 : 16;  // partial rows in flight, by registers
-// Rows that a warp combines at a time, of up to four partials each: one if rows are few, so that
-// all warps get some.
+constexpr int kCombineLoads = kRowTiles == 4 ? 4 : 16;  // partial rows in flight
+// Rows that a warp combines at a time, with up to four partials each: one if there are few rows, so
+// that all warps have work.
 constexpr int kCombineRows = kRowTiles == 1 ? 1 : kCombineLoads / 4;
 
 __device__ __forceinline__ void combine(const Partials& partials, const SplitOf& split,

@@ -38,7 +38,7 @@ struct PageLayout {
 struct Cta {
   const AttentionDecodeSm90Params& p;
   unsigned char* smem;
-  int token_parts, num_queries;  // constants where they can be: divisions are slow
+  int token_parts, num_queries;  // compile-time constants where possible: divisions are slow
   DecodeProblem problem;
   PageLayout layout;
 
@@ -73,7 +73,7 @@ struct Cta {
         p.lse == nullptr ? nullptr : p.lse + lse_begin,
         p.sinks == nullptr ? nullptr : p.sinks + head(),
         p.num_heads,
-        kNewToken ? kRows : p.group,  // with NEW_TOKEN all rows are one token's
+        kNewToken ? kRows : p.group,  // all rows are the new token's: no division by the group
         kHeadDim,
         true,
         kHasCodes ? p.v_scale[kv_head()] : 1.0f,

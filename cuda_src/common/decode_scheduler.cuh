@@ -10,10 +10,10 @@
 // same time. CTA group i, which is row i of the grid, takes the i-th share of the chunks.
 //
 //   num_splits = 0   shares differ by at most one chunk; a sequence is split only if a share ends
-//                    within it. If all sequences with keys have as many chunks, shares are rounded
-//                    up such that all are whole or split alike, by at most `split_cost` chunks and
-//                    half a share: writing and combining partials would cost more. The last CTA
-//                    groups may then have no work
+//                    within it. If all sequences with keys have the same number of chunks, shares
+//                    are rounded up by at most `split_cost` chunks, and at most half, such that all
+//                    sequences are whole or split alike: writing and combining partials would cost
+//                    more. The last CTA groups may then have no work
 //   num_splits > 0   a sequence is split by its own length alone and CTA groups take whole splits,
 //                    so its result does not depend on the other sequences
 //
@@ -35,7 +35,7 @@ struct DecodeProblem {
   int num_queries, group, window;
   int num_splits, split_cost;
   int token_parts;
-  bool is_causal;  // see RowRule; false for a single token makes last_key() a constant
+  bool is_causal;  // see RowRule; false for a single token spares the division in last_key()
 
   __device__ __forceinline__ int length(int b) const {
     const int later = (token_parts - 1 - b % token_parts) * num_queries;
@@ -172,7 +172,7 @@ class PersistentScheduler {
     const int others = chunk - num_larger_ * (share_ + 1);
     return others < 0 ? chunk / (share_ + 1) : num_larger_ + others / share_;
   }
-  // Sum of x over the lanes up to this one.
+  // Returns the sum of x over the lanes up to and including this one.
   __device__ __forceinline__ static int inclusive_sum(int x, int lane_idx) {
 #pragma unroll
     for (int offset = 1; offset < kWarpSize; offset *= 2) {
@@ -212,7 +212,7 @@ class PersistentScheduler {
 // A CTA group's share of the sequences without keys. All lanes of a warp must call next() together.
 class EmptySequences {
  public:
-  // Returns the next of them, or -1.
+  // Returns the index of the next one, or -1 if none is left.
   __device__ __forceinline__ int next(const DecodeProblem& problem) {
     const int num_cta_groups = gridDim.y;
     while (found_ == 0) {

@@ -67,8 +67,8 @@ _STEP = 32
 _PART = 32
 _ROW_PAD = 32
 _LOGIT_PAD = 8
-# For few tokens, clusters of 16 blocks are tried before clusters of 8 if with 8 each block had more
-# than _WIDE_SLAB columns and the tokens fill at most _MAX_TILES tiles; otherwise 8 before 16.
+# Clusters for few tokens: 16 blocks are tried before 8 if each of 8 would have over _WIDE_SLAB
+# columns and the tokens fill at most _MAX_TILES tiles; otherwise 8 before 16.
 _WIDE_SLAB = 256
 _MAX_TILES = 4
 

@@ -452,7 +452,7 @@ def launch(
     new_tokens: NewTokens | None = None,
     scales: Any = None,
 ) -> None:
-    """Launch on arrays that `is_supported` accepts; with `num_splits` None, CTAs get equal work.
+    """Launch on arrays that `is_supported` accepts; with `num_splits` None, CTAs share all tiles.
 
     With `scales` (B, Q, H), `out` is codes (B, Q, H, D), both contiguous: see `can_quantize`.
     """
