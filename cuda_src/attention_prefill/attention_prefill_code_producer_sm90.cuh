@@ -24,7 +24,7 @@ struct CodeProducer : Producer {
       const WorkTile& tile = smem.work[tiles % kQStages];
       if (tile.first_token < 0) break;
       for (int n = tile.end; n > tile.begin; --n) {
-        const int row = box_row(tile, n - 1, lane_idx);
+        const int row = key_box_row<kKeys>(problem, tile, n - 1, lane_idx);
         const int valid = tile.num_keys - (n - 1) * kKeys;
         load_tile(ring, k_map, row, lane_idx, kKeys);
         load_tile(ring, v_map, row, lane_idx, min(valid, kKeys));

@@ -110,8 +110,8 @@ struct Consumer {
 #pragma unroll
     for (int i = 0; i < kValueDim / 2; ++i) o[i] = 0.0f;
     if constexpr (!kPattern)
-      range = key_tile_range(problem, tile, group_index * 64 / problem.group,
-                             min((group_index * 64 + 63) / problem.group, tile.tokens - 1));
+      range = key_tile_range<kKeys>(problem, tile, group_index * 64 / problem.group,
+                                    min((group_index * 64 + 63) / problem.group, tile.tokens - 1));
     n = tile.end;
     is_masked = k_is_full = v_is_full = false;
     more = tile.begin < n;

@@ -68,7 +68,7 @@ struct Consumer {
                                           int first_column, const Epilogue& epilogue) {
     const int row = lane_idx / 4;
     const int tokens[2] = {row / problem.group, (row + 8) / problem.group};
-    const KeyTileRange range = key_tile_range(problem, tile, 0, tile.tokens - 1);
+    const KeyTileRange range = key_tile_range<kKeys>(problem, tile, 0, tile.tokens - 1);
     OnlineSoftmax<kKeys> softmax;
     softmax.start();
     float o[kColumns / 2];

@@ -56,8 +56,8 @@ struct Producer {
       TileWalk<kKeys, kPattern> walk(problem.pattern, tile.position,
                                      tile.position + tile.tokens - 1, tile.begin, tile.end);
       KeyTileRange range{};
-      if constexpr (kPattern) range = key_tile_range(problem, tile, 0, tile.tokens - 1);
-      int row = box_row(tile, walk.n, lane_idx);
+      if constexpr (kPattern) range = key_tile_range<kKeys>(problem, tile, 0, tile.tokens - 1);
+      int row = key_box_row<kKeys>(problem, tile, walk.n, lane_idx);
       while (walk.n >= tile.begin) {
         const int n = walk.n;
         const bool is_whole = walk.is_whole && n >= range.whole_begin && n < range.whole_end;
@@ -77,7 +77,8 @@ struct Producer {
         const unsigned k_full = smem.k_full + 8 * ring.stage;
         if (lane_idx == 0) mbarrier_arrive_expect_tx(k_full, kKeyBytes);
         load_box<kChunks>(smem.k + ring.stage * kKeyBytes, k_map, head, box_start, box, k_full);
-        const int next_row = walk.n >= tile.begin ? box_row(tile, walk.n, lane_idx) : 0;
+        const int next_row =
+            walk.n >= tile.begin ? key_box_row<kKeys>(problem, tile, walk.n, lane_idx) : 0;
         wait_to_copy(smem.v_empty + 8 * ring.stage, ring.phase);
         const unsigned v_stage = smem.v + ring.stage * kValueBytes;
         const unsigned v_full = smem.v_full + 8 * ring.stage;
@@ -156,21 +157,6 @@ struct Producer {
       t = gridDim.x + taken;
     }
     return __shfl_sync(~0u, t, 0);
-  }
-
-  // First tensor-map row of the lane's box of key tile n. A box without keys starts so far out of
-  // bounds that the copy yields zeros.
-  __device__ __forceinline__ int box_row(const WorkTile& tile, int n, int lane_idx) const {
-    const int key = n * kKeys + lane_idx * problem.box_keys;
-    if (problem.block_tables == nullptr) return tile.k_begin + key;
-    if (lane_idx * problem.box_keys >= kKeys || key >= tile.num_keys ||
-        key + problem.box_keys <= tile.first_key)
-      return 0x7fffff00;
-    // SAFETY: an id outside the cache is clamped, so a damaged table cannot cause reads outside it.
-    const unsigned id = static_cast<unsigned>(tile.table[key >> problem.block_shift]);
-    const int page = min(id, static_cast<unsigned>(problem.num_blocks - 1));
-    return page * problem.page_rows + tile.kv_head * problem.head_rows +
-           (key & ((1 << problem.block_shift) - 1)) * problem.token_rows;
   }
 
   // Copies box `box` of a key tile, kCount chunks of columns; it starts at row `row` of the tensor

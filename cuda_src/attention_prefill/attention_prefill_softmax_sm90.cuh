@@ -50,6 +50,10 @@ struct OnlineSoftmax {
   __device__ __forceinline__ bool raise(const float (&s)[kKeys / 2], float factor) {
     float top[2];
     maxima(s, top);
+    raise_to(top, factor);
+    return __any_sync(~0u, rescale[0] != 1.0f || rescale[1] != 1.0f);
+  }
+  __device__ __forceinline__ void raise_to(const float (&top)[2], float factor) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const bool is_new = base[i] == kInf;
@@ -58,7 +62,6 @@ struct OnlineSoftmax {
       rescale[i] = exp2_approx(is_new ? 0.0f : base[i] - next);
       base[i] = next;
     }
-    return __any_sync(~0u, rescale[0] != 1.0f || rescale[1] != 1.0f);
   }
 
   // Computes p = exp2(factor * s - base), packs it as operand A of P V, and adds it to the rescaled
@@ -87,12 +90,6 @@ struct OnlineSoftmax {
       sum[i] += __shfl_xor_sync(~0u, sum[i], 1);
       sum[i] += __shfl_xor_sync(~0u, sum[i], 2);
     }
-  }
-
- private:
-  static __device__ __forceinline__ float quad_max(float x) {
-    x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
-    return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
   }
 
   // Finds each row's largest score. If the base is positive, a negative result may be too small: it
@@ -126,5 +123,11 @@ struct OnlineSoftmax {
         top[i] = fmaxf(top[i], fmaxf(s[4 * j + 2 * i], s[4 * j + 2 * i + 1]));
       top[i] = quad_max(top[i]);
     }
+  }
+
+ private:
+  static __device__ __forceinline__ float quad_max(float x) {
+    x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+    return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
   }
 };

@@ -1,11 +1,10 @@
-// Tile sizes and shared memory of attention_prefill_sm90, and the range of key tiles that a tile's
-// rows see.
+// Tile sizes and shared memory of attention_prefill_sm90.
 //
 // Shared memory holds three rings: for work tiles with their Q, for K and for V. Each stage has a
 // full and an empty mbarrier.
 #pragma once
 
-#include "attention_prefill/attention_prefill_scheduler_sm90.cuh"
+#include "attention_prefill/attention_prefill_keys_sm90.cuh"
 
 #ifndef FEW_ROWS
 #define FEW_ROWS 0
@@ -132,25 +131,3 @@ struct SharedMemory {
     fence_async_proxy();
   }
 };
-
-// Ranges of key tiles for a set of rows: key tiles outside [begin, end) are hidden from all rows,
-// those in [whole_begin, whole_end) are fully visible to all rows. Patterns are not considered.
-struct KeyTileRange {
-  int begin, end, whole_begin, whole_end;
-};
-
-// Returns the ranges for tokens [first, last] of a work tile; empty if last < first.
-__device__ __forceinline__ KeyTileRange key_tile_range(const Problem& problem, const WorkTile& tile,
-                                                       int first, int last) {
-  const int last_key_of_first_token = tile.last_key_of_first_token + (problem.causal ? first : 0);
-  const int last_key_of_last_token = tile.last_key_of_first_token + (problem.causal ? last : 0);
-  KeyTileRange range{tile.begin, min(tile.end, ::max(last_key_of_last_token + kKeys, 0) / kKeys), 0,
-                     ::max(last_key_of_first_token + 1, 0) / kKeys};
-  if (problem.reach < 1u << 31) {
-    const int reach = static_cast<int>(problem.reach);
-    range.begin = ::max(range.begin, ::max(last_key_of_first_token - reach + 1, 0) / kKeys);
-    range.whole_begin = (::max(last_key_of_last_token - reach + 1, 0) + kKeys - 1) / kKeys;
-  }
-  if (first > last) range.end = range.begin;
-  return range;
-}

@@ -421,7 +421,10 @@ class Attention:
         decodes: bool = False,
         num_splits: int | None = None,
     ) -> Any:
-        """Run the prefill kernel for the decodes, or for all other sequences."""
+        """Run the prefill kernel for the decodes, or for all other sequences.
+
+        SAFETY: with pdl see `_decode`.
+        """
         n = batch.num_decodes
         num_tokens = batch.num_decode_tokens
         sequences = slice(n) if decodes else slice(n, None)
@@ -438,6 +441,7 @@ class Attention:
             **self._pattern(),
             max_seqlen_q=batch.query_len if decodes else batch.max_seqlen_q,
             num_splits=num_splits,
+            pdl=decodes,
             out=None if out is None else out[tokens],
         )
 

@@ -15,8 +15,10 @@ from engine.errors import CompileError
 from engine.kernels import _nvrtc
 from engine.kernels._attention import are_aligned, are_tensor_map_rows
 from engine.kernels._module import compile_module
+from engine.kernels.attention_prefill import few_tokens
 from engine.kernels.attention_prefill import sm90 as prefill_sm90
 from engine.kernels.attention_prefill import work as prefill_work
+from engine.kernels.attention_prefill.few_tokens import FewTokensTile
 from engine.kernels.attention_prefill.sm90 import choose_hopper_tile, specs
 from engine.kernels.attention_prefill.work import choose_cut, choose_num_splits, cut_into_tiles
 from engine.testing import cases
@@ -58,9 +60,8 @@ def test_tiles_for_few_rows():
                     tile.value_dim,
                 )
                 assert few.rows == 16 and few.blocks * (few.shared_bytes + 1024) <= 228 * 1024
-                assert few.spec("bfloat16") in specs(
-                    "bfloat16", head_dim=head_dim, kv_dtype=kv_dtype, deterministic=True
-                )
+                known = specs("bfloat16", head_dim=head_dim, kv_dtype=kv_dtype, deterministic=True)
+                assert few.spec("bfloat16") in known or (is_alone and not kv_dtype)
 
 
 def test_splits_fill_the_device_and_no_more():
@@ -305,30 +306,66 @@ _ENDS = np.array([1, 2, 64, 79, 80, 81, 112, 113, 128, 129, 333, 640, 999, 1000]
 @pytest.mark.grid("dtype", _HALVES)
 @pytest.mark.grid("head_dim", [64, 80, 96, 128, 192, 256])
 @pytest.mark.grid("group", [1, 3, 4, 8, 16])
-@pytest.mark.grid("is_alone", [False, True])
-def test_few_rows_have_the_bits_of_many(cp, monkeypatch, is_alone, group, head_dim, dtype):
+@pytest.mark.grid("parts", [0, 1, 2, 4])
+def test_few_rows_have_the_bits_of_many(cp, monkeypatch, parts, group, head_dim, dtype):
     rule = _RULES[(group + head_dim // 32) % len(_RULES)]
-    _check_few_rows(cp, monkeypatch, is_alone, group, head_dim, dtype, "", rule)
+    _check_few_rows(cp, monkeypatch, parts, group, head_dim, dtype, "", rule)
 
 
 @pytest.mark.gpu
-@pytest.mark.grid("codes", ["", "fp8", "int8"])
+@pytest.mark.grid("parts", [0, 1, 2, 4])
 @pytest.mark.grid("head_dim", [64, 128])
 @pytest.mark.grid("rule", _RULES, ids=str)
-def test_few_rows_have_the_bits_of_many_by_rule(cp, monkeypatch, rule, head_dim, codes):
-    _check_few_rows(cp, monkeypatch, False, 4, head_dim, "bfloat16", codes, rule)
+def test_few_rows_have_the_bits_of_many_by_rule(cp, monkeypatch, rule, head_dim, parts):
+    _check_few_rows(cp, monkeypatch, parts, 4, head_dim, "bfloat16", "", rule)
 
 
-def _check_few_rows(cp, monkeypatch, is_alone, group, head_dim, dtype, codes, rule):
+@pytest.mark.gpu
+@pytest.mark.grid("is_alone", [False, True])
+@pytest.mark.grid("codes", ["fp8", "int8"])
+@pytest.mark.grid("head_dim", [64, 128])
+@pytest.mark.grid("rule", _RULES, ids=str)
+def test_few_rows_of_codes_have_the_bits_of_many(cp, monkeypatch, rule, head_dim, codes, is_alone):
+    few = prefill_sm90.HopperTile.few_rows
+    monkeypatch.setattr(
+        prefill_sm90.HopperTile, "few_rows", lambda tile, **_: few(tile, is_alone=is_alone)
+    )
+    _check_few_rows(cp, monkeypatch, 0, 4, head_dim, "bfloat16", codes, rule)
+
+
+def _force_parts(monkeypatch, parts, head_dim, launches):
+    """Let few rows take this many CTAs per pair, or the persistent kernel with 0."""
+    tile = choose_hopper_tile("bfloat16", head_dim)
+    while parts and not FewTokensTile(tile, parts).is_supported:
+        parts //= 2
+    monkeypatch.setattr(few_tokens, "choose_parts", lambda *_: None)
+    if parts:
+        monkeypatch.setattr(
+            few_tokens,
+            "choose_parts",
+            lambda q, k, out, batch, most: (
+                FewTokensTile(tile, parts) if most * q.shape[1] // k.shape[1] <= 16 else None
+            ),
+        )
+    kernel = few_tokens._KERNELS if parts else prefill_sm90._KERNELS
+    for one in kernel.values():
+        launch = one.launch
+        monkeypatch.setattr(
+            one,
+            "launch",
+            lambda spec, *rest, launch=launch, **options: (
+                launches.append(spec),
+                launch(spec, *rest, **options),
+            ),
+        )
+
+
+def _check_few_rows(cp, monkeypatch, parts, group, head_dim, dtype, codes, rule):
     """Compare the last token or two of a sequence alone with a prompt of it; see `_ENDS`."""
     if not _is_hopper():
-        pytest.skip("the kernel for few rows is Hopper's")
-    few, launches = prefill_sm90.HopperTile.few_rows, []
-    monkeypatch.setattr(
-        prefill_sm90.HopperTile,
-        "few_rows",
-        lambda tile, **options: launches.append(1) or few(tile, is_alone=is_alone),
-    )
+        pytest.skip("the kernels for few rows are Hopper's")
+    launches = []
+    _force_parts(monkeypatch, parts, head_dim, launches)
     heads, length = 2, int(_ENDS.max())
     q = cp.asarray(cases.normal((length, heads * group, head_dim), dtype, 1))
     k, v, tables, _ = paged_cache((length,), heads, 32, head_dim, dtype, 2)
@@ -350,21 +387,87 @@ def _check_few_rows(cp, monkeypatch, is_alone, group, head_dim, dtype, codes, ru
             context_lens=cp.asarray(contexts, dtype=np.int32),
             max_seqlen_q=max(counts),
             num_splits=1,
+            pdl=group > 3,  # CuPy's kernels before it end before it starts
             return_lse=True,
             **rule,
         )
         return to_numpy(out).view(np.uint16), to_numpy(lse).view(np.uint32)
 
     want = attend(slice(None), (length,), (length,))
-    assert not launches
     for count in (1, 2):
         ends = _ENDS[count - 1 :]
         rows = (ends[:, None] - count + np.arange(count)).ravel()
-        got = attend(cp.asarray(rows), (count,) * len(ends), ends)
-        assert bool(launches) == (count * group <= 16)
         launches.clear()
+        got = attend(cp.asarray(rows), (count,) * len(ends), ends)
+        if count * group <= 16:
+            macros = dict(launches[0].defines)
+            assert ("FIXED_BYTES" if parts else "FEW_ROWS") in macros
         for part, whole in zip(got, want, strict=True):
             np.testing.assert_array_equal(part, whole[rows])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("parts", [1, 2, 4])
+@pytest.mark.parametrize("size", [16, 64])
+def test_long_contexts_of_few_rows(cp, monkeypatch, parts, size):
+    """The rings wrap many times; one sequence has no keys."""
+    if not _is_hopper():
+        pytest.skip("the kernels for few rows are Hopper's")
+    lens = (21000, 0, 11, 10240)
+    q = cp.asarray(cases.normal((len(lens), 4, 128), "bfloat16", 1))
+    k, v, tables, context = paged_cache(lens, 1, size, 128, "bfloat16", 2)
+    k, v, tables, context = cases.to_module(cp, k, v, tables, context)
+
+    starts = cp.arange(len(lens) + 1, dtype=np.int32)
+
+    def attend(**options):
+        return kernels.attention_prefill(
+            q,
+            k,
+            v,
+            cu_seqlens_q=starts,
+            block_tables=tables,
+            context_lens=context,
+            max_seqlen_q=1,
+            num_splits=1,
+            **options,
+        ).view(np.uint16)
+
+    with monkeypatch.context() as patch:
+        _force_parts(patch, 0, 128, [])
+        want = attend()
+    launches = []
+    _force_parts(monkeypatch, parts, 128, launches)
+    got = [attend(pdl=i > 9) for i in range(20)]  # the last ones overlap
+    assert all(bool((one == want).all()) for one in got)
+    assert len(launches) == 20
+
+
+@pytest.mark.gpu
+def test_few_rows_in_place(cp):
+    """Parts read whole queries, so none may write before the others have read them."""
+    q = cp.asarray(cases.normal((1, 8, 128), "bfloat16", 1))
+    k, v, tables, context = cases.to_module(cp, *paged_cache((700,), 2, 16, 128, "bfloat16", 2))
+    own = {"block_tables": tables, "context_lens": context, "max_seqlen_q": 1, "num_splits": 1}
+    own["cu_seqlens_q"] = cp.asarray(cu_seqlens([1]))
+    want = kernels.attention_prefill(q, k, v, **own)
+    got = kernels.attention_prefill(q, k, v, out=q, **own)
+    assert got is q and bool((got.view(np.uint16) == want.view(np.uint16)).all())
+    for out, parts in ((q, 1), (want, 4)):
+        chosen = few_tokens.choose_parts(q, k, out, 1, 1)
+        assert chosen is None or chosen.parts == parts or not _is_hopper()
+
+
+def test_parts_have_whole_boxes_of_values():
+    for head_dim in range(40, 257, 8):
+        tile = choose_hopper_tile("bfloat16", head_dim)
+        for parts in (1, 2, 4):
+            chosen = FewTokensTile(tile, parts)
+            if not chosen.is_supported:
+                continue
+            assert chosen.stages in (2, 4, 8) and chosen.shared_bytes <= 227 * 1024
+            assert chosen.spec("bfloat16") in few_tokens.specs("bfloat16", head_dim=head_dim)
+            assert chosen.value_columns * parts == tile.value_dim
 
 
 @pytest.mark.gpu

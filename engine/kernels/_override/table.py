@@ -20,8 +20,9 @@ __all__ = ["NO_OVERRIDES", "Overrides"]
 
 _log = logging.getLogger(__name__)
 
-# SAFETY: with pdl, attention_decode reads tables and older keys before it waits. These ops let it
+# SAFETY: with pdl, these read tables and older keys before they wait. The ops before them let them
 # start only once they are written; a user's kernel in their place may trigger earlier.
+_ATTENTION = ("attention_decode", "attention_prefill")
 _BEFORE_ATTENTION = ("embedding", "qk_norm_rope_store", "rope", "kv_store")
 # Rows that a product has sent are summed by the catalog's ops only.
 _SUMS = ("all_reduce", "all_reduce_rmsnorm")
@@ -50,7 +51,7 @@ class Overrides:
         self._key = tuple((op, _identity(function)) for op, function in self.functions.items())
         self.calls: dict[str, Callable[..., Any]] = {}
         self._without: dict[str, Overrides] = {}
-        for op in {*STEPS, *WHOLES} if functions else ():
+        for op in {*STEPS, *WHOLES, *_ATTENTION} if functions else ():
             self.calls[op] = partial(self._in_parts, op)
         for op, function in self.functions.items():
             self.calls[op] = Override(op, function, self)
@@ -145,7 +146,7 @@ class Overrides:
 
     def _in_parts(self, op: str, /, *args: Any, **options: Any) -> Any:
         """Run a fused op; the parts of it that are overridden run on their own."""
-        if op == "attention_decode" and self.has_any(_BEFORE_ATTENTION):
+        if op in _ATTENTION and self.has_any(_BEFORE_ATTENTION):
             options["pdl"] = False
         if op in SENDERS and self.has_any(_SUMS):
             options.pop("peers", None)

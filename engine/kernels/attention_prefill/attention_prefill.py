@@ -25,7 +25,7 @@ from engine.kernels._elementwise import element_strides, named_strides
 from engine.kernels._launch import Kernel, ceil_div
 from engine.kernels._module import ModuleSpec
 from engine.kernels._quantized_kv import kv_dtype_of, kv_macros
-from engine.kernels.attention_prefill import sm90
+from engine.kernels.attention_prefill import few_tokens, sm90
 
 __all__ = ["attention_prefill", "choose_tile", "specs"]
 
@@ -98,7 +98,8 @@ def specs(
         kv_dtype=kv_dtype,
         deterministic=deterministic,
     )
-    return portable + hopper
+    few = few_tokens.specs(dtype, head_dim=head_dim) if deterministic and not kv_dtype else ()
+    return portable + hopper + few
 
 
 def _spec(tile: Tile, dtype: str, is_patterned: int, kv_dtype: str) -> ModuleSpec:
@@ -124,6 +125,7 @@ def attention_prefill(
     v_scale: Any = None,
     max_seqlen_q: int | None = None,
     num_splits: int | None = None,
+    pdl: bool = False,
     out: Any = None,
     return_lse: bool = False,
     lse_out: Any = None,
@@ -174,6 +176,10 @@ def attention_prefill(
     num_splits : int, optional
         Maximum number of blocks that share the keys of a token, by default enough to fill the
         device. With 1, the bits of a token's result do not depend on the other tokens of the call.
+    pdl : bool
+        Programmatic dependent launch (Hopper's kernel for few tokens, with 1 split): it reads
+        `cu_seqlens_q`, `cu_seqlens_k`, `block_tables`, `context_lens` and the keys and values of
+        earlier tokens while the preceding kernel ends; see `attention_decode`.
     out : (Tq, H, V) array of q's dtype, optional
         Array for the result; may be `q`.
     return_lse : bool
@@ -255,7 +261,14 @@ def attention_prefill(
     out = call.output("out", out, shape, q.dtype, layout="rows")
     lse = call.output("lse_out", lse_out, q.shape[:2], statistic) if return_lse else None
     if sm90.is_supported(q, keys["k"], keys["v"], out, pattern):
-        sm90.launch(q, keys, out, lse, causal, rule, max_q, num_splits, pattern, sinks)
+        chosen = None
+        if num_splits == 1 and pattern is None and k_scale is None:
+            batch = keys["cu_seqlens_q"].size - 1
+            chosen = few_tokens.choose_parts(q, keys["k"], out, batch, max_q)
+        if chosen is not None:
+            few_tokens.launch(q, keys, out, lse, causal, rule, chosen, sinks, is_early=pdl)
+        else:
+            sm90.launch(q, keys, out, lse, causal, rule, max_q, num_splits, pattern, sinks)
     else:
         _launch(q, keys, out, lse, causal, rule, max_q, pattern, sinks)
     return out if lse is None else (out, lse)

@@ -24,7 +24,17 @@ from engine.kernels.attention_prefill.work import (
     cut_into_tiles,
 )
 
-__all__ = ["HopperTile", "choose_hopper_tile", "is_supported", "launch", "specs"]
+__all__ = [
+    "FEW_ROWS",
+    "HopperTile",
+    "choose_hopper_tile",
+    "is_supported",
+    "launch",
+    "lengths_of",
+    "maps_of",
+    "specs",
+    "tiles_of",
+]
 
 _PARAMS = (
     "q_map:tmap k_map:tmap v_map:tmap cu_seqlens_q:ptr cu_seqlens_k:ptr block_tables:ptr "
@@ -50,7 +60,7 @@ _COMBINE = Kernel(
 )
 
 _CODE_STAGES = 4  # kCodeStages in CUDA
-_FEW_ROWS = 16
+FEW_ROWS = 16
 _WHERE = ("cu_seqlens_q", "cu_seqlens_k", "block_tables", "context_lens", "k_scale", "v_scale")
 
 
@@ -94,7 +104,7 @@ class HopperTile:
     @property
     def rows(self) -> int:
         """Query rows per CTA."""
-        return _FEW_ROWS if self.is_few else 64 * self.consumers
+        return FEW_ROWS if self.is_few else 64 * self.consumers
 
     @property
     def threads(self) -> int:
@@ -222,6 +232,19 @@ def choose_hopper_tile(
     return next(fits, None)
 
 
+def tiles_of(
+    dtype: str, head_dim: int | None, *, patterns: bool = False, kv_dtype: str = ""
+) -> tuple[HopperTile, ...]:
+    """Return the tiles for one head dim or all; with `patterns` also those for patterns."""
+    tiles = _TILES + tuple(dict.fromkeys(_PATTERNED + _SMALL_BLOCKS)) * patterns
+    if kv_dtype:
+        tiles = _CODE_TILES[kv_dtype]
+    if head_dim is None:
+        return tiles
+    wanted = choose_hopper_tile(dtype, head_dim, kv_dtype=kv_dtype)
+    return tuple(t for t in tiles if wanted is not None and t.head_dim == wanted.head_dim)
+
+
 def specs(
     dtype: str,
     *,
@@ -236,15 +259,11 @@ def specs(
     """
     if dtype not in HOPPER_DTYPES:
         return ()
-    tiles = _TILES + tuple(dict.fromkeys(_PATTERNED + _SMALL_BLOCKS)) * patterns
-    if kv_dtype:
-        tiles = _CODE_TILES[kv_dtype]
-    if head_dim is not None:
-        wanted = choose_hopper_tile(dtype, head_dim, kv_dtype=kv_dtype)
-        tiles = tuple(t for t in tiles if wanted is not None and t.head_dim == wanted.head_dim)
+    tiles = tiles_of(dtype, head_dim, patterns=patterns, kv_dtype=kv_dtype)
     if deterministic:
         plain = [tile for tile in tiles if not tile.is_patterned]
-        few = (tile.few_rows(is_alone=alone) for tile in plain for alone in (False, True))
+        kinds = (False, True) if kv_dtype else (False,)  # alone, others have a kernel of their own
+        few = (tile.few_rows(is_alone=alone) for tile in plain for alone in kinds)
         tiles += tuple(dict.fromkeys(few))
     return tuple(tile.spec(dtype) for tile in tiles)
 
@@ -288,7 +307,7 @@ def launch(
     pairs = (keys["cu_seqlens_q"].size - 1) * keys["k"].shape[1]
     group = num_heads // keys["k"].shape[1]
     tokens = min(max_q, total_q)
-    if num_splits == 1 and pattern is None and tokens * group <= _FEW_ROWS:
+    if num_splits == 1 and pattern is None and tokens * group <= FEW_ROWS:
         tile = tile.few_rows(is_alone=pairs <= sm_count())
     spec = tile.spec(dtype)
     longest = _longest(keys)
@@ -302,7 +321,7 @@ def launch(
     rows = total_q * num_heads
     partial = workspace(splits * rows * (value_dim + 1)) if splits > 1 else None
     strides = element_strides(out)
-    lengths = _lengths(keys, tile)
+    lengths = lengths_of(keys, tile)
     shared = {
         "out": out,
         "lse": lse,
@@ -319,7 +338,7 @@ def launch(
         (tile.threads,),
         tile.shared_bytes,
         pdl=tile.is_few,
-        **_maps(q, keys, dtype, tile, group),
+        **maps_of(q, keys, dtype, tile, group),
         **lengths,
         **shared,
         sinks=sinks if splits == 1 else None,  # splits add each sink once, in _COMBINE
@@ -348,7 +367,7 @@ def _longest(keys: dict[str, Any]) -> int:
     return max(1, int(bound))
 
 
-def _lengths(keys: dict[str, Any], tile: HopperTile) -> dict[str, Any]:
+def lengths_of(keys: dict[str, Any], tile: HopperTile) -> dict[str, Any]:
     """Return the kernel arguments that locate each sequence's keys."""
     k = keys["k"]
     tables = keys["block_tables"]
@@ -382,8 +401,18 @@ def _box_keys(block_size: int, tile: HopperTile) -> int:
     return math.gcd(block_size, tile.keys)
 
 
-def _maps(q: Any, keys: dict[str, Any], dtype: str, tile: HopperTile, group: int) -> dict[str, Any]:
-    """Return the tensor maps of q as (Tq, K, group, D) and of k, v: pages, or (Tk, K, D)."""
+def maps_of(
+    q: Any,
+    keys: dict[str, Any],
+    dtype: str,
+    tile: HopperTile,
+    group: int,
+    value_columns: int = 64,
+) -> dict[str, Any]:
+    """Return the tensor maps of q as (Tq, K, group, D) and of k, v: pages, or (Tk, K, D).
+
+    A box of v has `value_columns` columns, and swizzles as many bytes as a row of it has.
+    """
     total_q, num_heads, head_dim = q.shape
     q_t, q_h, _ = q.strides
     q_map = tensor_map(
@@ -394,18 +423,21 @@ def _maps(q: Any, keys: dict[str, Any], dtype: str, tile: HopperTile, group: int
         (64, group, 1, tile.rows // group),
     )
     maps = {"q_map": q_map}
-    for name in ("k", "v"):
+    for name, columns in (("k", 64), ("v", value_columns)):
         x = keys[name]
         if keys["block_tables"] is not None:
-            maps[f"{name}_map"] = _page_map(x, dtype, tile)
+            maps[f"{name}_map"] = _page_map(x, dtype, tile, columns)
             continue
         sizes = (x.shape[2], x.shape[1], x.shape[0])
         strides = (x.strides[1], x.strides[0])
-        maps[f"{name}_map"] = tensor_map(x.data.ptr, dtype, sizes, strides, (64, 1, tile.keys))
+        box = (columns, 1, tile.keys)
+        maps[f"{name}_map"] = tensor_map(
+            x.data.ptr, dtype, sizes, strides, box, swizzle=2 * columns
+        )
     return maps
 
 
-def _page_map(pages: Any, dtype: str, tile: HopperTile) -> Any:
+def _page_map(pages: Any, dtype: str, tile: HopperTile, columns: int) -> Any:
     """Return the tensor map of pages as (page rows, box_keys, D)."""
     head_dim = pages.shape[3]
     rows = PageRows.of(pages)
@@ -415,4 +447,5 @@ def _page_map(pages: Any, dtype: str, tile: HopperTile) -> Any:
         box = (head_dim, box_keys, 1)
         strides = rows.map_strides
         return tensor_map(pages.data.ptr, "uint8", sizes, strides, box, swizzle=head_dim)
-    return tensor_map(pages.data.ptr, dtype, sizes, rows.map_strides, (64, box_keys, 1))
+    box = (columns, box_keys, 1)
+    return tensor_map(pages.data.ptr, dtype, sizes, rows.map_strides, box, swizzle=2 * columns)
