@@ -13,18 +13,18 @@ from engine.testing.cases_attention import cu_seqlens, normal_on
 
 _HEAD_DIM, _BLOCK_SIZE = 128, 16
 _HEADS = {"qwen3-0.6b": (16, 8), "llama-3.1-8b": (32, 8)}  # heads of queries, heads of keys
-_BATCHES = ((1, 192), (1, 2048), (1, 16384), (16, 192), (16, 2048), (64, 512), (256, 192),
-            (256, 1024))  # fmt: skip
+_BATCHES = ((1, 192), (1, 640), (1, 2048), (1, 16384), (4, 640), (8, 640), (16, 192), (16, 640),
+            (16, 2048), (64, 512), (256, 192), (256, 1024))  # fmt: skip
 
 
 def _run(q, k, v, starts, tables, lens):
     own = {"cu_seqlens_q": starts, "block_tables": tables, "context_lens": lens}
-    return kernels.attention_prefill(q, k, v, **own, max_seqlen_q=1, num_splits=1)
+    return kernels.attention_prefill(q, k, v, **own, max_seqlen_q=1, num_splits=1, pdl=True)
 
 
 def _default(context, q, k, v, starts, tables, lens):
     own = {"block_tables": tables, "context_lens": lens, "max_context_len": context}
-    return kernels.attention_decode(q[:, None], k, v, **own)
+    return kernels.attention_decode(q[:, None], k, v, pdl=True, **own)
 
 
 def _case(name: str, batch: int, context: int) -> BenchCase:

@@ -479,6 +479,7 @@ def _sent_rows() -> Picture:
 def _deterministic() -> Picture:
     record = _load("deterministic")
     steps = record["steps"]["rows"]
+    attention = record["few_tokens_2026_11_29"]["rows"]
     rows = record["rows"]
     shapes = {row["layer"]: row for row in _load("gemm_skinny")["rows"]}
     bounds = []
@@ -494,8 +495,13 @@ def _deterministic() -> Picture:
              [f"{model}, {n} request{'s' * (n > 1)}" for model, n, _, _ in steps],
              {"ours": [row[2] for row in steps],
               "ours, deterministic=True": [row[3] for row in steps]}, digits=".2f"),
+        Bars("attention, 2026-11-29", "us, less is better",
+             [f"{n} request{'s' * (n > 1)}, {keys:,} keys" for n, keys, *_ in attention],
+             {"ours": [row[2] for row in attention],
+              "ours, deterministic=True": [row[5] for row in attention],
+              "ours, before": [row[3] for row in attention]}, log=True, digits=".1f"),
     ]  # fmt: skip
-    return Picture("What deterministic=True costs", _source(record), panels, 2, 4.6)
+    return Picture("What deterministic=True costs", _source(record), panels, 3, 4.6)
 
 
 def _intensities(stem: str, peer: str | None = None) -> list[tuple[float, float]]:
