@@ -300,12 +300,12 @@ __device__ __forceinline__ void process_scalars(const QkNormRopeStoreParams& p) 
   }
 }
 
-#define ENGINE_QK_NORM_ROPE_STORE(name, min_blocks, function)              \
-  extern "C" __global__ void __launch_bounds__(kThreads, min_blocks)       \
-      name(const __grid_constant__ QkNormRopeStoreParams p) {              \
-    pdl_wait();                                                            \
-    pdl_trigger(); /* after the wait: attention_decode's `pdl` needs it */ \
-    function(p);                                                           \
+#define ENGINE_QK_NORM_ROPE_STORE(name, min_blocks, function)        \
+  extern "C" __global__ void __launch_bounds__(kThreads, min_blocks) \
+      name(const __grid_constant__ QkNormRopeStoreParams p) {        \
+    pdl_wait();                                                      \
+    pdl_trigger(); /* after the wait: `pdl` of attention needs it */ \
+    function(p);                                                     \
   }
 
 ENGINE_QK_NORM_ROPE_STORE(qk_norm_rope_store_half_vector, kMinBlocks, process_vectors<false>)

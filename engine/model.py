@@ -524,7 +524,9 @@ class Model:
                 "kv_cache_dtype must be 'auto' with an attention_pattern, or with chunks shorter "
                 f"than max_model_len: its kernel reads no quantized keys; got {dtype}"
             )
-        prepare_quantized_kv(self.config, self.dtype, dtype, self.device)
+        prepare_quantized_kv(
+            self.config, self.dtype, dtype, self.device, deterministic=self.deterministic
+        )
         return page_calibration.ensure_scales(self, self.decoder.kv_scales, dtype)
 
     def stage_sizes(

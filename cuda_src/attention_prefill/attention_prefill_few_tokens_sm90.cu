@@ -1,5 +1,5 @@
-// attention_prefill_sm90 for up to 16 rows of a sequence, such as single tokens, on more
-// multiprocessors than the launch has (sequence, key/value head) pairs:
+// attention_prefill_sm90 for up to 16 rows of a sequence, such as single tokens, in launches with
+// at most as many (sequence, key/value head) pairs as multiprocessors:
 //
 //   out = softmax(cap(scale * Q K^T) + mask) V        for every sequence b and query head h
 //
@@ -38,8 +38,8 @@ struct AttentionPrefillFewTokensSm90Params {
   int num_pairs;
   int stages, value_columns, value_chunk;  // see Cta
   int causal;
-  int window;                       // 0: no window
-  int is_early;                     // the preceding kernel writes no lengths, tables and older keys
+  int window;    // 0: no window
+  int is_early;  // no kernel that still runs writes lengths, tables or older keys
   float score_inner, score_factor;  // ScoreRule
 };
 

@@ -11,7 +11,7 @@ constexpr int kValueDim = VALUE_DIM;  // columns of V, padded
 constexpr int kKeys = TILE_KEYS;
 
 constexpr int kRows = 16;
-constexpr int kLoaders = 2;  // warps that load K, and V: issuing a copy occupies a warp
+constexpr int kLoaders = 2;  // warps that load K; as many load V
 constexpr int kScoreWarps = kKeys <= 80 && kValueDim <= 128 ? 8 : 4;
 constexpr int kColumns = 32;  // columns of O per value warp
 constexpr int kMaxThreads = 32 * (2 * kLoaders + kScoreWarps + kValueDim / kColumns);
@@ -28,16 +28,17 @@ constexpr int kProbSums = kKeys / 16 * 512, kProbBases = kProbSums + 512;
 constexpr int kProbBytes = kProbBases + 64;
 
 // SAFETY: a warp that publishes the maxima of tile t has stored P of tile t - kScoreWarps, so P of
-// all tiles up to t - kScoreWarps - kProbStages has been used. The slowest warp is therefore past
-// these, and it has read the maxima of all tiles up to kScoreWarps before its next one. So the ring
-// of maxima needs no mbarriers for empty places.
+// all tiles up to t - kScoreWarps - kProbStages has been used. The slowest warp's next tile is
+// therefore a later one, and it has read the maxima of all tiles up to kScoreWarps before that. So
+// the ring of maxima needs no mbarriers for empty places.
 constexpr int kTopStages = 32, kTopBytes = 64;
 static_assert(2 * kScoreWarps + kProbStages <= kTopStages);
 
 // Score warps skip tiles, so they may not wait for the phases of a stage: one that has not begun
 // could have the same parity as the one before. So k_full has an mbarrier for each warp, and
-// prob_used a ring that is longer than all tiles in flight. These are tile t's place there and its
-// parity.
+// prob_used is a ring of more places than tiles are in flight.
+
+// Tile t's place in the rings of the maxima and of prob_used, and its parity there.
 struct TilePlace {
   int index;
   unsigned parity;

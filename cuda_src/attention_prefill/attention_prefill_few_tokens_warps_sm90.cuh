@@ -255,8 +255,8 @@ class ScoreWarp {
   }
 };
 
-// A value warp: O of kColumns columns, over all tiles. While the tensor cores multiply one tile, it
-// loads the next one's operands into the registers that they have read.
+// A value warp: O of kColumns columns, over all tiles. It loads a tile's operands into registers
+// that the products of the tile before have read.
 class ValueWarp {
  public:
   __device__ __forceinline__ ValueWarp(const Cta& cta, int warp_idx)

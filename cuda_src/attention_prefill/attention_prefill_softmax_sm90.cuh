@@ -1,4 +1,5 @@
-// Online softmax of attention_prefill_sm90, for 64 rows x kKeys keys in a warpgroup's registers.
+// Online softmax of attention_prefill_sm90, for 64 rows x kKeys keys in a warpgroup's registers, or
+// 16 rows in a warp's.
 //
 // A thread holds parts of two rows: score 4 j + 2 i + e belongs to its row i and to key 8 j + e,
 // relative to its first key. The four threads of a quad share the same rows.
@@ -34,7 +35,7 @@ template <int kKeys>
 struct OnlineSoftmax {
   float base[2];     // subtracted from exponents: factor * running maximum; inf: no key yet
   float sum[2];      // sum of this thread's exponentials
-  float rescale[2];  // factor for the sums of earlier tiles, set by the latest call of raise()
+  float rescale[2];  // factor for the sums of earlier tiles, set by raise() or raise_to()
 
   // Resets the state before the first key tile.
   __device__ __forceinline__ void start() {
@@ -53,6 +54,7 @@ struct OnlineSoftmax {
     raise_to(top, factor);
     return __any_sync(~0u, rescale[0] != 1.0f || rescale[1] != 1.0f);
   }
+  // Raises the bases to the maxima `top` of some scores.
   __device__ __forceinline__ void raise_to(const float (&top)[2], float factor) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {

@@ -385,7 +385,7 @@ class Attention:
         SAFETY: with pdl this kernel may start before its predecessor has ended. It reads tables,
         lengths, slots, positions and older keys before it waits. These were written before
         `embedding` or `qk_norm_rope_store`, whichever ran last; both wait for their predecessor
-        before they trigger the next launch.
+        before they trigger the next launch. `rope`, which may run after them, never triggers it.
         """
         n = batch.num_decodes
         num_tokens = batch.num_decode_tokens
@@ -423,7 +423,7 @@ class Attention:
     ) -> Any:
         """Run the prefill kernel for the decodes, or for all other sequences.
 
-        SAFETY: with pdl see `_decode`.
+        SAFETY: for pdl, see `_decode`.
         """
         n = batch.num_decodes
         num_tokens = batch.num_decode_tokens

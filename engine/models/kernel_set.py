@@ -169,7 +169,9 @@ def _collective_specs(dtype: str) -> list[ModuleSpec]:
     return specs
 
 
-def quantized_kv_specs(config: ModelConfig, dtype: str, kv_dtype: str) -> list[ModuleSpec]:
+def quantized_kv_specs(
+    config: ModelConfig, dtype: str, kv_dtype: str, *, deterministic: bool = False
+) -> list[ModuleSpec]:
     """Return the additional modules, beyond `kernel_specs`, for a KV cache in `kv_dtype`.
 
     Examples
@@ -186,6 +188,7 @@ def quantized_kv_specs(config: ModelConfig, dtype: str, kv_dtype: str) -> list[M
                 dtype,
                 head_dim=head_dim,
                 kv_dtype=kv_dtype,
+                deterministic=deterministic,
                 norm_after_rope=config.qk_norm_after_rope,
                 q_factors=has_q_factors(config),
             )
@@ -234,7 +237,14 @@ def prepare_kernels(
     _prepare(specs, device, progress=progress)
 
 
-def prepare_quantized_kv(config: ModelConfig, dtype: str, kv_dtype: str, device: Device) -> None:
+def prepare_quantized_kv(
+    config: ModelConfig,
+    dtype: str,
+    kv_dtype: str,
+    device: Device,
+    *,
+    deterministic: bool = False,
+) -> None:
     """Load the kernels for a KV cache in `kv_dtype`, a name in KV_CODE_DTYPES; none on the CPU.
 
     Raises
@@ -243,7 +253,8 @@ def prepare_quantized_kv(config: ModelConfig, dtype: str, kv_dtype: str, device:
         If NVRTC fails to compile one.
     """
     if device.is_cuda:
-        _prepare(quantized_kv_specs(config, dtype, kv_dtype), device, progress=sys.stderr.isatty())
+        specs = quantized_kv_specs(config, dtype, kv_dtype, deterministic=deterministic)
+        _prepare(specs, device, progress=sys.stderr.isatty())
 
 
 def _prepare(specs: list[ModuleSpec], device: Device, *, progress: bool) -> None:

@@ -333,16 +333,16 @@ def test_few_rows_of_codes_have_the_bits_of_many(cp, monkeypatch, rule, head_dim
     _check_few_rows(cp, monkeypatch, 0, 4, head_dim, "bfloat16", codes, rule)
 
 
-def _force_parts(monkeypatch, parts, head_dim, launches):
+def _force_parts(monkeypatch, parts, head_dim, launches, value_dim=None):
     """Let few rows take this many CTAs per pair, or the persistent kernel with 0."""
-    tile = choose_hopper_tile("bfloat16", head_dim)
+    tile = choose_hopper_tile("bfloat16", head_dim, value_dim=value_dim)
     while parts and not FewTokensTile(tile, parts).is_supported:
         parts //= 2
-    monkeypatch.setattr(few_tokens, "choose_parts", lambda *_: None)
+    monkeypatch.setattr(few_tokens, "choose_tile", lambda *_: None)
     if parts:
         monkeypatch.setattr(
             few_tokens,
-            "choose_parts",
+            "choose_tile",
             lambda q, k, out, batch, most: (
                 FewTokensTile(tile, parts) if most * q.shape[1] // k.shape[1] <= 16 else None
             ),
@@ -399,16 +399,16 @@ def _check_few_rows(cp, monkeypatch, parts, group, head_dim, dtype, codes, rule)
         rows = (ends[:, None] - count + np.arange(count)).ravel()
         launches.clear()
         got = attend(cp.asarray(rows), (count,) * len(ends), ends)
-        if count * group <= 16:
-            macros = dict(launches[0].defines)
-            assert ("FIXED_BYTES" if parts else "FEW_ROWS") in macros
+        macros = {name for spec in launches for name in dict(spec.defines)}
+        wanted = {"FIXED_BYTES" if parts else "FEW_ROWS"} if count * group <= 16 else set()
+        assert macros & {"FIXED_BYTES", "FEW_ROWS"} == wanted
         for part, whole in zip(got, want, strict=True):
             np.testing.assert_array_equal(part, whole[rows])
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("parts", [1, 2, 4])
-@pytest.mark.parametrize("size", [16, 64])
+@pytest.mark.parametrize("size", [16, 64, 128])
 def test_long_contexts_of_few_rows(cp, monkeypatch, parts, size):
     """The rings wrap many times; one sequence has no keys."""
     if not _is_hopper():
@@ -444,6 +444,65 @@ def test_long_contexts_of_few_rows(cp, monkeypatch, parts, size):
 
 
 @pytest.mark.gpu
+@pytest.mark.grid("parts", [1, 2, 4])
+@pytest.mark.grid("causal", [False, True])
+@pytest.mark.parametrize("dims", [(192, 128), (192, 72), (128, 40), (64, 64)], ids=str)
+def test_few_rows_of_dense_keys(cp, monkeypatch, dims, causal, parts):
+    """Values may be narrower than keys; one sequence has no queries."""
+    if not _is_hopper():
+        pytest.skip("the kernels for few rows are Hopper's")
+    lens_q, lens_k = (2, 0, 1, 3), (200, 5, 81, 160)
+    head_dim, value_dim = dims
+    q = cases.normal((sum(lens_q), 4, head_dim), "bfloat16", 1)
+    k = cases.normal((sum(lens_k), 2, head_dim), "bfloat16", 2)
+    v = cases.normal((sum(lens_k), 2, value_dim), "bfloat16", 3)
+    q, k, v = cases.to_module(cp, q, k, v)
+    starts = {"cu_seqlens_q": cp.asarray(cu_seqlens(lens_q))}
+    starts["cu_seqlens_k"] = cp.asarray(cu_seqlens(lens_k))
+
+    def attend():
+        options = {"causal": causal, "max_seqlen_q": 3, "num_splits": 1, "return_lse": True}
+        out, lse = kernels.attention_prefill(q, k, v, **starts, **options)
+        return to_numpy(out).view(np.uint16), to_numpy(lse).view(np.uint32)
+
+    with monkeypatch.context() as patch:
+        _force_parts(patch, 0, head_dim, [], value_dim)
+        want = attend()
+    launches = []
+    _force_parts(monkeypatch, parts, head_dim, launches, value_dim)
+    for one, other in zip(attend(), want, strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert "FIXED_BYTES" in dict(launches[0].defines)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch", [1, 9])
+def test_few_rows_wait_for_the_newest_keys(cp, batch):
+    """With pdl, right after the kernel that stores them."""
+    lens = [160 * (b + 1) - 79 for b in range(batch)]
+    k, v, tables, context = cases.to_module(cp, *paged_cache(lens, 2, 16, 128, "bfloat16", 2))
+    last = np.array(lens) - 1
+    slots = cp.asarray(to_numpy(tables)[np.arange(batch), last // 16] * 16 + last % 16, np.int64)
+    angles = np.random.default_rng(3).uniform(-1, 1, (max(lens), 128)).astype(np.float32)
+    places = (cp.asarray(last, np.int32), cp.asarray(angles), k, v, slots)
+    starts = cp.arange(batch + 1, dtype=np.int32)
+    own = {"block_tables": tables, "context_lens": context, "max_seqlen_q": 1, "num_splits": 1}
+
+    def attend(seed, *, pdl):
+        rows = cp.asarray(cases.normal((batch, 8, 128), "bfloat16", seed))
+        q = rows[:, :4]
+        for pages in (k, v):
+            pages.view(np.uint16)[slots // 16, :, slots % 16] = 0x7FC0  # NaN
+        kernels.qk_norm_rope_store(q, rows[:, 4:6], rows[:, 6:], *places)
+        return kernels.attention_prefill(q, k, v, cu_seqlens_q=starts, **own, pdl=pdl)
+
+    for seed in range(10, 30):
+        want, got = (attend(seed, pdl=pdl).view(np.uint16) for pdl in (False, True))
+        assert bool((want == got).all())
+        assert np.isfinite(to_numpy(got).view(k.dtype).astype(np.float32)).all()
+
+
+@pytest.mark.gpu
 def test_few_rows_in_place(cp):
     """Parts read whole queries, so none may write before the others have read them."""
     q = cp.asarray(cases.normal((1, 8, 128), "bfloat16", 1))
@@ -454,7 +513,7 @@ def test_few_rows_in_place(cp):
     got = kernels.attention_prefill(q, k, v, out=q, **own)
     assert got is q and bool((got.view(np.uint16) == want.view(np.uint16)).all())
     for out, parts in ((q, 1), (want, 4)):
-        chosen = few_tokens.choose_parts(q, k, out, 1, 1)
+        chosen = few_tokens.choose_tile(q, k, out, 1, 1)
         assert chosen is None or chosen.parts == parts or not _is_hopper()
 
 

@@ -20,8 +20,8 @@ __all__ = ["NO_OVERRIDES", "Overrides"]
 
 _log = logging.getLogger(__name__)
 
-# SAFETY: with pdl, these read tables and older keys before they wait. The ops before them let them
-# start only once they are written; a user's kernel in their place may trigger earlier.
+# SAFETY: with pdl, attention reads tables and older keys before it waits. The catalog's ops before
+# it let it start only once these are written; a user's kernel in their place may trigger earlier.
 _ATTENTION = ("attention_decode", "attention_prefill")
 _BEFORE_ATTENTION = ("embedding", "qk_norm_rope_store", "rope", "kv_store")
 # Rows that a product has sent are summed by the catalog's ops only.
@@ -145,7 +145,7 @@ class Overrides:
         return any(op in self.functions for op in ops)
 
     def _in_parts(self, op: str, /, *args: Any, **options: Any) -> Any:
-        """Run a fused op; the parts of it that are overridden run on their own."""
+        """Run a fused op or attention; parts of it that are overridden run on their own."""
         if op in _ATTENTION and self.has_any(_BEFORE_ATTENTION):
             options["pdl"] = False
         if op in SENDERS and self.has_any(_SUMS):

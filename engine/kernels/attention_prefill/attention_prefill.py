@@ -179,7 +179,8 @@ def attention_prefill(
     pdl : bool
         Programmatic dependent launch (Hopper's kernel for few tokens, with 1 split): it reads
         `cu_seqlens_q`, `cu_seqlens_k`, `block_tables`, `context_lens` and the keys and values of
-        earlier tokens while the preceding kernel ends; see `attention_decode`.
+        earlier tokens while the preceding kernel ends; no kernel that still runs may write these.
+        See `attention_decode`.
     out : (Tq, H, V) array of q's dtype, optional
         Array for the result; may be `q`.
     return_lse : bool
@@ -264,7 +265,7 @@ def attention_prefill(
         chosen = None
         if num_splits == 1 and pattern is None and k_scale is None:
             batch = keys["cu_seqlens_q"].size - 1
-            chosen = few_tokens.choose_parts(q, keys["k"], out, batch, max_q)
+            chosen = few_tokens.choose_tile(q, keys["k"], out, batch, max_q)
         if chosen is not None:
             few_tokens.launch(q, keys, out, lse, causal, rule, chosen, sinks, is_early=pdl)
         else:

@@ -25,7 +25,7 @@ from engine.kernels.attention_prefill.sm90 import (
     tiles_of,
 )
 
-__all__ = ["FewTokensTile", "choose_parts", "launch", "specs"]
+__all__ = ["FewTokensTile", "choose_tile", "launch", "specs"]
 
 _PARAMS = (
     "q_map:tmap k_map:tmap v_map:tmap cu_seqlens_q:ptr cu_seqlens_k:ptr block_tables:ptr "
@@ -69,7 +69,7 @@ class FewTokensTile:
 
     @property
     def is_supported(self) -> bool:
-        """Whether each CTA has whole boxes of columns, or all of them."""
+        """Whether each CTA has whole boxes of columns, or one CTA has all."""
         columns = self.value_columns
         return self.parts == 1 or columns == _COLUMNS or columns % 64 == 0
 
@@ -92,7 +92,7 @@ class FewTokensTile:
     def stages(self) -> int:
         """Pipeline stages of K, and of V: a power of two.
 
-        With others, a stage would not keep its loader and its score warps.
+        So a stage has the same loader and the same score warps in every round.
         """
         free = HOPPER.shared_bytes - self.fixed_bytes(self.tile)
         count = min(free // (self._key_bytes + self._value_bytes), _score_warps(self.tile))
@@ -145,10 +145,11 @@ def specs(dtype: str, *, head_dim: int | None = None) -> tuple[ModuleSpec, ...]:
     return tuple(FewTokensTile(tile, 1).spec(dtype) for tile in tiles_of(dtype, head_dim))
 
 
-def choose_parts(q: Any, k: Any, out: Any, batch: int, max_q: int) -> FewTokensTile | None:
-    """Choose as many parts as fill half the multiprocessors; None if there are more pairs.
+def choose_tile(q: Any, k: Any, out: Any, batch: int, max_q: int) -> FewTokensTile | None:
+    """Choose as many parts as fit on half of the multiprocessors.
 
-    With all of them, launches that overlap had to wait for room and took up to 40 % longer.
+    None if there are more than 16 rows, or more pairs than multiprocessors. With more parts,
+    launches that overlap waited for room and took up to 40 % longer.
 
     The arrays are those that `sm90.is_supported` accepts, without codes.
     """
@@ -160,13 +161,16 @@ def choose_parts(q: Any, k: Any, out: Any, batch: int, max_q: int) -> FewTokensT
         return None
     tile = choose_hopper_tile(dtype, head_dim, value_dim=out.shape[2])
     assert tile is not None
-    # Every part reads whole queries, and writes its columns when it is done.
-    is_in_place = overlaps(q, out)
     return next(
         found
         for found in (FewTokensTile(tile, parts) for parts in _PARTS)
         if found.parts == 1
-        or (found.is_supported and not is_in_place and 2 * pairs * found.parts <= sm_count())
+        or (
+            found.is_supported
+            and 2 * pairs * found.parts <= sm_count()
+            # Every part reads whole queries, and writes its columns when it is done.
+            and not overlaps(q, out)
+        )
     )
 
 
@@ -182,14 +186,14 @@ def launch(
     *,
     is_early: bool = False,
 ) -> None:
-    """Launch what `choose_parts` returned.
+    """Launch what `choose_tile` returned.
 
-    `is_early`: lengths, tables and older keys may be read before the preceding kernel has ended.
+    `is_early`: no kernel that still runs writes lengths, tables or older keys.
     """
     total_q, num_heads, _ = q.shape
     num_kv_heads = keys["k"].shape[1]
     group = num_heads // num_kv_heads
-    tile = replace(chosen.tile, is_few=True)
+    tile = replace(chosen.tile, is_few=True)  # for its rows
     dtype = dtype_name(q.dtype)
     pairs = (keys["cu_seqlens_q"].size - 1) * num_kv_heads
     strides = element_strides(out)

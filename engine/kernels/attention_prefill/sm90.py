@@ -262,7 +262,8 @@ def specs(
     tiles = tiles_of(dtype, head_dim, patterns=patterns, kv_dtype=kv_dtype)
     if deterministic:
         plain = [tile for tile in tiles if not tile.is_patterned]
-        kinds = (False, True) if kv_dtype else (False,)  # alone, others have a kernel of their own
+        # Alone, few rows without codes take few_tokens.py.
+        kinds = (False, True) if kv_dtype else (False,)
         few = (tile.few_rows(is_alone=alone) for tile in plain for alone in kinds)
         tiles += tuple(dict.fromkeys(few))
     return tuple(tile.spec(dtype) for tile in tiles)
