@@ -460,6 +460,10 @@ class LLMEngine:
             return
         if self.kv_cache.is_closed:
             raise RequestError("the engine cannot sleep: it was closed")
+        if self._streams.is_empty:
+            with self.watchdog, self.model.kernels.active():
+                self._commit(list(self._in_flight))  # steps of requests that have ended
+                self._streams.publish(is_last=True)
         if self.has_unfinished_requests():
             count = self.num_unfinished_requests
             raise RequestError(f"sleep needs an engine without unfinished requests; got {count}")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.checks import checked_text, items_of, shown_with_type, token_ids_of
+from engine.checks import checked_text, items_of, shown, shown_with_type, token_ids_of
 from engine.errors import RequestError
 from engine.signatures import checks_keywords
 from engine.structured.spec import StructuredOutput, structured_output_of
@@ -119,7 +119,7 @@ RANGES: dict[str, NumberRange] = {
     "dry_base": NumberRange(1.0, 100.0),
     "dry_allowed_length": NumberRange(1, 1024, integer=True),
     "dry_penalty_last_n": NumberRange(-1, 2**31 - 1, integer=True),
-    "seed": NumberRange(-1, 2**63 - 1, integer=True, optional=True),
+    "seed": NumberRange(-(2**63), 2**63 - 1, integer=True, optional=True),
     "max_tokens": NumberRange(1, MAX_TOKENS, integer=True, optional=True),
     "min_tokens": NumberRange(0, MAX_TOKENS, integer=True),
     "logprobs": NumberRange(-1, 20, integer=True, optional=True),
@@ -178,7 +178,8 @@ class SamplingParams:
     dry_sequence_breakers : sequence of str
         Texts that end repetitions; a token that contains one is never penalised.
     seed : int or None
-        Seed for this request; None (or -1) derives one from the engine's seed.
+        Seed for this request, of 64 bits; None (or -1) derives one from the engine's seed. Any
+        other negative one is the seed that is 2**63 larger.
     stop : sequence of str
         Strings that end the request, or a single str. At most 16, of up to 256 characters each.
     stop_token_ids : sequence of int
@@ -283,6 +284,8 @@ class SamplingParams:
     def _check_flags(self) -> None:
         if self.seed == -1:
             self._set("seed", None)
+        elif self.seed is not None:
+            self._set("seed", self.seed & 2**63 - 1)  # of 63 bits, as the engine's
         for name in _FLAGS:
             value = getattr(self, name)
             if not isinstance(value, bool):
@@ -438,7 +441,9 @@ def _bias(value: object) -> dict[int, float]:
         )
     entries = items_of("logit_bias", value.items(), "token ids and numbers", MAX_IDS)
     return {
-        _TOKEN_ID.check("a key of logit_bias", key): _BIAS.check(f"logit_bias[{key!r}]", bias)
+        _TOKEN_ID.check(f"logit_bias[{shown(key)}]: the key", key): _BIAS.check(
+            f"logit_bias[{shown(key)}]", bias
+        )
         for key, bias in entries
     }
 

@@ -282,7 +282,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program():
         (("generate", "x", "--device", "cpu", "--temperature", "nan"), "temperature must be"),
         (("generate", "x", "--device", "cpu", "--max-tokens", "-1"), "max_tokens must be"),
         (("generate", "--file", "/no/such/file"), "--file /no/such/file cannot be read"),
-        (("generate", "", "--device", "cpu"), "the prompt must have 1 to"),
+        (("generate", "", "--device", "cpu"), "prompt must have 1 to"),
         (("generate", "x", "--device", "cpu", "-q", "int3"), "quantization must be one of"),
         (("chat", "--device", "cpu", "--quantization", "int3"), "got 'int3'"),
         (("bench", "latency", "--device", "cpu", "-q", "int3"), "quantization must be one of"),

@@ -17,7 +17,7 @@ from engine.errors import EngineError, did_you_mean
 from engine.server.chat_stream import ChatService, ChatStream
 from engine.server.protocol.chat import ChatCompletionRequest
 from engine.server.protocol.common import SamplingFields, decode_body
-from engine.server.protocol.completion import CompletionRequest, prompts_of
+from engine.server.protocol.completion import CompletionRequest
 from engine.server.protocol.errors import APIError, api_error, error_body
 from engine.server.routes.chat import answer_chat
 from engine.server.routes.completions import answer_completion, prepare_completion
@@ -76,6 +76,7 @@ class Batch:
     ----------
     client : EngineClient
     chat : ChatService
+        Its `config` limits every request, as the server's does.
     names : sequence of str
         Accepted names of the model; responses use the first one.
     window : int
@@ -191,7 +192,8 @@ class Batch:
 
     async def _completion(self, body: CompletionRequest, request_id: str) -> Any:
         defaults = self._chat.sampling_defaults
-        job = await prepare_completion(self._client, body, self._model(body), defaults)
+        config = self._chat.config
+        job = await prepare_completion(self._client, body, self._model(body), defaults, config)
         return await answer_completion(job)
 
     async def _chat_completion(self, body: ChatCompletionRequest, request_id: str) -> Any:
@@ -209,8 +211,7 @@ class Batch:
         )
 
     async def _embedding(self, body: EmbeddingRequest, request_id: str) -> Any:
-        prompts = prompts_of(body.input, name="input")
-        return await embed(self._client, body, prompts, self._model(body))
+        return await embed(self._client, body, self._model(body), self._chat.config)
 
 
 def _custom_id(line: bytes) -> str | None:

@@ -131,6 +131,9 @@ class OutputStream:
             return
         request.output_token_ids = list(token_ids)
         self._sent_tokens = len(token_ids)
+        self._read_ids()  # no stop string ends in their text: it would have ended the request
+        if self._is_delta:
+            self._text = []
         if self._logprobs is not None:
             self._logprobs = [{} for _ in token_ids]
 

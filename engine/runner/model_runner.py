@@ -113,6 +113,8 @@ class LaunchedStep:
     unsampled: tuple[Any, StepInputs] | None = None  # logits and inputs, until `ModelRunner.sample`
     prompts: list[ScoredPart] = field(default_factory=list)
     failed: dict[Request, str] = field(default_factory=dict)
+    # By row of logits behind a draft: why no token can be sampled, if the draft is accepted.
+    failed_rows: dict[int, str] = field(default_factory=dict)
     ended: DeviceToHostCopy | None = None  # copy of no array, for the end of an unsampled step
 
 
@@ -465,10 +467,11 @@ class ModelRunner:
                 continue
             processors = request.spec.params.logits_processors or ()
             output_ids = request.output_token_ids
-            if inputs.paths is not None:
-                output_ids = [*output_ids, *inputs.paths[index]]
-            why = apply_processors(processors, output_ids, logits[index])
-            if why:
+            path = inputs.paths[index] if inputs.paths is not None else ()
+            why = apply_processors(processors, [*output_ids, *path], logits[index])
+            if why and path:
+                step.failed_rows[index] = why
+            elif why:
                 step.failed[request] = why
 
     # ---- read
@@ -512,6 +515,9 @@ class ModelRunner:
                 accepted = drafts.accepted_rows(all_ids[first : first + 1 + len(drafts)])
                 if drafts.parents is not None:
                     moves += self._slot_moves(sequence, drafts.moves(accepted))
+            for row in accepted:
+                if (why := step.failed_rows.get(first + row)) is not None:
+                    result.failed.setdefault(request, why)
             if has_failures and any([status[first + row] for row in accepted]):
                 result.failed.setdefault(request, _NO_SAMPLE)
             if request in result.failed:

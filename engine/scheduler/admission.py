@@ -33,7 +33,7 @@ def check_request(request: Request, config: SchedulerConfig) -> int:
         raise ContextLengthError.of("prompt", num_prompt, config.max_model_len)
     if num_prompt < 1:
         raise RequestError(
-            f"the prompt must have 1 to {config.max_model_len - 1} tokens (max_model_len "
+            f"prompt must have 1 to {config.max_model_len - 1} tokens (max_model_len "
             f"{config.max_model_len} minus one to generate); got {num_prompt}"
         )
     if not -_MAX_PRIORITY < request.priority < _MAX_PRIORITY:

@@ -184,6 +184,8 @@ class RequestQueues:
         """Tell whether `child` can continue from the keys, and the state, that `parent` holds."""
         return (
             parent.status is _RUNNING
+            # A prompt that is scored is computed whole, unless the parent scores the same one.
+            and (child.reuse_prefix or child.prompt_token_ids is parent.prompt_token_ids)
             and parent.long_rope == child.needs_long_rope
             and self.blocks.can_fork_state(parent, child)
         )

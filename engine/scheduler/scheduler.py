@@ -317,10 +317,11 @@ class Scheduler:
                 request.num_committed_tokens = reached
                 if has_prompts and start < len(request.prompt_token_ids) and status is _RUNNING:
                     self.blocks.cache_prefix(request)
-                    if sequence.is_sampled:
-                        self._queues.release_siblings(request)
             if not sequence.is_sampled:
                 continue
+            is_computed = request.num_committed_tokens >= len(request.prompt_token_ids)
+            if request.siblings and status is _RUNNING and is_computed:
+                self._queues.release_siblings(request)
             if not (ids := sampled.get(request)):
                 raise ContractError(f"no token was sampled for request {request.request_id!r}")
             if drafts is not None:
@@ -441,7 +442,9 @@ class Scheduler:
         adapters = self._running_adapters()
         while len(queues.waiting) and len(queues.running) < config.max_num_seqs:
             request = self._next_waiting()
-            if request.num_pending_tokens or not chunk_size(request, output, config):
+            # A step in flight would commit its chunk to the blocks that a restarted one gets now.
+            is_held = request.num_pending_tokens or self._is_in_flight(request)
+            if is_held or not chunk_size(request, output, config):
                 break
             if in_flight.covers_most_of(request) or not self._has_slot_for(request, adapters):
                 if len(passed) == most_passed:
@@ -495,6 +498,12 @@ class Scheduler:
         """Allocate the blocks and state slots of drafts; False if there are too few."""
         return self.blocks.grow(request, request.num_tokens + num_drafts) and (
             self._states is None or self._states.reserve_drafts(request, num_drafts)
+        )
+
+    def _is_in_flight(self, request: Request) -> bool:
+        """Tell whether a step that is not committed computes tokens of a restarted request."""
+        return request.num_restarts > 0 and any(
+            sequence.request is request for step in self._in_flight for sequence in step.sequences
         )
 
     def _running_adapters(self) -> set[int]:

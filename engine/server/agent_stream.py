@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Iterator, Sequence
+import dataclasses
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import msgspec
@@ -14,7 +16,7 @@ from engine.async_engine import LONG_TEXT
 from engine.server.auth import isolate
 from engine.server.chat_stream import ChatPiece, ChatStream
 from engine.server.protocol.chat import ChatCompletionRequest
-from engine.server.protocol.errors import APIError
+from engine.server.protocol.errors import APIError, renamed_params
 from engine.server.tool_parsers import Event, TextDelta, settle
 
 __all__ = ["AnswerBuilder", "Answered", "begin_chat", "chat_request", "named_frame", "num_tokens"]
@@ -58,8 +60,15 @@ def chat_request(body: dict[str, Any]) -> ChatCompletionRequest:
         raise APIError(400, f"the request is invalid: {error}") from None
 
 
-async def begin_chat(request: Request, body: ChatCompletionRequest, request_id: str) -> ChatStream:
+async def begin_chat(
+    request: Request,
+    body: ChatCompletionRequest,
+    request_id: str,
+    names: Mapping[str, str] = MappingProxyType({}),
+) -> ChatStream:
     """Start a chat request with a single answer, and return its stream.
+
+    `names`: field of the chat completion -> the field of the request that it is made from.
 
     Raises
     ------
@@ -68,7 +77,10 @@ async def begin_chat(request: Request, body: ChatCompletionRequest, request_id: 
     """
     state = request.app.state
     isolate(request, body)
-    return ChatStream(state.client, await state.chat.prepare(body, request_id))
+    with renamed_params(names):
+        chat = await state.chat.prepare(body, request_id)
+    own = {name: names.get(field, field) for name, field in chat.names.items()}
+    return ChatStream(state.client, dataclasses.replace(chat, names={**names, **own}))
 
 
 async def num_tokens(request: Request, text: str) -> int:

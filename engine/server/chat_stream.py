@@ -8,9 +8,10 @@ reasoning and tool calls.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from engine.async_engine import EngineClient
@@ -39,7 +40,8 @@ from engine.server.protocol.chat import (
     template_messages,
     template_tools,
 )
-from engine.server.protocol.errors import APIError, failed_request
+from engine.server.protocol.common import own_names
+from engine.server.protocol.errors import APIError, failed_request, renamed_params
 from engine.server.protocol.logprobs import TokenLogprob, chat_logprobs
 from engine.server.reasoning import ReasoningReader
 from engine.server.response_template import DeclaredReaders
@@ -84,6 +86,8 @@ class ChatRequest:
         Whether to drop all tool calls after an answer's first one.
     is_declared : bool
         Whether answers are read by the checkpoint's own format, which may take time.
+    names : mapping of str to str
+        See `own_names`.
     """
 
     request_id: str
@@ -99,6 +103,7 @@ class ChatRequest:
     is_forced: bool = False
     one_call: bool = False
     is_declared: bool = False
+    names: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -157,8 +162,8 @@ class ChatService:
         sampling_defaults: SamplingDefaults | None = None,
         config: ServerConfig | None = None,
     ) -> None:
-        self._config = config
-        self._allow_special = config is not None and config.allow_special_in_content
+        self.config = config or ServerConfig()
+        self._allow_special = self.config.allow_special_in_content
         self.client = client
         template = getattr(client.tokenizer, "chat_template", None) or ""
         is_auto = tool_parser == reasoning_parser == AUTO
@@ -192,8 +197,11 @@ class ChatService:
         APIError, RequestError, TemplateError
             If it cannot be served.
         """
-        if self._config is not None:
-            check_fields(body, self._config)
+        with renamed_params(own_names(body)):
+            return await self._prepare(body, request_id)
+
+    async def _prepare(self, body: ChatCompletionRequest, request_id: str) -> ChatRequest:
+        check_fields(body, self.config)
         # Render first: if the template ignores tools, that error is the more useful one.
         prompt = await asyncio.to_thread(self.render, body)
         check_num_tokens(len(prompt["prompt_token_ids"]), "messages", self.client)
@@ -222,10 +230,9 @@ class ChatService:
         if readers is not None or self._has_special_markers(tools):
             overrides["skip_special_tokens"] = False
         params = chat_params(body, self.sampling_defaults, **overrides)
-        if self._config is not None:
-            num_tokens = len(prompt["prompt_token_ids"])
-            params = check_answer(params, num_tokens, self.client, self._config)
-        if self._config is not None and self._config.log_prompts:
+        num_tokens = len(prompt["prompt_token_ids"])
+        params = check_answer(params, num_tokens, self.client, self.config)
+        if self.config.log_prompts:
             log_prompt(request_id, prompt["prompt"])
         reader = self._reader(prompt["prompt"], continued, opening, use, structured, readers)
         return ChatRequest(
@@ -242,6 +249,7 @@ class ChatService:
             adapter=self.client.adapter_of(body.model),
             is_forced=use.mode == "named",
             one_call=use.one_call,
+            names=own_names(body),
         )
 
     def _declared_readers(self, body: ChatCompletionRequest, prompt: str) -> DeclaredReaders | None:
@@ -373,16 +381,15 @@ class ChatStream:
             timeout=request.timeout,
             lora_request=request.adapter,
         )
-        try:
-            async for output in outputs:
-                self._note(output)
-                for completion in output.outputs:
-                    if self._is_slow(completion):
-                        yield await asyncio.to_thread(self._piece, completion)
-                    else:
-                        yield self._piece(completion)
-        finally:
-            await outputs.aclose()
+        with renamed_params(request.names):
+            async with contextlib.aclosing(outputs):
+                async for output in outputs:
+                    self._note(output)
+                    for completion in output.outputs:
+                        if self._is_slow(completion):
+                            yield await asyncio.to_thread(self._piece, completion)
+                        else:
+                            yield self._piece(completion)
 
     def _is_slow(self, completion: CompletionOutput) -> bool:
         """Return whether `_piece` would hold other requests up."""

@@ -26,10 +26,7 @@ from engine.server.messages import Add, Continuation, End, Entries, Piece, decod
 
 __all__ = ["RemoteRequest", "RequestMaker", "engine_params"]
 
-_DEFAULTS = {
-    f.name: None if f.default is dataclasses.MISSING else f.default
-    for f in dataclasses.fields(SamplingParams)
-}
+_DEFAULTS = {f.name: getattr(SamplingParams(), f.name) for f in dataclasses.fields(SamplingParams)}
 _MANY_ENTRIES = 256  # number of tokens whose log-probabilities are read in another thread
 _SHORTEST_TIMEOUT = 1e-3  # seconds; for a request resumed past its deadline
 # Fields applied on the client side: stop strings, the contents of outputs, `best_of`.
@@ -340,7 +337,7 @@ def _engine_params(params: SamplingParams) -> dict[str, Any]:
     fields = {
         name: value
         for name, default in _DEFAULTS.items()
-        if name not in _OURS and (value := getattr(params, name)) != default and value != ()
+        if name not in _OURS and (value := getattr(params, name)) != default
     }
     if params.num_continuations > 1:
         fields["n"] = params.num_continuations

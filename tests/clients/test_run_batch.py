@@ -113,6 +113,17 @@ def test_embeddings_are_answered():
     assert [item["embedding"] for item in body["data"]] == [[1.0, 1.0], [2.0, 2.0]]
 
 
+def test_a_line_has_the_servers_limits():
+    chat = {"messages": [{"role": "user", "content": "x"}], "prompt_logprobs": -1}
+    many = {"prompt": [[1] * 500] * 60, "prompt_logprobs": 20}
+    lines = [_line("a", prompt="x", prompt_logprobs=-1), _line("b", CHAT, **chat)]
+    results = _results(CannedClient("yes"), [*lines, _line("c", **many)])
+    assert [result.response.status_code for result in results] == [400, 400, 400]
+    messages = [body["error"]["message"] for body in _bodies(results)]
+    assert all("max-logprobs" in message for message in messages[:2])
+    assert "log-probabilities" in messages[2]
+
+
 def test_errors_name_the_field_of_the_line():
     (result,) = _results(CannedClient("yes"), [_line("a", "/v1/embeddings", input=[])])
     assert json.loads(bytes(result.response.body))["error"]["param"] == "input"
@@ -168,7 +179,7 @@ def test_a_request_that_is_refused_has_the_servers_answer(line, status, message)
 
 
 def test_what_the_engine_refuses_has_the_servers_answer():
-    client = CannedClient("x", raises=RequestError("the prompt must have 1 to 9 tokens; got 10"))
+    client = CannedClient("x", raises=RequestError("prompt must have 1 to 9 tokens; got 10"))
     (result,) = _results(client, [_line("x")])
     assert result.response.status_code == 400
 

@@ -13,6 +13,7 @@ import pytest
 from engine import LLMEngine, SamplingParams
 from engine.errors import ContractError, EngineError, OutOfMemoryError, StepTimeoutError
 from engine.models.mock_model import MockModel
+from engine.runner.model_runner import LaunchedStep
 from engine.sampling_params import RequestOutputKind
 from tests.e2e.tiny import (
     check_drained,
@@ -340,3 +341,35 @@ def test_ten_thousand_short_requests_leak_nothing():
     assert ours < 64 << 10, [str(d) for d in grown[:5]]
     assert engine.stats().request_success == {"length": 10_000}
     assert engine.stats().generation_tokens == 20_000
+
+
+def test_a_block_that_a_failed_step_did_not_write_is_not_reused(model, monkeypatch):
+    """A step in flight commits a chunk of a request that was restarted with the same chunk."""
+    prompt = [7 * i % 90 + 5 for i in range(120)]
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    engine = make_engine(model, async_scheduling=True, debug=False)
+    launch, read = engine.runner.launch, engine.runner.read
+    count, lost = iter(range(10**6)), []
+
+    def failing_launch(output):
+        number = next(count)
+        if number == 1:
+            raise MemoryError("launch")
+        step = launch(output) if number != 2 else LaunchedStep(output)  # computes nothing
+        lost.extend([step] if number == 2 else ())
+        return step
+
+    def failing_read(step, *rest):
+        if step in lost:
+            raise MemoryError("device")
+        return read(step, *rest)
+
+    monkeypatch.setattr(engine.runner, "launch", failing_launch)
+    monkeypatch.setattr(engine.runner, "read", failing_read)
+    found = {}
+    for name in ("first", "second"):
+        engine.add_request(name, prompt, params)
+        while engine.has_unfinished_requests():
+            found.update((output.request_id, output.outputs[0]) for output in engine.step())
+    assert lost and found["second"].finish_reason == "length"
+    assert list(found["second"].token_ids) == greedy_alone(model, prompt, 8, eos=False)

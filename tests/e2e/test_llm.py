@@ -45,7 +45,7 @@ def test_prompts_may_be_ids_mappings_and_arrays(llm):
         (b"text", {}, "prompts must be .*; got bytes"),
         ({5, 6}, {}, "prompts must be .*; got set"),
         (np.array(5), {}, "prompts must be .*; got ndarray"),
-        ([[]], {}, r"prompts\[0\]: the prompt must have 1 to 255 tokens .*; got 0"),
+        ([[]], {}, r"prompts\[0\]: prompt must have 1 to 255 tokens .*; got 0"),
         ([[5], [-1]], {}, r"prompts\[1\]: prompt\[0\] must be .* \[0, 97\); got -1"),
         ([[5]], {"sampling_params": {"n": 1}}, "sampling_params must be one value, .*; got dict"),
         ([[5]], {"sampling_params": 5}, r"sampling_params must be one value, or .* \(1\); got int"),

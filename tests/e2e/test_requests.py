@@ -469,3 +469,68 @@ def test_llm_takes_priorities_and_salts(model):
     ):
         llm.generate(prompts, params, priority=[1, 2, 3])
     assert llm.get_metrics().prompt_tokens == 2 * len(LONG)
+
+
+def test_a_processor_may_refuse_what_only_a_wrong_draft_would_say(model):
+    """An error behind a draft that is not accepted ends nothing."""
+    tokens = greedy_alone(model, [5, 6, 7], 12, eos=False)
+    seen = []
+
+    def strict(ids, logits):
+        seen.append(set(ids) - set(tokens))
+        if seen[-1]:
+            raise KeyError(f"never allowed: {seen[-1]}")
+
+    params = SamplingParams(
+        temperature=0.0, max_tokens=12, ignore_eos=True, logits_processors=[strict]
+    )
+    spare = next(token for token in range(4, VOCAB) if token not in tokens)
+    config = {"proposer": lambda ids, count: [spare] * count, "num_speculative_tokens": 3}
+    found = generate(model, [5, 6, 7], params, speculative_config=config | {"adaptive": False})
+    assert found.outputs[0].finish_reason == "length"
+    assert list(found.outputs[0].token_ids) == tokens and any(seen)
+
+
+@pytest.mark.parametrize("parent", [None, "p"])
+def test_the_prompt_of_a_child_is_scored(model, parent):
+    prompt = list(range(5, 45))
+    tokens = greedy_alone(model, prompt, 8, eos=False)
+    engine = make_engine(model)
+    engine.add_request("p", prompt, SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True))
+    for _ in range(5):
+        engine.step()
+    params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, prompt_logprobs=0)
+    engine.add_request("c", [*prompt, *tokens[:2], 50], params, parent=parent)
+    entries = run(engine)["c"].prompt_logprobs
+    assert entries[0] is None and None not in entries[1:]
+
+
+def test_continuations_begin_though_the_first_was_swapped_out_with_its_prompt_in_flight():
+    model = tiny_model()
+
+    def served(num_known):
+        options = {"num_blocks": 5, "max_model_len": 80, "watermark": 0.0}
+        options |= {"max_num_batched_tokens": 64, "swap_space_gb": swap_gb(8)}
+        engine = make_engine(model, async_scheduling=True, preemption_mode="swap", **options)
+        plain = {"max_tokens": 40, "ignore_eos": True}
+        engine.add_request("a", list(range(5, 36)), SamplingParams(temperature=0.0, **plain))
+        engine.step()
+        while engine.scheduler._queues.requests["a"].num_tokens < num_known:
+            engine.step()
+        params = SamplingParams(
+            seed=1, n=2, output_kind=RequestOutputKind.DELTA, **plain | {"max_tokens": 14}
+        )
+        engine.add_request("b", list(range(40, 72)), params)
+        first, last = {}, {}
+        for step in itertools.count():
+            if not engine.has_unfinished_requests():
+                return first, last, engine.scheduler.stats().num_preemptions
+            for output in engine.step():
+                for each in output.outputs if output.request_id == "b" else ():
+                    first.setdefault(each.index, step)
+                    last[each.index] = step
+            engine.check_integrity()
+
+    results = [served(num_known) for num_known in (32, 33, 47, 48, 49)]
+    assert any(num_preemptions for *_, num_preemptions in results)
+    assert all(first[1] <= last[0] for first, last, _ in results)

@@ -136,6 +136,33 @@ def test_drafts_are_proposed_after_what_came_before(kind):
     assert engine.stats().speculation.num_draft_tokens > 0
 
 
+@pytest.mark.parametrize("extra", [{}, {"logprobs": 0}, {"stop": ["w0 w0 w0"]}], ids=str)
+@pytest.mark.parametrize("kind", RequestOutputKind)
+def test_text_goes_on_where_it_was(monkeypatch, kind, extra):
+    model = _model()
+    monkeypatch.setattr(type(model), "has_tokenizer", True)
+    monkeypatch.setitem(model.__dict__, "tokenizer", Words())
+    options = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True, "output_kind": kind}
+
+    def served(resumed=None):
+        engine = make_engine(model)
+        engine.add_request("r", PROMPT, SamplingParams(**options, **extra), resumed=resumed)
+        text = ""
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                new = output.outputs[0].text
+                text = text + new if kind is DELTA else new
+        return text
+
+    whole = served()
+    engine = make_engine(model)
+    engine.add_request("r", PROMPT, _params(temperature=0.0, max_tokens=12))
+    known = _collect(engine)[0][0][:5]
+    rest = Words().decode(known)
+    assert whole.startswith(rest)
+    assert served([known]) == (whole[len(rest) :] if kind is DELTA else whole)
+
+
 @pytest.mark.slow
 def test_a_grammar_goes_on_where_it_was():
     pytest.importorskip("llguidance", reason="needs the extra grammar")

@@ -25,6 +25,7 @@ from tests.e2e.tiny import (
     CONFIG,
     HYBRID,
     freed_pools,
+    greedy_alone,
     make_engine,
     make_llm,
     run,
@@ -556,3 +557,19 @@ def test_the_async_engine():
         await engine.close()
 
     asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_sleep_after_a_request_that_ended_early():
+    """Its next step is still in flight then: the host learns of the end a step later."""
+    model = tiny_model()
+    tokens = greedy_alone(model, [5, 6, 7], 8, eos=False)
+    stop = [token for i, token in enumerate(tokens) if token not in tokens[:i]][-1]
+    options = {"temperature": 0.0, "max_tokens": 50, "ignore_eos": True}
+    params = SamplingParams(**options, stop_token_ids=[stop])
+    with make_llm(model, async_scheduling=True) as llm:
+        for _ in range(2):
+            llm.generate([{"prompt_token_ids": [5, 6, 7]}], params)
+            assert llm.llm_engine.has_unfinished_requests()
+            llm.sleep()
+            assert not llm.llm_engine.has_unfinished_requests()
+            llm.wake_up()

@@ -20,6 +20,7 @@ from engine.llm_engine import QueueFullError
 from engine.sampling_params import RequestOutputKind, SamplingParams
 from engine.server import messages, sockets
 from engine.server.engine_client import ZmqEngineClient
+from engine.server.remote_request import _engine_params, engine_params
 from engine.tasks.embeddings import embed
 from tests.e2e.tiny import VOCAB, Words, check_drained, make_engine, make_llm, tiny_model
 from tests.server.loops import TOKEN, collected, connected, eventually, run, served
@@ -82,6 +83,23 @@ def _joined(outputs):
 
 def _without_ids(outputs):
     return [dataclasses.replace(o, request_id="", num_cached_tokens=0) for o in outputs]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"dry_sequence_breakers": []},
+        {"dry_sequence_breakers": ["x"], "dry_multiplier": 2.0, "seed": -5},
+        {"stop_token_ids": [3], "bad_words": ["a"], "logit_bias": {4: 1.0}, "min_tokens": 2},
+        {"allowed_token_ids": [1, 2], "structured": {"regex": "a+"}, "prompt_logprobs": 0},
+    ],
+)
+def test_parameters_arrive_as_they_are(given):
+    """Also where an empty sequence is given and the default is not empty."""
+    sent = SamplingParams(**given)
+    got = engine_params(_engine_params(sent), is_final_only=True)
+    for name in given:
+        assert getattr(got, name) == getattr(sent, name)
 
 
 @pytest.mark.parametrize("transport", ["ipc", "tcp"])

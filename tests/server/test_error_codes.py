@@ -110,6 +110,11 @@ def test_a_conversation_longer_than_the_context_can_be_tokenized(http):
 
 # ---- the field
 
+BOGUS = {
+    "type": "json_schema",
+    "json_schema": {"name": "x", "schema": {"type": "bogus"}},
+}
+
 
 @pytest.mark.parametrize(
     "path, fields, param",
@@ -122,6 +127,34 @@ def test_a_conversation_longer_than_the_context_can_be_tokenized(http):
         ("/v1/chat/completions", {"messages": []}, "messages"),
         ("/v1/chat/completions", {"messages": [{"role": "x"}]}, "messages[0].role"),
         ("/v1/chat/completions", {}, "messages"),
+        (
+            "/v1/chat/completions",
+            {"messages": USER, "max_completion_tokens": 0},
+            "max_completion_tokens",
+        ),
+        ("/v1/chat/completions", {"messages": USER, "response_format": BOGUS}, "response_format"),
+        ("/v1/chat/completions", {"messages": USER, "logit_bias": {"9999999999": 1}}, "logit_bias"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "assistant", "function_call": {}}]},
+            "messages",
+        ),
+        ("/v1/completions", {"prompt": ""}, "prompt"),
+        ("/v1/completions", {"prompt": "a", "response_format": BOGUS}, "response_format"),
+        ("/v1/completions", {"prompt": "a", "guided_json": {"type": "bogus"}}, "guided_json"),
+        ("/v1/completions", {"prompt": "a", "guided_grammar": "x"}, "guided_grammar"),
+        ("/v1/completions", {"prompt": "a", "guided_regex": ""}, "guided_regex"),
+        ("/v1/completions", {"prompt": "a", "guided_choice": []}, "guided_choice"),
+        (
+            "/v1/completions",
+            {"prompt": "a", "structured_outputs": {"regex": ""}},
+            "structured_outputs",
+        ),
+        (
+            "/v1/completions",
+            {"prompt": "a", "guided_regex": "a", "response_format": BOGUS},
+            "response_format",
+        ),
         ("/v1/completions", {"prompt": "a", "logprobs": 99}, "logprobs"),
         ("/v1/completions", {"prompt": []}, "prompt"),
         ("/v1/completions", {"prompt": [10**9]}, "prompt"),
@@ -135,6 +168,16 @@ def test_a_conversation_longer_than_the_context_can_be_tokenized(http):
         ("/v1/responses", {"input": "a", "truncation": "auto"}, "truncation"),
         ("/v1/responses", {"input": "a", "reasoning": {"effort": "low"}}, "reasoning.effort"),
         ("/v1/responses", {"input": "a", "tools": [{"type": "x"}]}, "tools"),
+        (
+            "/v1/responses",
+            {
+                "input": "a",
+                "text": {
+                    "format": {"type": "json_schema", "name": "x", "schema": {"type": "bogus"}}
+                },
+            },
+            "text.format",
+        ),
     ],
 )
 def test_param_names_the_field_of_the_request(http, path, fields, param):

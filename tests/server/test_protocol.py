@@ -31,7 +31,12 @@ from engine.server.protocol.completion import (
     prompts_of,
 )
 from engine.server.protocol.errors import APIError, api_error, error_body
-from engine.server.protocol.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
+from engine.server.protocol.logprobs import (
+    chat_logprobs,
+    completion_logprobs,
+    prompt_logprobs,
+    trimmed,
+)
 from engine.server.protocol.tools import selected_tools, tools_schema
 from engine.server.tool_parsers import Function
 
@@ -136,8 +141,20 @@ def test_fields_with_other_shapes_reach_the_sampling():
 def test_echo_with_logprobs_asks_for_those_of_the_prompt():
     params = completion_params(_completion(echo=True, logprobs=2, max_tokens=0), NONE)
     assert (params.prompt_logprobs, params.logprobs, params.max_tokens) == (2, 2, 1)
+    for given, wanted in ((0, 2), (1, 2), (5, 5), (-1, -1)):
+        body = _completion(echo=True, logprobs=2, prompt_logprobs=given)
+        assert completion_params(body, NONE).prompt_logprobs == wanted
     with pytest.raises(RequestError, match="max_tokens"):
         completion_params(_completion(max_tokens=0), NONE)
+
+
+def test_entries_are_trimmed_to_the_top_tokens_and_the_actual_one():
+    tops = {7: Logprob(-1.0, 1), 8: Logprob(-2.0, 2), 9: Logprob(-3.0, 3)}
+    entries = [None, tops, tops, tops | {4: Logprob(-9.0, 40)}]
+    for count, wanted in ((2, [{7, 8}, {7, 8, 9}, {7, 8, 4}]), (0, [{7}, {9}, {4}])):
+        found = trimmed([1, 7, 9, 4], entries, count)
+        assert [set(entry) for entry in found[1:]] == wanted and found[0] is None
+    assert trimmed([1, 7, 9, 4], entries, -1) is entries
 
 
 def test_the_models_defaults_apply_where_nothing_is_given():

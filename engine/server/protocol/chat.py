@@ -283,7 +283,8 @@ def _template_message(message: ChatMessage, where: str) -> dict[str, Any]:
         parts = enumerate(message.content)
         found["content"] = [_template_part(p, f"{where}.content[{i}]") for i, p in parts]
     if is_given(message.function_call):
-        raise APIError(400, f"{where}.function_call is not supported, use tool_calls")
+        why = f"{where}.function_call is not supported, use tool_calls"
+        raise APIError(400, why, param="messages")
     if message.name is not None:
         found["name"] = message.name
     if message.tool_call_id is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import re
 import typing
@@ -16,6 +17,7 @@ from engine.errors import RequestError, did_you_mean
 from engine.sampling_params import RequestOutputKind, SamplingDefaults, SamplingParams
 from engine.server.protocol.errors import APIError
 from engine.server.protocol.unknown_fields import field_names, structs_in, without_unknown
+from engine.structured.spec import StructuredOutput
 
 __all__ = [
     "NOT_GIVEN",
@@ -28,6 +30,7 @@ __all__ = [
     "decode_body",
     "is_given",
     "only_output",
+    "own_names",
     "refuse_fields",
     "sampling_options",
     "sampling_params",
@@ -190,6 +193,8 @@ _SAMPLING_NAMES = (
 )  # fmt: skip
 _GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice",
            "guided_grammar": "grammar"}  # fmt: skip
+# Names of a structure in errors of the engine.
+_STRUCTURED = ("structured", *(f.name for f in dataclasses.fields(StructuredOutput)))
 
 
 # ---- decoding
@@ -415,8 +420,25 @@ def structured_options(body: SamplingFields) -> dict[str, Any] | None:
         found["response_format"] = _format_options(body.response_format)
     if len(found) > 1:
         names = " and ".join(found)
-        raise APIError(400, f"only one structured output can be given; got {names}")
+        message = f"only one structured output can be given; got {names}"
+        raise APIError(400, message, param=list(found)[1])
     return next(iter(found.values()), None)
+
+
+def own_names(body: SamplingFields) -> dict[str, str]:
+    """Return the request's name of each field that errors of the engine name otherwise."""
+    names: dict[str, str] = {}
+    has_format = body.response_format is not None and body.response_format.type != "text"
+    given = {
+        **{name: getattr(body, name) is not None for name in (*_GUIDED, "structured_outputs")},
+        "response_format": has_format,
+        "tools": bool(getattr(body, "tools", None)),
+    }
+    if asked := next((name for name, is_given in given.items() if is_given), None):
+        names = dict.fromkeys(_STRUCTURED, asked)
+    if getattr(body, "max_completion_tokens", None) is not None:
+        names["max_tokens"] = "max_completion_tokens"
+    return names
 
 
 def only_output(outputs: StructuredOutputs) -> dict[str, Any]:

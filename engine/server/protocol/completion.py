@@ -118,8 +118,8 @@ def completion_params(body: CompletionRequest, defaults: SamplingDefaults) -> Sa
         message = f"logprobs must be a whole number in [0, {MAX_LOGPROBS}]; got {body.logprobs}"
         raise APIError(400, message, param="logprobs")
     prompt_logprobs = body.prompt_logprobs
-    if body.echo and body.logprobs is not None and prompt_logprobs is None:
-        prompt_logprobs = body.logprobs
+    if body.echo and body.logprobs is not None and prompt_logprobs != -1:  # -1: all tokens
+        prompt_logprobs = max(body.logprobs, prompt_logprobs or 0)
     max_tokens = 1 if body.echo and body.max_tokens == 0 else body.max_tokens
     own = {name: value for name, value in defaults.values.items() if name != "max_tokens"}
     return sampling_params(

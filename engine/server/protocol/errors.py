@@ -48,7 +48,7 @@ _CODES = {
 }
 _ANTHROPIC_TYPES = {500: "api_error", 503: "overloaded_error"}
 _ANTHROPIC_STATUS = {503: 529}
-_NAMED = re.compile(r"(?:prompts\[\d+\]: )?([a-z][a-z_0-9]*)(?:\[|\.| must| needs)")
+_NAMED = re.compile(r"(?:prompts\[\d+\]: )?(structured(?=:)|[a-z][a-z_0-9]*(?=\[|\.| must| needs))")
 MAX_MESSAGE_CHARS = 2000
 
 

@@ -19,6 +19,7 @@ __all__ = [
     "chat_logprobs",
     "completion_logprobs",
     "prompt_logprobs",
+    "trimmed",
 ]
 
 _LEAST = -9999.0  # lowest log-probability sent: JSON has no -inf
@@ -124,6 +125,21 @@ def completion_logprobs(
                 key = f"token_id:{i}"  # tokens may have equal texts, such as parts of characters
             top[key] = max(e.logprob, _LEAST)
         found.top_logprobs.append(top)
+    return found
+
+
+def trimmed(
+    token_ids: Sequence[int], entries: Sequence[Entry | None], num_top: int
+) -> Sequence[Entry | None]:
+    """Return entries with at most `num_top` top tokens each, besides the actual one; -1: all."""
+    if num_top < 0:
+        return entries
+    found: list[Entry | None] = []
+    for token_id, entry in zip(token_ids, entries, strict=False):
+        if entry is not None and len(entry) > num_top:
+            top = dict(itertools.islice(entry.items(), num_top))  # the top tokens come first
+            entry = top | {token_id: entry[token_id]}
+        found.append(entry)
     return found
 
 

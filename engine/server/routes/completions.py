@@ -31,7 +31,7 @@ from engine.server.field_limits import (
 from engine.server.limits import check_model, read_struct
 from engine.server.openapi import Endpoint
 from engine.server.prompt_log import log_prompt
-from engine.server.protocol.common import Usage, usage_options
+from engine.server.protocol.common import Usage, own_names, usage_options
 from engine.server.protocol.completion import (
     CompletionChoice,
     CompletionChunks,
@@ -40,8 +40,8 @@ from engine.server.protocol.completion import (
     completion_params,
     prompts_of,
 )
-from engine.server.protocol.errors import APIError, failed_request
-from engine.server.protocol.logprobs import prompt_logprobs
+from engine.server.protocol.errors import APIError, failed_request, renamed_params
+from engine.server.protocol.logprobs import prompt_logprobs, trimmed
 from engine.server.server_config import ServerConfig
 from engine.server.sse import EventStream, all_or_none, unless_disconnected
 
@@ -70,7 +70,6 @@ async def create_completion(request: Request) -> Response:
     body = await read_struct(request, CompletionRequest)
     state = request.app.state
     model = check_model(body.model, request)
-    check_fields(body, state.config)
     isolate(request, body)
     defaults = state.chat.sampling_defaults
     job = await prepare_completion(state.client, body, model, defaults, state.config)
@@ -113,11 +112,11 @@ class CompletionJob:
         """Whether the answer may be large for its text, so that threads build it."""
         return self.params.logprobs is not None or self.params.prompt_logprobs is not None
 
-    def outputs(self, index: int) -> AsyncGenerator[RequestOutput, None]:
+    async def outputs(self, index: int) -> AsyncGenerator[RequestOutput, None]:
         """Yield the engine's outputs for prompt `index`."""
         body = self.body
         request_id = self.request_id if len(self.prompts) == 1 else f"{self.request_id}-{index}"
-        return self.client.generate(
+        outputs = self.client.generate(
             self.prompts[index],
             self.params,
             request_id=request_id,
@@ -126,6 +125,10 @@ class CompletionJob:
             timeout=body.timeout,
             lora_request=self.client.adapter_of(self.model),
         )
+        with renamed_params(own_names(body)):
+            async with contextlib.aclosing(outputs):
+                async for output in outputs:
+                    yield output
 
 
 async def prepare_completion(
@@ -133,27 +136,24 @@ async def prepare_completion(
     body: CompletionRequest,
     model: str,
     defaults: SamplingDefaults,
-    config: ServerConfig | None = None,
+    config: ServerConfig,
 ) -> CompletionJob:
     """Validate a request without sending anything to the engine.
-
-    Without `config`, the answer's size is not limited.
 
     Raises
     ------
     APIError, RequestError
         If the request cannot be served.
     """
-    params = completion_params(body, defaults)
-    prompts: list[Any] = prompts_of(body.prompt, config.max_prompts if config else 1024)
+    check_fields(body, config)
+    with renamed_params(own_names(body)):
+        params = completion_params(body, defaults)
+    prompts: list[Any] = prompts_of(body.prompt, config.max_prompts)
     is_text = isinstance(prompts[0], str)
-    is_counted = config is not None and (
-        params.prompt_logprobs is not None or bool(body.return_token_ids)
-    )
+    is_counted = params.prompt_logprobs is not None or bool(body.return_token_ids)
     if is_text and (body.add_special_tokens is False or (is_counted and client.tokenizer)):
         prompts = await _encoded(client, prompts, with_special=body.add_special_tokens is not False)
-    if config is not None:
-        params = await _limited(client, body, prompts, params, config)
+    params = await _limited(client, body, prompts, params, config)
     request_id = f"cmpl-{secrets.token_hex(16)}"
     return CompletionJob(client, body, request_id, model, int(time.time()), prompts, params)
 
@@ -287,7 +287,8 @@ class _ChoiceWriter:
             text = self._prompt_text(output)
             if self._has_logprobs:
                 ids = output.prompt_token_ids
-                continuation.add_prompt(text, ids, self._prompt_logprobs or ())
+                entries = trimmed(ids, self._prompt_logprobs or (), job.body.logprobs or 0)
+                continuation.add_prompt(text, ids, entries)
         if not self.hides_output:
             text += completion.text
             if self._has_logprobs and completion.logprobs is not None:
@@ -295,7 +296,10 @@ class _ChoiceWriter:
         logprobs = None
         if self._has_logprobs:
             logprobs = continuation.take(len(text), is_last=reason is not None)
-        shown = self._prompt_logprobs if is_first and job.body.prompt_logprobs is not None else None
+        shown = None
+        num_prompt = job.body.prompt_logprobs
+        if is_first and num_prompt is not None and self._prompt_logprobs is not None:
+            shown = trimmed(output.prompt_token_ids, self._prompt_logprobs, num_prompt)
         choice = CompletionChoice(
             self.index(completion),
             text,

@@ -75,16 +75,14 @@ async def create_embeddings(request: Request) -> Response:
     body = await read_struct(request, EmbeddingRequest)
     state = request.app.state
     model = check_model(body.model, request, takes_adapters=False)
-    prompts = prompts_of(body.input, state.config.max_prompts, "input")
-    _check_size(len(prompts), state.client.model_info.hidden_size, state.config)
-    work = embed(state.client, body, prompts, model)
+    work = embed(state.client, body, model, state.config)
     answer = await unless_disconnected(request.receive, work)
     data = await asyncio.to_thread(msgspec.json.encode, answer)
     return Response(data, media_type="application/json")
 
 
 async def embed(
-    client: Any, body: EmbeddingRequest, prompts: list[Any], model: str
+    client: Any, body: EmbeddingRequest, model: str, config: ServerConfig
 ) -> EmbeddingResponse:
     """Compute the response to a request.
 
@@ -93,7 +91,9 @@ async def embed(
     APIError, RequestError
         If `dimensions` is not the model's, or an input cannot be served.
     """
+    prompts = prompts_of(body.input, config.max_prompts, "input")
     size = client.model_info.hidden_size
+    _check_size(len(prompts), size, config)
     if body.dimensions is not None and body.dimensions != size:
         message = f"dimensions must be {size}, the model's; got {body.dimensions}"
         raise APIError(400, message, param="dimensions")

@@ -17,7 +17,7 @@ from engine.server.agent_stream import Answered, begin_chat, chat_request, named
 from engine.server.event_log import EventLog
 from engine.server.limits import check_model, decoded, read_struct
 from engine.server.openapi import Endpoint
-from engine.server.protocol.errors import APIError, api_error, renamed_params
+from engine.server.protocol.errors import APIError, api_error
 from engine.server.protocol.response_items import ItemPage, ItemQuery, page_of
 from engine.server.protocol.responses import ResponsesRequest, own_items, to_chat
 from engine.server.protocol.responses_events import ResponseBuilder, ResponseObject
@@ -117,8 +117,7 @@ async def create_response(request: Request) -> Response:
     chat = chat_request(to_chat(body, earlier, can_store=store.is_enabled))
     is_stored = store.is_enabled and body.store is not False
     builder = ResponseBuilder(body, model, is_stored=is_stored)
-    with renamed_params(_FIELDS):
-        stream = await begin_chat(request, chat, builder.response["id"])
+    stream = await begin_chat(request, chat, builder.response["id"], _FIELDS)
     keep = _Keeper(request, body, builder, previous) if is_stored else None
     answer = _Answer(request, Answered(stream), builder, keep)
     if body.background:
