@@ -150,10 +150,15 @@ class BlockManager:
             self._use_prefix(request, found, new)
         return True
 
-    def grow(self, request: Request, num_tokens: int) -> bool:
+    def lacks_block(self, request: Request) -> bool:
+        """Tell whether the next token of `request` needs a block, or may need a copy of one."""
+        num_slots = len(request.block_table) * self.block_size
+        return request.shares_last_block or request.num_computed_tokens >= num_slots
+
+    def grow(self, request: Request, num_tokens: int, *, spare: int = 0) -> bool:
         """Grow the table of `request` to hold `num_tokens`, and make its next slot writable.
 
-        Returns False, and changes nothing, if too few blocks are available.
+        Returns False, and changes nothing, if it would leave fewer than `spare` blocks available.
         """
         table = request.block_table
         if not request.shares_last_block and num_tokens <= len(table) * self.block_size:
@@ -162,7 +167,8 @@ class BlockManager:
         index = request.num_computed_tokens // self.block_size  # the block to write next
         is_continued = request.shares_last_block and index < len(table)
         is_copied = is_continued and self._is_shared(table[index])
-        if num_new + is_copied > self.num_available:
+        num_taken = num_new + is_copied
+        if num_taken and num_taken + spare > self.num_available:
             return False
         if is_copied:
             self._copy_on_write(table, index)

@@ -15,6 +15,7 @@ A step computes one token per decoding request, or more if drafts of its next to
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 
@@ -423,7 +424,7 @@ class Scheduler:
                 continue  # the budget is spent
             later = len(requests) - index - 1
             drafts = fitting_drafts(request, num_new, output, config, reserved=later)
-            if drafts and self._has_room_for(request, len(drafts)):
+            if drafts and self._has_room_for(len(drafts), requests, index):
                 self._add_chunk(request, output, num_new, drafts)
             elif self._make_room(request, output):
                 self._add_chunk(request, output, num_new)
@@ -494,9 +495,17 @@ class Scheduler:
             output.state_access.append(self._states.access(request, start, num_new))
         add_chunk(request, output, num_new, drafts)
 
-    def _has_room_for(self, request: Request, num_drafts: int) -> bool:
-        """Allocate the blocks and state slots of drafts; False if there are too few."""
-        return self.blocks.grow(request, request.num_tokens + num_drafts) and (
+    def _has_room_for(self, num_drafts: int, requests: Sequence[Request], index: int) -> bool:
+        """Allocate the blocks and state slots of drafts of a request; False if there are too few.
+
+        Blocks that later requests need for their next token are left to them.
+        """
+        request = requests[index]
+        spare = 0
+        if self.blocks.num_available < len(requests) + num_drafts:  # else there are enough
+            later = itertools.islice(requests, index + 1, None)
+            spare = sum(self.blocks.lacks_block(each) for each in later)
+        return self.blocks.grow(request, request.num_tokens + num_drafts, spare=spare) and (
             self._states is None or self._states.reserve_drafts(request, num_drafts)
         )
 

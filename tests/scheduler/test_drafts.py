@@ -187,6 +187,22 @@ def test_drafts_preempt_no_request():
     scheduler.commit(output, mock.run(output))
 
 
+@pytest.mark.parametrize("num_drafts", [0, 8])
+def test_drafts_leave_the_last_block_to_a_request_that_needs_it(num_drafts):
+    """Of three blocks, one is free when the second request is at the end of its own."""
+    scheduler, mock = make_scheduler(num_blocks=3, prefix_caching=False, watermark=0.0)
+    first = make_request("a", [1] * 8, max_tokens=8)
+    second = make_request("b", [2] * 16, max_tokens=5)
+    decoding(scheduler, mock, first, second)
+    while scheduler.has_unfinished_requests():
+        for request in (first, second):
+            if num_drafts and not request.is_finished:
+                scheduler.propose(request, [9] * num_drafts)
+        output = scheduler.schedule()
+        scheduler.commit(output, mock.run(output))
+    assert scheduler.stats().num_preemptions == 0
+
+
 def test_decodes_of_the_most_frequent_length_come_first():
     scheduler, mock = make_scheduler()
     requests = [make_request(name, [1, 2, 3], max_tokens=30) for name in "abcde"]
