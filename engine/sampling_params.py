@@ -285,7 +285,7 @@ class SamplingParams:
         if self.seed == -1:
             self._set("seed", None)
         elif self.seed is not None:
-            self._set("seed", self.seed & 2**63 - 1)  # of 63 bits, as the engine's
+            self._set("seed", self.seed & 2**63 - 1)  # The engine's seeds have 63 bits.
         for name in _FLAGS:
             value = getattr(self, name)
             if not isinstance(value, bool):

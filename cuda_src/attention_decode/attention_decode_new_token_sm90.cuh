@@ -146,8 +146,8 @@ __device__ __forceinline__ int new_key_of(const Cta& cta, const WorkTile& work) 
 }
 
 // The new-token warps. As buffers become free, they compute the rows of successive work tiles for
-// the consumer warps; they load what they can before they wait. At the end they store key and value
-// of sequences without keys if the slot is in the pages.
+// the consumer warps; they load what they can before they wait. At the end they store the key and
+// value of each sequence without keys whose slot is in the pages.
 struct NewTokenProducer {
   const Cta& cta;
 

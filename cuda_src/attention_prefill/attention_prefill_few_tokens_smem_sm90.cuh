@@ -20,7 +20,7 @@ static_assert(kValueDim % kColumns == 0 && kMaxThreads <= 512, "128 registers");
 constexpr int kChunks = (kHeadDim + 63) / 64;  // chunks of 64 columns (128 bytes)
 constexpr int kQChunk = kRows * 128, kQBytes = kChunks * kQChunk;
 constexpr int kKeyChunk = kKeys * 128, kKeyBytes = kChunks * kKeyChunk;
-constexpr int kMaxStages = kScoreWarps;  // of K, and of V
+constexpr int kMaxStages = kScoreWarps;  // stages of K, and as many of V
 
 // P of a key tile as operands A, then each lane's sums and factors, then the rows' bases.
 constexpr int kProbStages = 8;

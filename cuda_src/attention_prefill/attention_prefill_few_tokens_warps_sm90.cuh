@@ -21,7 +21,7 @@ struct Cta {
   const WorkTile& tile;
   int num_tiles;
   int new_tile;  // key tiles from this one on may hold keys that the preceding kernel writes
-  int stages;    // of K, and of V
+  int stages;    // stages of K, and as many of V
   int first_column, value_columns;  // the CTA's columns of V
   int value_chunk;                  // columns that a TMA box of V has: 32 or 64
   int value_bytes;                  // bytes of a stage of V
@@ -53,11 +53,11 @@ class Boxes {
     return now_++ == turn_ ? box_ : -1;
   }
 
-  int row = 0;  // of that box in the tensor map
+  int row = 0;  // first row of that box in the tensor map
 
  private:
   const Cta& cta_;
-  int tiles_;  // that 32 lanes have boxes for
+  int tiles_;  // tiles whose boxes 32 lanes have
   int turn_, box_, t_, now_, next_;
 
   __device__ __forceinline__ int row_of_tile() const {
@@ -255,8 +255,8 @@ class ScoreWarp {
   }
 };
 
-// A value warp: O of kColumns columns, over all tiles. It loads a tile's operands into registers
-// that the products of the tile before have read.
+// A value warp: O of kColumns columns, over all tiles. Once the products of a tile have read their
+// operands, it loads those of the next tile into the same registers.
 class ValueWarp {
  public:
   __device__ __forceinline__ ValueWarp(const Cta& cta, int warp_idx)
@@ -270,7 +270,7 @@ class ValueWarp {
     const int chunk = column / cta.value_chunk, rest = column - chunk * cta.value_chunk;
 #pragma unroll
     for (int d = 0; d < kColumns / 16; ++d) {
-      const int word = rest / 8 + 2 * d + lane_idx_ / 16;  // of 16 bytes
+      const int word = rest / 8 + 2 * d + lane_idx_ / 16;  // in words of 16 bytes
       offsets_[d] = (chunk * kKeys + row) * pitch_ + (word ^ swizzle) * 16;
     }
   }
@@ -364,7 +364,8 @@ class ValueWarp {
       }
   }
 
-  // O += P V of tile t, which is in registers; with kHasNext it loads the next tile.
+  // Adds P V of tile t, whose operands are in registers, to O. With kHasNext it also loads the
+  // operands of tile t + 1.
   template <bool kHasNext>
   __device__ __forceinline__ void multiply(int t) {
     Ring next_values = values_, next_probs = probs_;

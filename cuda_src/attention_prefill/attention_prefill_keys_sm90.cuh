@@ -26,8 +26,8 @@ __device__ __forceinline__ KeyTileRange key_tile_range(const Problem& problem, c
   return range;
 }
 
-// First tensor-map row of box `box` of key tile n. A box without keys starts so far out of bounds
-// that the copy yields zeros.
+// First tensor-map row of box `box` of key tile n. A box without keys starts far out of bounds: the
+// copy yields zeros.
 template <int kKeys>
 __device__ __forceinline__ int key_box_row(const Problem& problem, const WorkTile& tile, int n,
                                            int box) {

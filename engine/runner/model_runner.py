@@ -468,7 +468,8 @@ class ModelRunner:
             processors = request.spec.params.logits_processors or ()
             output_ids = request.output_token_ids
             path = inputs.paths[index] if inputs.paths is not None else ()
-            why = apply_processors(processors, [*output_ids, *path], logits[index])
+            given = [*output_ids, *path] if path else output_ids
+            why = apply_processors(processors, given, logits[index])
             if why and path:
                 step.failed_rows[index] = why
             elif why:

@@ -443,7 +443,7 @@ class Scheduler:
         adapters = self._running_adapters()
         while len(queues.waiting) and len(queues.running) < config.max_num_seqs:
             request = self._next_waiting()
-            # A step in flight would commit its chunk to the blocks that a restarted one gets now.
+            # A restarted request would get other blocks than its step in flight writes.
             is_held = request.num_pending_tokens or self._is_in_flight(request)
             if is_held or not chunk_size(request, output, config):
                 break
@@ -504,7 +504,8 @@ class Scheduler:
         spare = 0
         if self.blocks.num_available < len(requests) + num_drafts:  # else there are enough
             later = itertools.islice(requests, index + 1, None)
-            spare = sum(self.blocks.lacks_block(each) for each in later)
+            running = (each for each in later if each.status is _RUNNING)
+            spare = sum(map(self.blocks.lacks_block, running))
         return self.blocks.grow(request, request.num_tokens + num_drafts, spare=spare) and (
             self._states is None or self._states.reserve_drafts(request, num_drafts)
         )

@@ -150,7 +150,8 @@ class ChatService:
     sampling_defaults : SamplingDefaults, optional
         If omitted, the model's.
     config : ServerConfig, optional
-        Request limits, whether to log prompts, and whether control tokens in contents are read.
+        Request limits, whether to log prompts, and whether control tokens in contents are read; by
+        default the server's defaults.
     """
 
     def __init__(

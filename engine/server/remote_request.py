@@ -26,7 +26,7 @@ from engine.server.messages import Add, Continuation, End, Entries, Piece, decod
 
 __all__ = ["RemoteRequest", "RequestMaker", "engine_params"]
 
-_DEFAULTS = {f.name: getattr(SamplingParams(), f.name) for f in dataclasses.fields(SamplingParams)}
+_DEFAULTS = dict(vars(SamplingParams()))
 _MANY_ENTRIES = 256  # number of tokens whose log-probabilities are read in another thread
 _SHORTEST_TIMEOUT = 1e-3  # seconds; for a request resumed past its deadline
 # Fields applied on the client side: stop strings, the contents of outputs, `best_of`.
