@@ -92,7 +92,10 @@ __device__ __forceinline__ void prefill(const AttentionPrefillFewTokensSm90Param
   __syncthreads();
   if (!p.is_early) pdl_wait();
   WorkTile tile;
-  if (!find_work_tile<kKeys>(problem, blockIdx.y, tile)) return;
+  if (!find_work_tile<kKeys>(problem, blockIdx.y, tile)) {
+    pdl_wait();  // a later kernel may count on it
+    return;
+  }
   const int new_tile = p.causal ? ::max(tile.last_key_of_first_token, 0) / kKeys : 0;
   const int first_column = blockIdx.x * p.value_columns;
   const Cta cta{smem,          problem,    tile,         tile.end - tile.begin,

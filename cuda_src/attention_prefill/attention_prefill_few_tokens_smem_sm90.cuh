@@ -53,8 +53,12 @@ struct Ring {
   unsigned phase;
 
   __device__ __forceinline__ explicit Ring(unsigned phase) : phase(phase) {}
+  // steps <= stages
   __device__ __forceinline__ void advance(int stages, int steps) {
-    for (stage += steps; stage >= stages; stage -= stages) phase ^= 1;
+    stage += steps;
+    if (stage < stages) return;
+    stage -= stages;
+    phase ^= 1;
   }
 };
 

@@ -91,6 +91,7 @@ __device__ __forceinline__ void load_queries_and_keys(const Cta& cta, int warp_i
     const unsigned full = smem.k_full + 8 * of_warp;
     if (cta.tile.end - 1 - t >= cta.new_tile) pdl_wait();
     mbarrier_wait_to_overwrite(smem.k_empty + 8 * ring.stage, ring.phase);
+    __syncwarp();
     if (lane_idx == 0) mbarrier_arrive_expect_tx(full, kKeyBytes);
     if (box >= 0) {
       const unsigned to = smem.k + ring.stage * kKeyBytes + box * problem.box_keys * 128;
@@ -118,6 +119,7 @@ __device__ __forceinline__ void load_values(const Cta& cta, int warp_idx, const 
     const unsigned full = smem.v_full + 8 * ring.stage;
     if (cta.tile.end - 1 - t >= cta.new_tile) pdl_wait();
     mbarrier_wait_to_overwrite(smem.v_empty + 8 * ring.stage, ring.phase);
+    __syncwarp();
     if (lane_idx == 0) mbarrier_arrive_expect_tx(full, cta.value_bytes);
     if (box >= 0) {
       unsigned to = smem.v + ring.stage * cta.value_bytes + box * problem.box_keys * pitch;
@@ -146,11 +148,10 @@ class ScoreWarp {
     int seen = 0;
     OnlineSoftmax<kKeys> softmax;
     mbarrier_wait(smem_.q_full, 0);
-    int stage = warp_idx;
+    const int stage = warp_idx % cta_.stages;  // kScoreWarps is a multiple of stages
     unsigned phase = 0;
     for (int t = warp_idx; t < cta_.num_tiles; t += kScoreWarps) {
       const int n = cta_.tile.end - 1 - t;
-      while (stage >= cta_.stages) stage -= cta_.stages;
       float s[kKeys / 2];
       mbarrier_wait(smem_.k_full + 8 * warp_idx, phase);
       multiply_qk(s, smem_.k + stage * kKeyBytes);
@@ -182,7 +183,6 @@ class ScoreWarp {
 #pragma unroll
       for (int i = 0; i < 2; ++i) tops[i] = fmaxf(tops[i], top[i]);
       seen = t + 1;
-      stage += kScoreWarps;
       phase ^= 1;
     }
   }
@@ -344,12 +344,19 @@ class ValueWarp {
     mbarrier_wait(smem_.prob_full + 8 * probs.stage, probs.phase);
   }
 
+  // Tile t's V and P are in registers.
+  __device__ __forceinline__ void release(int t) const {
+    mbarrier_arrive(smem_.v_empty + 8 * values_.stage);
+    mbarrier_arrive(smem_.prob_used + 8 * TilePlace(t).index);
+  }
+
   // Loads the operands of tile 0, whose V may have a tail.
   __device__ __forceinline__ void load_first() {
     wait(values_, probs_);
 #pragma unroll
     for (int j = 0; j < kKeys / 16; ++j) load(j, values_at(values_), probs_at(probs_));
     load_factors(probs_at(probs_));
+    release(0);
     const int valid = cta_.tile.num_keys - (cta_.tile.end - 1) * kKeys;
     if (valid >= kKeys) return;
     // P is 0 from there on, but 0 * NaN would reach the sum.
@@ -389,10 +396,9 @@ class ValueWarp {
     }
     if constexpr (kHasNext) {
       load_factors(probs_at(next_probs));
-      mbarrier_arrive(smem_.v_empty + 8 * values_.stage);
-      mbarrier_arrive(smem_.prob_used + 8 * TilePlace(t).index);
       values_ = next_values;
       probs_ = next_probs;
+      release(t + 1);
     }
   }
 };
