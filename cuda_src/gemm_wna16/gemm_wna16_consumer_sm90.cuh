@@ -6,7 +6,7 @@
 
 #include "common/pipeline_state.cuh"
 #include "gemm_wna16/gemm_wna16_epilogue_sm90.cuh"
-#include "common/weight_fragments_sm90.cuh"
+#include "common/weight_fragments.cuh"
 #include "common/wgmma_weights.cuh"
 
 using Sums = float[kMmaTiles][kTokens / 2];

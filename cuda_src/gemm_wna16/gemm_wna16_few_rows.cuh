@@ -7,9 +7,15 @@
 
 #include "common/weight_product.cuh"
 #include "gemm_wna16/gemm_wna16_few_rows_loader.cuh"
+#include "gemm_wna16/gemm_wna16_few_rows_rounded.cuh"
 #include "gemm_wna16/gemm_wna16_few_rows_x.cuh"
 
 #if ENGINE_DTYPE != 0
+
+template <typename Shape, bool kRounds>
+struct ProductOf : StageProduct<Shape> {};
+template <typename Shape>
+struct ProductOf<Shape, true> : RoundedProduct<Shape> {};
 
 // Epilogue operands of an element of out.
 struct OutputOperands {
@@ -165,7 +171,7 @@ __device__ __forceinline__ void few_rows(const FewRowsParams& p) {
 #pragma unroll 1
   for (int work_tile = b.first_work_tile(); work_tile < p.num_work_tiles;
        work_tile += b.work_tile_step()) {
-    StageProduct<Shape> product;
+    ProductOf<Shape, kRoundsWeights> product;
     product.clear();
     uint32_t x_at[kTokenTiles];
 #pragma unroll
@@ -175,7 +181,12 @@ __device__ __forceinline__ void few_rows(const FewRowsParams& p) {
     for (int stage = b.stage_begin; stage < b.stage_end; ++stage) {
       wait_for_oldest(p.num_stages);
       __syncwarp();  // SAFETY: the lanes see each other's copies.
-      product.multiply(stage_at, x_sums, x_at, b.lane_idx);
+      if constexpr (kRoundsWeights) {
+        const int first = stage * kStageTiles;
+        product.multiply(stage_at, b.tile_begin - first, b.tile_end - first, x_at, b.lane_idx);
+      } else {
+        product.multiply(stage_at, x_sums, x_at, b.lane_idx);
+      }
 #pragma unroll
       for (int i = 0; i < kTokenTiles; ++i) x_at[i] += kStageColumns * 2;
       x_sums += kStageGroups;

@@ -5,6 +5,9 @@
 // kStageTiles tiles; warp (y, z) of block r multiplies row tile z of the work tile by part_stages
 // stages, from stage (r * blockDim.y + y) * part_stages on. The parts' sums are added in order. A
 // block loads x for its own parts only.
+//
+// With ROUNDS_WEIGHTS (`deterministic`) the parts are those of gemm_wna16_sm90.cu, which begin at
+// multiples of kPartTiles tiles. Where that is within a stage, two warps load it.
 #pragma once
 
 #include "common/cluster.cuh"
@@ -13,11 +16,24 @@
 #include "common/weight_stage.cuh"
 #include "gemm_wna16/gemm_wna16_problem.cuh"
 
+#ifdef ROUNDS_WEIGHTS
+constexpr bool kRoundsWeights = true;
+#else
+constexpr bool kRoundsWeights = false;
+#endif
+constexpr int kPartTiles = 2;  // kPartSlabs in gemm_wna16_config_sm90.cuh
+
+// Returns the tile of k at which part `index` of `parts` begins.
+__device__ __forceinline__ int part_begin(int k_tiles, int index, int parts) {
+  return (k_tiles + kPartTiles - 1) / kPartTiles * index / parts * kPartTiles;
+}
+
 struct FewRowsBlock {
   int lane_idx, warp_idx, num_warps, threads, thread;
   int size, rank;  // blocks in the cluster; rank of this block
   int k_tiles, row_tiles;
   int stage_begin, stage_end;  // this warp's range of stages of k
+  int tile_begin, tile_end;    // its range of tiles of k, with kRoundsWeights
   int gate_tiles;              // row tiles of gate; 0: not gated
   int x_begin, x_columns;      // start of this block's slice of k; its width with padding
   int x_pitch;                 // bytes between rows of x
@@ -41,13 +57,24 @@ struct FewRowsBlock {
     size = may_share ? cluster_size() : 1;
     rank = may_share ? cluster_rank() : 0;
     const int stages = (k_tiles + kStageTiles - 1) / kStageTiles;
-    const int block_stages = static_cast<int>(blockDim.y) * p.part_stages;
-    const int first = min(stages, rank * block_stages);
-    stage_begin = min(stages, first + static_cast<int>(threadIdx.y) * p.part_stages);
-    stage_end = min(stages, stage_begin + p.part_stages);
+    const int block_parts = blockDim.y, block_stages = block_parts * p.part_stages;
+    int first, last;  // the block's range of stages
+    if constexpr (kRoundsWeights) {
+      const int part = rank * block_parts;
+      const auto begin = [&](int index) { return part_begin(k_tiles, index, size * block_parts); };
+      tile_begin = begin(part + threadIdx.y), tile_end = begin(part + threadIdx.y + 1);
+      stage_begin = tile_begin / kStageTiles;
+      stage_end = (tile_end + kStageTiles - 1) / kStageTiles;
+      first = begin(part) / kStageTiles;
+      last = (begin(part + block_parts) + kStageTiles - 1) / kStageTiles;
+    } else {
+      first = min(stages, rank * block_stages), last = min(stages, first + block_stages);
+      stage_begin = min(stages, first + static_cast<int>(threadIdx.y) * p.part_stages);
+      stage_end = min(stages, stage_begin + p.part_stages);
+    }
     gate_tiles = p.activation == kSiluAndMul ? row_tiles / 2 : 0;
     x_begin = first * kStageColumns;
-    x_columns = (min(stages, first + block_stages) - first) * kStageColumns;
+    x_columns = (last - first) * kStageColumns;
     // An odd multiple of 16: no bank conflicts for ldmatrix.
     x_pitch = block_stages * (kStageColumns * 2) + 16;
     ring = smem + warp_idx * (p.num_stages * kStageBytes);

@@ -6,6 +6,7 @@
 
 constexpr int kXPieces = 4;  // 16-byte pieces that a thread loads at a time
 constexpr int kMaxWarps = 16;
+constexpr bool kNeedsXSums = kSumsX && !kRoundsWeights;
 
 struct NormShared {
   float partials[kMaxWarps];
@@ -101,7 +102,7 @@ struct SingleRow {
       Vec<scalar_t, kVec> v = unpack<kVec>(x[j]);
       if constexpr (kNorm) apply_norm(p, v, unpack<kVec>(w[j]), scale);
       if (i < b.x_columns) store_vec(b.x_row(0) + i, v);
-      if constexpr (kSumsX) {  // SAFETY: kGroup / kVec lanes share a group; all lanes get here
+      if constexpr (kNeedsXSums) {  // SAFETY: kGroup / kVec lanes share a group; all lanes get here
         float sum = sum_of(v);
 #pragma unroll
         for (int lanes = 1; lanes < kGroup / kVec; lanes *= 2)
@@ -136,7 +137,7 @@ __device__ __forceinline__ void load_rows(const FewRowsParams& p, const FewRowsB
     }
   }
   if constexpr (kNorm) normalise(p, b, shared);
-  if (kSumsX && p.m == 1) {
+  if (kNeedsXSums && p.m == 1) {
     __syncthreads();
     for (int group = b.thread; group < b.x_columns / kGroup; group += b.threads) {
       float sum = 0.0f;

@@ -6,7 +6,7 @@
 // Arguments: GemmWna16Sm90Params, below. The weight's layout: engine/weights/packing.py.
 //
 // Numerics: weights are rounded to scalar_t as in `dequantize` or nearly so
-// (common/weight_fragments_sm90.cuh); with SCALES_SUMS codes are multiplied instead, and each
+// (common/weight_fragments.cuh); with SCALES_SUMS codes are multiplied instead, and each
 // group's sums scaled. Products on tensor cores (wgmma); sums, bias, activation and residual in
 // float, one rounding at the end. Without SCALES_SUMS, k is summed in ascending steps of 16, for
 // every M: from zero in each of the SPLITS or PARTS, whose sums are then added in ascending order.

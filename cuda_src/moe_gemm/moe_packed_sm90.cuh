@@ -2,7 +2,7 @@
 // and the decoding of a lane's codes to wgmma's A operand.
 #pragma once
 
-#include "common/weight_fragments_sm90.cuh"
+#include "common/weight_fragments.cuh"
 
 constexpr int kStageK = kDepth * kSlabK;
 constexpr int kRowTiles = kPartsW * 4;  // row tiles (16 rows) per stage

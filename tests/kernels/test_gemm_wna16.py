@@ -161,9 +161,11 @@ def test_mirror_is_the_formula():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("m", [1, 4, 20])
-def test_deterministic_rows_do_not_depend_on_their_neighbours(cp, m):
-    weight = weight_to(cp, random_weight("int4_g128", 256, 1024))
-    x = cp.asarray(cases.normal((40, 1024), "bfloat16", seed=1))
+@pytest.mark.parametrize("k", [1024, 2304, 4352])
+@pytest.mark.parametrize("name", ["int4_g128", "q6_k", "int8_g64"])
+def test_deterministic_rows_do_not_depend_on_their_neighbours(cp, name, k, m):
+    weight = weight_to(cp, random_weight(name, 256, k))
+    x = cp.asarray(cases.normal((40, k), "bfloat16", seed=1))
     together = to_numpy(kernels.gemm_wna16(x, weight, deterministic=True))
     alone = to_numpy(kernels.gemm_wna16(x[-m:], weight, deterministic=True))
     np.testing.assert_array_equal(alone.view(np.uint16), together[-m:].view(np.uint16))

@@ -12,9 +12,11 @@ from engine import kernels, reference
 from engine.device import to_numpy
 from engine.dtypes import dtype_name
 from engine.kernels import _module
-from engine.kernels._chip import sm_count
+from engine.kernels._chip import HOPPER, sm_count
+from engine.kernels._packed import SAMPLE
 from engine.kernels.gemm.operands import Operands
 from engine.kernels.gemm_wna16 import few_rows, portable, sm90
+from engine.kernels.gemm_wna16.few_rows import few_rows_config
 from engine.kernels.gemm_wna16.gemm_wna16 import launch
 from engine.kernels.gemm_wna16.sm90 import (
     HOPPER_CONFIGS,
@@ -220,6 +222,67 @@ def test_rows_are_summed_alike_by_every_tile(hopper, monkeypatch, parts, name):
         _force(monkeypatch, config)
         results.append(to_numpy(kernels.gemm_wna16(gx, gw, out_dtype=np.float32)))
         np.testing.assert_array_equal(results[-1], results[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("name", SAMPLE)
+def test_few_rows_are_summed_as_in_tiles(hopper, monkeypatch, name, dtype):
+    """Parts of k that begin within a stage, one that ends in half a pair of slabs; epilogues."""
+    form = FORMATS[name]
+    for n, k in ((544, 4232), (96, 3072), (64, 200)):
+        weight, x = random_weight(name, n, k), cases.normal((40, k), dtype, seed=1)
+        gx, gw = hopper.asarray(x), weight_to(hopper, weight)
+        bias = hopper.asarray(cases.normal((n,), dtype, seed=2))
+        residual = hopper.asarray(cases.normal((40, n), dtype, seed=3))
+        for activation in (None, "gelu", "silu", "gelu_tanh", "swiglu"):
+            added = None if activation == "swiglu" else residual
+            given = {"bias": bias, "activation": activation, "deterministic": True}
+            want = _bits(kernels.gemm_wna16(gx, gw, residual=added, **given))
+            for m, config in itertools.product((1, 3, 8, 16), _FEW_ROWS):
+                chosen = _few_rows_config(m, n, k, form, *config)
+                if chosen is None or (activation == "swiglu" and chosen.row_tiles % 2):
+                    continue
+                with monkeypatch.context() as patch:
+                    patch.setattr(sm90, "max_few_rows", lambda *_, **__: 16)
+                    patch.setattr(few_rows, "choose", lambda _, chosen=chosen: chosen)
+                    own = None if added is None else added[:m]
+                    got = _bits(kernels.gemm_wna16(gx[:m], gw, residual=own, **given))
+                np.testing.assert_array_equal(got, want[:m], f"{n} {k} {activation} {chosen}")
+
+
+# Warps along rows, stages, CTAs of a cluster, multiprocessors (few: several work tiles per CTA).
+_FEW_ROWS = ((1, 3, 1, 4), (2, 4, 1, 1000), (3, 2, 1, 4), (2, 3, 2, 8), (2, 2, 4, 1000))
+
+
+def _few_rows_config(m, n, k, form, row_tiles, stages, cluster, sms):
+    """Return a tiling that rounds weights, or None if the kernel cannot have it."""
+    parts = num_parts(k)
+    if parts % cluster or (cluster > 1 and m == 1):
+        return None
+    way = (m, n, k, form, sms, parts // cluster, row_tiles, stages, cluster)
+    config = few_rows_config(*way, rounds_weights=True)
+    return config if config.shared_bytes <= HOPPER.shared_bytes - 7680 else None
+
+
+def _bits(array):
+    return to_numpy(array).view(np.int16)
+
+
+@pytest.mark.parametrize("name", ["int4_g128", "int8_g64"])
+def test_parts_of_few_rows_are_those_of_tiles(name):
+    """A warp's stages cover its part of k, and its x."""
+    form = FORMATS[name]
+    for k in (64, 1000, 3072, 4232, 9728, 14336):
+        parts, slabs = num_parts(k), -(-k // 64)
+        bounds = sm90.part_bounds(slabs, parts)
+        tiles = few_rows.stage_tiles(form)
+        assert bounds[:-1] == HopperConfig(32, splits=parts, depth=2).bounds(slabs)
+        assert slabs <= bounds[-1] <= slabs + 1
+        config = few_rows_config(1, 512, k, form, 132, parts, 2, rounds_weights=True)
+        for begin, end in itertools.pairwise(bounds):
+            assert -(-end // tiles) - begin // tiles <= config.part_stages
+        assert parts * config.part_stages * tiles >= slabs
 
 
 @pytest.mark.gpu

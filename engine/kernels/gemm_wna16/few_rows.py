@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
+from itertools import pairwise
 
 from engine.dtypes import dtype_name
 from engine.kernels._chip import HOPPER, RESERVED_BYTES, limits, sm_count
@@ -13,6 +14,7 @@ from engine.kernels._launch import Kernel, ceil_div
 from engine.kernels._module import ModuleSpec
 from engine.kernels._packed import format_spec, format_specs, planes, scale_dtype
 from engine.kernels.gemm.operands import SWIGLU, Norm, Operands, activation_number, row_stride
+from engine.kernels.gemm_wna16.sm90 import num_parts, part_bounds
 from engine.weights import Format
 from engine.weights.formats import TILE_COLUMNS, TILE_ROWS
 
@@ -63,6 +65,8 @@ class FewRowsConfig:
         Pipeline stages of each warp's ring.
     shared_bytes : int
         Dynamic shared memory per block, in bytes.
+    rounds_weights : bool
+        Scale and round the weights, and sum parts of k as the tiles for more rows do.
     """
 
     tokens: int
@@ -73,6 +77,7 @@ class FewRowsConfig:
     part_stages: int
     num_stages: int
     shared_bytes: int
+    rounds_weights: bool = False
 
 
 def stage_tiles(form: Format) -> int:
@@ -101,8 +106,11 @@ def choose_few_rows(
     *,
     max_cluster: int = 1,
     is_gated: bool = False,
+    sum_parts: int = 0,
 ) -> FewRowsConfig | None:
     """Choose the tiling for x (m, k) and a weight (n, k); None if no kernel supports `m` rows.
+
+    `sum_parts`: parts of k of a `deterministic` sum, or 0 for any number.
 
     Examples
     --------
@@ -119,7 +127,11 @@ def choose_few_rows(
         if best is not None or cluster > (max_cluster if m > 1 else 1):
             break  # use clusters only if x exceeds a block's shared memory
         for parts, row_tiles, stages in _ways(_MAX_WARPS[_tokens(m)], is_gated=is_gated):
-            config = few_rows_config(m, n, k, form, sms, parts, row_tiles, stages, cluster)
+            if sum_parts not in (0, parts * cluster):
+                continue
+            config = few_rows_config(
+                m, n, k, form, sms, parts, row_tiles, stages, cluster, rounds_weights=sum_parts > 0
+            )
             if config.shared_bytes + _STATIC_BYTES > shared_limit:
                 continue
             cost = _estimate(config, n, form, shared_limit)
@@ -166,14 +178,23 @@ def few_rows_config(
     row_tiles: int,
     stages: int = 3,
     cluster: int = 1,
+    *,
+    rounds_weights: bool = False,
 ) -> FewRowsConfig:
     """Return the tiling with blocks of `parts` warps along k and `row_tiles` along rows.
 
-    A warp's ring has at most `stages` stages.
+    A warp's ring has at most `stages` stages. `rounds_weights`: see `FewRowsConfig`.
     """
     tokens = _tokens(m)
     columns = stage_tiles(form) * TILE_COLUMNS
-    part_stages = ceil_div(ceil_div(k, columns), parts * cluster)
+    if rounds_weights:
+        bounds = part_bounds(ceil_div(k, TILE_COLUMNS), parts * cluster)
+        part_stages = max(
+            ceil_div(end, stage_tiles(form)) - begin // stage_tiles(form)
+            for begin, end in pairwise(bounds)
+        )
+    else:
+        part_stages = ceil_div(ceil_div(k, columns), parts * cluster)
     units = ceil_div(ceil_div(n, TILE_ROWS), row_tiles)
     rounds = ceil_div(units, max(1, sms // cluster))
     num_stages = min(stages, rounds * part_stages)
@@ -185,7 +206,7 @@ def few_rows_config(
     shared += buffers * warps * tokens * (TILE_ROWS + 4) * 4
     clusters = ceil_div(units, rounds)
     return FewRowsConfig(
-        tokens, parts, row_tiles, clusters, cluster, part_stages, num_stages, shared
+        tokens, parts, row_tiles, clusters, cluster, part_stages, num_stages, shared, rounds_weights
     )
 
 
@@ -199,19 +220,33 @@ def all_configs(m: int, n: int, k: int, form: Format) -> list[FewRowsConfig]:
     return [config for config in configs if config.shared_bytes <= HOPPER.shared_bytes]
 
 
-def specs(op: str, dtype: str, formats: tuple[str, ...]) -> tuple[ModuleSpec, ...]:
+def specs(
+    op: str, dtype: str, formats: tuple[str, ...], *, deterministic: bool = False
+) -> tuple[ModuleSpec, ...]:
     """Return the modules that `launch` may launch for `op` and weights of `formats`."""
-    return () if dtype == "float32" else format_specs(f"{op}.cu", dtype, formats)
+    if dtype == "float32":
+        return ()
+    found = format_specs(f"{op}.cu", dtype, formats)
+    return (*found, *map(_rounding, found)) if deterministic else found
+
+
+def _rounding(spec: ModuleSpec) -> ModuleSpec:
+    """Return the variant of a module that rounds weights."""
+    return replace(spec, defines=(*spec.defines, ("ROUNDS_WEIGHTS", 1)))
 
 
 def choose(operands: Operands, norm: Norm | None = None) -> FewRowsConfig | None:
-    """Return the tiling for CuPy arrays, or None if another kernel must compute the GEMM."""
+    """Return the tiling for CuPy arrays, or None if another kernel must compute the GEMM.
+
+    `deterministic` sums have the order of `sm90`, so the caller checks that it supports them.
+    """
     x = operands.x
     weight = operands.weight
     steps = [x.data.ptr, x.shape[1] * x.itemsize, x.strides[0] if x.shape[0] > 1 else 0]
     if norm is not None:
         steps.append(norm.weight.data.ptr)
-    if operands.deterministic or any(step % 16 for step in steps):
+    rounds = operands.deterministic
+    if (rounds and norm is not None) or any(step % 16 for step in steps):
         return None
     chip = limits()
     return choose_few_rows(
@@ -223,6 +258,7 @@ def choose(operands: Operands, norm: Norm | None = None) -> FewRowsConfig | None
         chip.shared_bytes,
         max_cluster=4 if chip.has_clusters and norm is None else 1,
         is_gated=operands.activation == SWIGLU,
+        sum_parts=num_parts(weight.shape[1]) if rounds else 0,
     )
 
 
@@ -245,8 +281,9 @@ def launch(operands: Operands, config: FewRowsConfig, norm: Norm | None = None) 
     residual = operands.residual
     n, k = weight.shape
     pdl = operands.pdl and limits().has_clusters
+    spec = format_spec(f"{op}.cu", dtype_name(x.dtype), weight.format, scale_dtype(weight))
     _KERNELS[op, config.tokens].launch(
-        format_spec(f"{op}.cu", dtype_name(x.dtype), weight.format, scale_dtype(weight)),
+        _rounding(spec) if config.rounds_weights else spec,
         (_num_blocks(config),),
         (32, config.parts, config.row_tiles),
         config.shared_bytes,

@@ -28,6 +28,8 @@ from engine.kernels.gemm.operands import (
     out_dtype_of,
 )
 from engine.kernels.gemm_wna16 import few_rows, portable, sm90
+from engine.kernels.gemm_wna16.few_rows import FewRowsConfig
+from engine.kernels.gemm_wna16.sm90 import HopperConfig
 from engine.kernels.permute_columns import permute_columns
 from engine.kernels.permute_columns import specs as permute_specs
 from engine.kernels.swiglu import specs as swiglu_specs
@@ -57,7 +59,9 @@ def specs(
     if dtype == "float32":
         return ()
     return (
-        *few_rows.specs("gemm_wna16", dtype, SAMPLE if patterns else formats),
+        *few_rows.specs(
+            "gemm_wna16", dtype, SAMPLE if patterns else formats, deterministic=deterministic
+        ),
         *sm90.specs(dtype, SAMPLE if patterns else formats, deterministic=deterministic),
         *dequantize_specs(dtype, formats=formats, patterns=patterns),
         *permute_specs(dtype),
@@ -171,12 +175,23 @@ def launch(operands: Operands) -> None:
         launch(replace(operands, activation=None, out=packed))
         swiglu(packed, out=operands.out)
         return
-    max_rows = sm90.max_few_rows(operands.weight.format)
-    tile = sm90.choose(operands) if operands.x.shape[0] > max_rows else None
-    config = few_rows.choose(operands) if tile is None else None
-    if config is not None:
+    config = _choose(operands)
+    if isinstance(config, FewRowsConfig):
         few_rows.launch(operands, config)
-    elif (tile := tile or sm90.choose(operands)) is not None:
-        sm90.launch(operands, tile)
+    elif config is not None:
+        sm90.launch(operands, config)
     else:
         portable.launch(operands)
+
+
+def _choose(operands: Operands) -> FewRowsConfig | HopperConfig | None:
+    """Choose the kernel for few rows or a tile of Hopper; None if neither supports the operands."""
+    form = operands.weight.format
+    max_rows = sm90.max_few_rows(form, deterministic=operands.deterministic)
+    is_few = operands.x.shape[0] <= max_rows
+    if operands.deterministic:  # in the tiles' order of addition
+        tile = sm90.choose(operands)
+        return (few_rows.choose(operands) if is_few and tile else None) or tile
+    if is_few:
+        return few_rows.choose(operands) or sm90.choose(operands)
+    return sm90.choose(operands) or few_rows.choose(operands)

@@ -27,6 +27,7 @@ __all__ = [
     "launch",
     "max_few_rows",
     "num_parts",
+    "part_bounds",
     "specs",
 ]
 
@@ -158,7 +159,7 @@ class HopperConfig:
     def bounds(self, slabs: int) -> tuple[int, ...]:
         """Return the slabs at which the sums of k's parts begin; they define the bits of a sum."""
         units, size = (self.parts, _PART_SLABS) if self.splits == 1 else (self.splits, self.depth)
-        return tuple(ceil_div(slabs, size) * i // units * size for i in range(units))
+        return part_bounds(slabs, units, size)[:-1]
 
     def supports(self, form: Format) -> bool:
         """Tell whether there is a module of this tile for weights of a format."""
@@ -272,12 +273,13 @@ _INVARIANT: dict[int, dict[HopperConfig, _Cost]] = {
     for parts in (2, 4)
 }
 _MIN_PART_K = 1024  # minimum values of k per part
+_MAX_INVARIANT_FEW_ROWS = 8  # rows up to which `few_rows` takes `deterministic` products
 
 HOPPER_CONFIGS: tuple[HopperConfig, ...] = tuple(_TILES)
 INVARIANT_CONFIGS: tuple[HopperConfig, ...] = tuple(c for t in _INVARIANT.values() for c in t)
 
 
-def max_few_rows(form: Format) -> int:
+def max_few_rows(form: Format, *, deterministic: bool = False) -> int:
     """Return the rows up to which `few_rows` beats these tiles in a model's decode step.
 
     Examples
@@ -285,6 +287,8 @@ def max_few_rows(form: Format) -> int:
     >>> max_few_rows(FORMATS["int4_g128"]), max_few_rows(FORMATS["q4_k"])
     (1, 8)
     """
+    if deterministic:
+        return _MAX_INVARIANT_FEW_ROWS
     if not HopperConfig(16, depth=2).scales_sums(form):
         return 8
     return 1 if form.bits == 4 else 2
@@ -301,6 +305,19 @@ def num_parts(k: int) -> int:
     (1, 2, 4)
     """
     return max(parts for parts in _INVARIANT if parts == 1 or k >= parts * _MIN_PART_K)
+
+
+def part_bounds(slabs: int, parts: int, size: int = _PART_SLABS) -> tuple[int, ...]:
+    """Return the slabs at which parts of k begin, and where the last one ends.
+
+    All are multiples of `size`.
+
+    Examples
+    --------
+    >>> part_bounds(67, 4)
+    (0, 16, 34, 50, 68)
+    """
+    return tuple(ceil_div(slabs, size) * i // parts * size for i in range(parts + 1))
 
 
 def specs(
