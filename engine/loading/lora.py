@@ -174,9 +174,18 @@ def read_adapter(
 
 @dataclass(frozen=True, eq=False)
 class _Tensor:
-    """A tensor of the file, in the file's dtype."""
+    """A tensor of the file, in the file's dtype.
+
+    Attributes
+    ----------
+    name : str
+    module : str
+        Its module as the adapter calls it: a multimodal model's, for an adapter trained on one.
+    stored : array
+    """
 
     name: str
+    module: str
     stored: Array
 
     @property
@@ -231,7 +240,10 @@ class _Scales:
         self._alphas = self._patterns("alpha_pattern", (int, float))
 
     def of(self, module: str) -> tuple[int, float]:
-        """Return the rank of a module's matrices, and the factor on their product."""
+        """Return the rank of a module's matrices, and the factor on their product.
+
+        `module` is the adapter's own name for it, which peft's patterns are for.
+        """
         rank = int(_by_pattern(self._ranks, module, self._rank))
         alpha = _by_pattern(self._alphas, module, self._alpha)
         return rank, alpha / (math.sqrt(rank) if self._is_rslora else rank)
@@ -311,7 +323,7 @@ def _modules(name: str, tensors: SafetensorsFile) -> dict[str, dict[str, _Tensor
                 f"{', '.join(_DTYPES)}; got {dtype}"
             )
         first, *_ = tensors.shape(stored) or (1,)
-        tensor = _Tensor(stored, tensors.read(stored, 0, first))
+        tensor = _Tensor(stored, match["module"], tensors.read(stored, 0, first))
         parts = modules.setdefault(text_name(match["module"]), {})
         if parts.setdefault(part, tensor) is not tensor:
             raise WeightsError(
@@ -375,7 +387,7 @@ class _Reader:
         shape, make_places = next((form for form in forms if form[0][0] == out), forms[0])
         scale = 1.0
         if a is not None and b is not None:
-            rank, scale = scales.of(module)
+            rank, scale = scales.of(a.module)
             if rank > self._max_rank:
                 raise self._error(module, f"has rank {rank}; max_lora_rank is {self._max_rank}")
             wanted = (rank, shape[1]), (shape[0], rank)

@@ -100,6 +100,24 @@ def test_tensors_of_other_writers(base, tmp_path):
             assert all(np.array_equal(x, y) for x, y in zip(got, want, strict=True))
 
 
+@pytest.mark.parametrize("start", ["", "^", "(text|language)_"])
+@pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."])
+def test_patterns_are_for_the_names_of_the_adapted_model(base, tmp_path, prefix, start):
+    """The names in a multimodal model: peft matched them when it trained the adapter."""
+    model = _model(base("llama"))
+    pairs = _q(4)
+    own = Q.replace("model.", prefix, 1)
+    pattern = {"": own, "^": f"^{own}"}.get(start, own.replace("language_", start))
+    config = {"r": 2, "rank_pattern": {pattern: 4}, "alpha_pattern": {pattern: 12}}
+    folder = write_adapter(tmp_path / "a", {f"{own}.weight": pairs[f"{Q}.weight"]}, 2, **config)
+    b = model.read_adapter("a", folder).matrices["layers.0.qkv"][1]
+    np.testing.assert_allclose(b[:32, :4], 3 * pairs[f"{Q}.weight"][1], rtol=1e-6)
+    config |= {"alpha_pattern": {f"^{Q}": 12}, "lora_alpha": 4}
+    folder = write_adapter(tmp_path / "b", {f"{own}.weight": pairs[f"{Q}.weight"]}, 2, **config)
+    b = model.read_adapter("b", folder).matrices["layers.0.qkv"][1]
+    assert np.array_equal(b[:32, :4], pairs[f"{Q}.weight"][1])  # another module's alpha
+
+
 def test_biases(base, tmp_path):
     """lora_bias adds scale times B's bias; bias='lora_only' replaces the model's own."""
     folder = base("qwen2")
