@@ -80,7 +80,7 @@ def load_hf_config(directory: str | PathLike[str]) -> ModelConfig:
         warn_once(f"{path}: adapter_config.json is not read: the model is used without its adapter")
     more = {key: generation[key] for key in ("eos_token_id",) if key in generation}
     key = "torch_dtype" if values.get("dtype") is None else "dtype"
-    if values.get(key) == "auto":
+    if values.get(key) in (None, "auto"):
         more[key] = _stored_dtype(path)
     config = config_from_dict({**values, **more}, str(path / "config.json"))
     if is_classifier(path):  # its head replaces the output layer
@@ -447,11 +447,11 @@ def _dtype(fields: Fields) -> str:
 def _stored_dtype(directory: Path) -> str:
     """Return the dtype of the checkpoint's first matrix that is not quantized.
 
-    It is "float32" if the directory has no weights, as for random ones.
+    It is "float32" if the directory has no weights, as for random ones, or damaged ones.
     """
-    if not any(directory.glob("*.safetensors")):
+    checkpoint = _checkpoint(directory)
+    if checkpoint is None:
         return "float32"
-    checkpoint = open_model(directory)
     matrices = (name for name in checkpoint.names() if len(checkpoint.shape(name)) > 1)
     names = (_STORED_DTYPES.get(checkpoint.dtype(name)) for name in matrices)
     return next((name for name in names if name is not None), "float32")

@@ -69,8 +69,12 @@ def test_a_config_loads_as_the_plain_one(make_model, changes):
 @pytest.mark.parametrize(
     ("dtype", "name"), [(ml_dtypes.bfloat16, "bfloat16"), (np.float16, "float16")]
 )
-def test_an_automatic_dtype_is_that_of_the_weights(make_model, dtype, name):
-    path, _, _ = make_model("llama", dtype, torch_dtype="auto")
+@pytest.mark.parametrize(
+    "changes", [{"torch_dtype": "auto"}, {"torch_dtype": None}, {}], ids=json.dumps
+)
+def test_an_automatic_dtype_is_that_of_the_weights(make_model, dtype, name, changes):
+    """So is an absent one, as in transformers and vLLM."""
+    path, _, _ = make_model("llama", dtype, **changes)
     assert load_config(path).dtype == name
     assert load_config(path) == load_config(path)
     (path / "model.safetensors").unlink()
