@@ -525,3 +525,20 @@ def test_contract_checks_values_on_the_host():
         changed = {**keywords, name: keywords[name] + by}
         with pytest.raises(ContractError, match=rf"{name}: must be from (0|-1) to {limit}; got"):
             kernels.attention_decode(q, *pages, k=k, v=v, **changed)
+
+
+@pytest.mark.parametrize("name", ["k_pages", "v_pages"])
+def test_read_only_pages_are_refused_before_anything_is_written(name):
+    case = AttentionCase((1,) * 2, (16, 5), 4, 2, 8, block_size=16)
+    qkv, k_pages, v_pages, keywords = _inputs(case, "float32", "none")
+    q, k, v = _split(qkv, case)
+    pages = {"k_pages": k_pages, "v_pages": v_pages}
+    before = [array.copy() for array in pages.values()]
+    pages[name].flags.writeable = False
+    kernels.attention_decode(
+        q, **pages, **{key: keywords[key] for key in ("block_tables", "context_lens")}
+    )
+    with pytest.raises(ContractError, match=f"{name}: must be writeable; got a read-only array"):
+        kernels.attention_decode(q, **pages, k=k, v=v, **keywords)
+    for have, kept in zip(pages.values(), before, strict=True):
+        np.testing.assert_array_equal(have, kept)
