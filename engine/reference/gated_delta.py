@@ -54,7 +54,8 @@ def gated_delta(
     q = q * real(q.shape[2] ** -0.5 if scale is None else scale)
     rate = np.exp(a_log.astype(real)).reshape(-1, *(1,) * (a.ndim - 2))
     decay = np.exp(_log_decay(a.astype(real) + dt_bias.astype(real), rate, real(gate_bound)))
-    decay = decay.reshape(*decay.shape[:2], 1, -1)  # (T, Hv, 1, 1) or, with a vector, (.., dk)
+    width = decay.shape[2] if decay.ndim == 3 else 1
+    decay = decay.reshape(*decay.shape[:2], 1, width)  # width: dk with a gate per channel
     beta = real(beta_scale) / (1 + np.exp(-b.astype(real)))
     out = np.empty(v.shape, v.dtype)
     for i, (begin, end) in enumerate(itertools.pairwise(cu_seqlens_q)):

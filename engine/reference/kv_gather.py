@@ -28,7 +28,8 @@ def kv_gather(
         rows = np.full((num_rows, num_heads, head_dim), np.nan, pages.dtype)
         for b, length in enumerate(context_lens):
             blocks = block_tables[b, : -(-length // block_size)]
-            tokens = pages[blocks].swapaxes(1, 2).reshape(-1, num_heads, head_dim)
+            shape = len(blocks) * block_size, num_heads, head_dim
+            tokens = pages[blocks].swapaxes(1, 2).reshape(shape)
             rows[cu_seqlens_k[b] : cu_seqlens_k[b + 1]] = tokens[:length]
         return rows
 

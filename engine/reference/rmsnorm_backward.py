@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -41,8 +42,9 @@ def rmsnorm_backward(
     dx = (g - normed * np.mean(g * normed, axis=-1, keepdims=True)) * scale
     if dh is not None:
         dx += dh.astype(real)
-    dweight = np.sum((upstream * normed).reshape(-1, n), axis=0)
+    rows = math.prod(h.shape[:-1]), n
+    dweight = np.sum((upstream * normed).reshape(rows), axis=0)
     grads = [dx.astype(h.dtype), dweight.astype(weight.dtype)]
     if subtract_mean:
-        grads.append(np.sum(upstream.reshape(-1, n), axis=0).astype(weight.dtype))
+        grads.append(np.sum(upstream.reshape(rows), axis=0).astype(weight.dtype))
     return tuple(grads)

@@ -319,6 +319,26 @@ def test_pieces_are_the_whole(xp, cuts):
     assert_close(states[1], to_numpy(states[0]), reduction=150)
 
 
+@pytest.mark.parametrize("has_channel_gate", [False, True])
+@pytest.mark.parametrize("num_sequences", [0, 2])
+def test_no_tokens(xp, num_sequences, has_channel_gate):
+    """Sequences without tokens keep their states."""
+    heads = next(one for one in HEADS if one.has_channel_gate == has_channel_gate)
+    arrays = _inputs(0, heads, "float32")
+    shape = (3, heads.heads, heads.value_dim, heads.key_dim)
+    states = cases.normal(shape, "float32", seed=2)
+    slots = {
+        "state_slots": np.arange(num_sequences, dtype=np.int32),
+        "cu_seqlens_q": np.zeros(num_sequences + 1, np.int32),
+        "context_lens": np.full(num_sequences, 5, np.int32),
+    }
+    arrays, slots = ({n: xp.asarray(a) for n, a in each.items()} for each in (arrays, slots))
+    after = xp.asarray(states.copy())
+    out = kernels.gated_delta(**arrays, states=after, **slots)
+    assert out.shape == (0, heads.heads, heads.value_dim)
+    np.testing.assert_array_equal(to_numpy(after), states)
+
+
 def test_an_update_replaces_what_a_key_read():
     """With beta 1 and no decay, a key then reads the value that it wrote: the delta rule."""
     q = cases.normal((2, 1, 8), "float32", seed=1).astype(np.float64)

@@ -98,6 +98,12 @@ def test_order_of_blocks_does_not_matter(xp):
         assert_same(a, to_numpy(b))
 
 
+def test_heads_without_features():
+    k_pages, _, *lists = _inputs((4, 2, 16, 8), "float32", [3, 20])
+    empty = np.zeros((*k_pages.shape[:3], 0), np.float32)
+    assert [each.shape for each in kernels.kv_gather(empty, empty, *lists)] == [(23, 2, 0)] * 2
+
+
 def test_contract(xp):
     inputs = cases.to_module(xp, *_inputs((4, 2, 16, 8), "float32", [3, 20]))
     pages, _, tables, lens, cu = inputs

@@ -201,3 +201,11 @@ def test_contract(xp):
         kernels.rmsnorm_backward(h, [1.0], weight)
     with pytest.raises(ShapeError, match="out: must have shape"):
         kernels.rmsnorm_backward(h, h, weight, out=xp.empty((3, 8), np.float32))
+
+
+@pytest.mark.parametrize("subtract_mean", [False, True])
+@pytest.mark.filterwarnings("ignore:Mean of empty slice", "ignore:invalid value")
+def test_rows_without_features(subtract_mean):
+    h = np.ones((2, 3, 0), np.float32)
+    dx, *grads = kernels.rmsnorm_backward(h, h, h[0, 0], subtract_mean=subtract_mean)
+    assert dx.shape == h.shape and [grad.shape for grad in grads] == [(0,)] * (1 + subtract_mean)
