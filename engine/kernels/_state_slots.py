@@ -95,7 +95,10 @@ def _checked_targets(call: Contract, targets: Any, read: Any) -> Any:
     if targets is None:
         return read
     shape = "B" if getattr(targets, "ndim", 1) == 1 else "B Q"
-    return call.array("state_targets", targets, shape, INT32)
+    targets = call.array("state_targets", targets, shape, INT32)
+    has_last = targets.ndim == 1 or targets.shape[1] > 0
+    call.check("state_targets", has_last, "a slot of the last state at least", targets.shape)
+    return targets
 
 
 def _optional(call: Contract, name: str, value: Any) -> Any:

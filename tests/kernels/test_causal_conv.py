@@ -196,6 +196,9 @@ def test_contract(xp):
         op(x, weight, **call, snapshot_slots=call["state_slots"])
     with pytest.raises(ContractError, match="states: must be contiguous within a slot"):
         op(x, weight, **call | {"states": xp.zeros((40, 8, 3), np.float32).swapaxes(1, 2)})
+    no_targets = xp.zeros((len(call["state_slots"]), 0), np.int32)
+    with pytest.raises(ContractError, match="state_targets: must be a slot of the last state at"):
+        op(x, weight, **call, state_targets=no_targets)
 
 
 def test_values_are_checked_on_the_cpu():
