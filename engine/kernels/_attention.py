@@ -204,13 +204,8 @@ def checked_longest(call: Contract, name: str, longest: Any, starts: Any) -> int
 
 
 def check_count(call: Contract, name: str, value: Any) -> int:
-    """Check that `value` is a count that fits 32 bits; return it as a Python int.
-
-    A NumPy int keeps its width when multiplied by a Python int, so it could overflow.
-    """
-    is_int = isinstance(value, int | np.integer) and not isinstance(value, bool)
-    call.check(name, is_int and 0 <= value < 2**31, "an int of 0 or more", value)
-    return int(value)
+    """Check that `value` is a count that fits 32 bits; return it as a Python int."""
+    return call.integer(name, value, 0, 2**31 - 1, "an int of 0 or more")
 
 
 def are_aligned(*arrays: Any) -> bool:

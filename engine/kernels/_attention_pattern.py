@@ -182,9 +182,7 @@ Pattern = BlockSparse | Periodic
 
 def _check_int(call: Contract, name: str, value: Any, low: int, high: int) -> int:
     """Check an int and return it as a Python int: NumPy's uint64 would make positions floats."""
-    is_int = isinstance(value, int | np.integer) and not isinstance(value, bool)
-    call.check(name, is_int and low <= value <= high, f"an int from {low} to {high}", value)
-    return int(value)
+    return call.integer(name, value, low, high)
 
 
 def check(call: Contract, pattern: Any) -> None:

@@ -191,6 +191,23 @@ class Contract:
             )
         return float(value)
 
+    def integer(self, name: str, value: Any, low: int, high: int, wanted: str = "") -> int:
+        """Check an integer in [`low`, `high`], Python's or NumPy's; return it as a Python int.
+
+        A NumPy int keeps its width when multiplied by a Python int, so it could overflow.
+        """
+        is_int = isinstance(value, int | np.integer) and not isinstance(value, bool)
+        if not (is_int and low <= value <= high):
+            self.check(name, False, wanted or f"an int from {low} to {high}", value)
+        return int(value)
+
+    def indices(self, name: str, values: Any, low: int, high: int) -> None:
+        """On the CPU, check that all values lie in [`low`, `high`] (on a GPU this would wait)."""
+        if not self.on_cpu or not values.size:
+            return
+        ends = int(values.min()), int(values.max())
+        self.check(name, low <= ends[0] and ends[1] <= high, f"from {low} to {high}", ends)
+
     def _copied(self, name: str, array: Any) -> Any:
         if self._is_planned:  # a plan records our launches only, not CuPy's copy
             raise NotContiguousError(

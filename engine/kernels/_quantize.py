@@ -17,7 +17,7 @@ __all__ = [
     "CODES",
     "GROUP",
     "SIZES",
-    "check_codes",
+    "checked_group",
     "launch_rows",
     "new_codes",
     "num_scales",
@@ -36,10 +36,13 @@ SIZES = {"1": (128, 128), "4": (512, 256), "8": (1024, 256), "16": (2048, 512)}
 _ANY_THREADS = 256
 
 
-def check_codes(call: Contract, dtype: Any, group: Any) -> None:
-    """Check the `dtype` of the codes and the `group` of columns per scale."""
+def checked_group(call: Contract, dtype: Any, group: Any) -> int:
+    """Check the `dtype` of the codes and the `group` of columns per scale; return the group."""
     call.check("dtype", dtype in CODES, "'fp8' or 'int8'", dtype)
-    call.check("group", type(group) is int and group in (0, GROUP), f"0 or {GROUP}", group)
+    wanted = f"0 or {GROUP}"
+    size = call.integer("group", group, 0, GROUP, wanted)
+    call.check("group", size in (0, GROUP), wanted, group)
+    return size
 
 
 def num_scales(n: int, group: int) -> int:

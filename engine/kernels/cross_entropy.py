@@ -161,6 +161,7 @@ def cross_entropy(
         size = "N" if getattr(dloss, "shape", None) != (1,) else "1"
         dloss = call.array("dloss", dloss, size, dtype)
     if dlogits_out is not None:
+        dlogits_out = call.written("dlogits_out", dlogits_out, "N V", logits.dtype, layout="rows")
         is_apart = is_same(dlogits_out, logits) or not overlaps(dlogits_out, logits)
         call.check("dlogits_out", is_apart, "logits, or apart from it", "an overlapping view")
     options: dict[str, Any] = {"ignore_index": ignore_index, "softcap": softcap, "z_loss": z_loss}

@@ -101,8 +101,9 @@ def decode_inputs(
     new_starts = call.array("new_starts", new_starts, "B", INT32)
     cu_new_blocks = call.array("cu_new_blocks", cu_new_blocks, str(call["B"] + 1), INT32)
     new_blocks = call.array("new_blocks", new_blocks, "C", INT32)
-    is_size = isinstance(block_size, int) and not isinstance(block_size, bool) and block_size > 0
-    call.check("block_size", is_size, "a whole number of at least 1", block_size)
+    block_size = call.integer(
+        "block_size", block_size, 1, 2**31 - 1, "a whole number of at least 1"
+    )
     is_triple = out is None or (isinstance(out, tuple | list) and len(out) == 3)
     call.check("out", is_triple, "None or three arrays", type(out).__name__)
     arrays = (rows, token_ids, positions, last_ids, tables, new_starts, cu_new_blocks, new_blocks)

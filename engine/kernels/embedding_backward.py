@@ -95,8 +95,11 @@ def embedding_backward(
     dout = call.array("dout", dout, "T N", MIRROR_FLOATS)
     sorted_ids = call.array("sorted_ids", sorted_ids, "T", INT32)
     order = call.array("order", order, "T", np.dtype(np.int64))
-    call.check("vocab_size", 0 < vocab_size < 2**31, "from 1 to 2**31 - 1", vocab_size)
-    call.check("padding_id", -1 <= padding_id < vocab_size, "-1, or an id of the table", padding_id)
+    call.indices("order", order, 0, call["T"] - 1)
+    vocab_size = call.integer("vocab_size", vocab_size, 1, 2**31 - 1, "from 1 to 2**31 - 1")
+    padding_id = call.integer(
+        "padding_id", padding_id, -1, vocab_size - 1, "-1, or an id of the table"
+    )
     call.number("scale", scale)
     if call.on_cpu:
         result = reference.embedding_backward(

@@ -86,8 +86,8 @@ def kv_gather(
     is_pair = out is None or (isinstance(out, tuple | list) and len(out) == 2)
     call.check("out", is_pair, "None or a pair (k, v)", type(out).__name__)
     k_out, v_out = (None, None) if out is None else out
-    num_rows = int(starts[-1]) if total_tokens is None else int(total_tokens)
-    call.check("total_tokens", num_rows >= 0, "at least 0", num_rows)
+    num_rows = int(starts[-1]) if total_tokens is None else total_tokens
+    num_rows = call.integer("total_tokens", num_rows, 0, 2**31 - 1, "at least 0")
     if call.on_cpu:
         _check_values(call, tables, lens, starts, num_rows)
         k, v = reference.kv_gather(k_pages, v_pages, tables, lens, starts, total_tokens=num_rows)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import numpy as np
+
 from engine import reference
 from engine.dtypes import accumulation_dtype, dtype_name
 from engine.kernels._contract import MIRROR_FLOATS, Contract
@@ -131,8 +133,9 @@ def _checked_bounds(call: Contract, bounds: Any) -> tuple[int, ...]:
     """Check `bounds` against N, R and the rank; return them as a tuple."""
     is_sequence = isinstance(bounds, tuple | list)
     call.check("bounds", is_sequence, "a tuple of int", bounds)
-    ints = all(isinstance(end, int) and not isinstance(end, bool) for end in bounds)
+    ints = all(isinstance(end, int | np.integer) and not isinstance(end, bool) for end in bounds)
     call.check("bounds", ints, "a tuple of int", bounds)
+    bounds = tuple(map(int, bounds))
     in_range = 1 <= len(bounds) <= MAX_PARTS
     call.check("bounds", in_range, f"of 1 to {MAX_PARTS} parts", bounds)
     is_ascending = all(a < b for a, b in itertools.pairwise((0, *bounds)))

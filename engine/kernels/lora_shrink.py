@@ -114,9 +114,7 @@ def lora_shrink(
     columns = call["R"]
     if num_splits is None:
         num_splits = choose_num_splits(num_tokens, call["S"], columns, call["K"])
-    is_int = isinstance(num_splits, int) and not isinstance(num_splits, bool)
-    in_range = is_int and 1 <= num_splits <= _MAX_SPLITS
-    call.check("num_splits", in_range, f"from 1 to {_MAX_SPLITS}", num_splits)
+    num_splits = call.integer("num_splits", num_splits, 1, _MAX_SPLITS, f"from 1 to {_MAX_SPLITS}")
     if out is not None or not call.on_cpu:
         shape = (num_splits, num_tokens, columns)
         out = call.output("out", out, shape, accumulation_dtype(x.dtype))

@@ -58,7 +58,7 @@ def mla_expand(up: Any, k_rope: Any, *, nope_dim: int) -> Any:
     call = Contract("mla_expand")
     up = call.array("up", up, "T H U", MIRROR_FLOATS, layout="rows")
     k_rope = call.array("k_rope", k_rope, "T R", up.dtype, layout="rows")
-    call.check("nope_dim", 0 < nope_dim < call["U"], f"from 1 to {call['U'] - 1}", nope_dim)
+    nope_dim = call.integer("nope_dim", nope_dim, 1, call["U"] - 1, f"from 1 to {call['U'] - 1}")
     if call.on_cpu:
         return reference.mla_expand(up, k_rope, nope_dim=nope_dim)
     k = call.output("k", None, (call["T"], call["H"], nope_dim + call["R"]), up.dtype)

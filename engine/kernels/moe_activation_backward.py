@@ -14,6 +14,7 @@ from engine.kernels._elementwise import is_aligned, vector_width
 from engine.kernels._launch import Kernel, ceil_div
 from engine.kernels._module import ModuleSpec
 from engine.kernels.moe_gemm.operands import ACTIVATIONS
+from engine.kernels.moe_route import checked_routing
 from engine.reference import Routing
 
 __all__ = ["moe_activation_backward", "specs"]
@@ -90,6 +91,7 @@ def moe_activation_backward(
     call = Contract("moe_activation_backward")
     dy = call.array("dy", dy, "P F", MIRROR_FLOATS)
     h = call.array("h", h, f"P {2 * call['F']}", dy.dtype)
+    routing = checked_routing(call, routing)
     weights = call.array("routing.weights", routing.weights, "T k", (FLOAT32, FLOAT64))
     call.check("routing.weights", weights.size == call["P"], f"of {call['P']} pairs", weights.shape)
     order = call.array("routing.order", routing.order, "P", INT32)

@@ -10,6 +10,7 @@ from engine.kernels._contract import FLOAT32, FLOAT64, INT32, MIRROR_FLOATS, Con
 from engine.kernels._elementwise import MAX_GRID_Y, is_aligned, vector_width
 from engine.kernels._launch import Kernel, ceil_div
 from engine.kernels._module import ModuleSpec
+from engine.kernels.moe_route import checked_routing
 from engine.reference import Routing
 
 __all__ = ["moe_combine", "specs"]
@@ -123,6 +124,7 @@ def _checked_identity(
         return None, None
     call.check("routing", routing is not None, "given with num_identity", None)
     assert routing is not None
+    routing = checked_routing(call, routing)
     experts = call.array("routing.experts", routing.experts, "T k", INT32)
     weights = call.array("routing.weights", routing.weights, "T k", (FLOAT32, FLOAT64))
     offsets = call.array("routing.offsets", routing.offsets, "F", INT32)

@@ -13,7 +13,7 @@ from engine.kernels import _cpu
 from engine.kernels._contract import FLOATS, Contract
 from engine.kernels._launch import Kernel
 from engine.kernels._module import ModuleSpec
-from engine.kernels._quantize import CODES, check_codes, new_codes, rows_are_aligned
+from engine.kernels._quantize import CODES, checked_group, new_codes, rows_are_aligned
 from engine.kernels.moe_combine import moe_combine
 from engine.kernels.moe_combine import specs as combine_specs
 from engine.kernels.rmsnorm import choose_config, rmsnorm
@@ -108,7 +108,7 @@ def moe_combine_rmsnorm(
     weight = call.array("weight", weight, "N", pairs.dtype)
     call.number("eps", eps, low=0.0)
     call.number("weight_offset", weight_offset)
-    check_codes(call, "fp8" if dtype is None else dtype, group)
+    group = checked_group(call, "fp8" if dtype is None else dtype, group)
     norm: dict[str, Any] = {"eps": eps, "weight_offset": weight_offset}
     coded: dict[str, Any] = {"dtype": dtype, "group": group}
     if call.on_cpu:

@@ -22,6 +22,7 @@ __all__ = [
     "WIDTHS",
     "Routing",
     "checked_options",
+    "checked_routing",
     "chunk_tokens",
     "moe_route",
     "new_routing",
@@ -183,6 +184,7 @@ def moe_route(
         slots=slots,
         load=load,
     )
+    top_k = int(top_k)
     options |= {"score": score, "jitter": call.number("jitter", jitter, low=0.0)}
     if is_mixed:
         _check_mixed(call, options)
@@ -191,6 +193,15 @@ def moe_route(
     routing = new_routing(call, top_k, num_shared)
     _launch(logits, routing, top_k, **options)
     return routing
+
+
+def checked_routing(call: Contract, routing: Any) -> Routing:
+    """Return `routing` after checking its type; its arrays are checked where they are used."""
+    if not isinstance(routing, Routing):
+        wanted = "a Routing, as moe_route returns it"
+        call.check("routing", False, wanted, type(routing).__name__)
+    found: Routing = routing
+    return found
 
 
 def new_routing(call: Contract, top_k: int, num_shared: int = 0) -> Routing:
@@ -228,20 +239,20 @@ def checked_options(
 
     Argument `source` has bound T and E, the number of experts with a shared one.
     """
-    call.check("num_shared", num_shared in (0, 1), "0 or 1", num_shared)
+    num_shared = call.integer("num_shared", num_shared, 0, 1, "0 or 1")
     num_experts = call["E"] - num_shared
     chosen = f"{num_experts}" if num_shared else "E"
     call.check(
         source, 1 <= num_experts <= MAX_CHOICES, f"of 1 to {MAX_CHOICES} experts", num_experts
     )
     limit = min(num_experts, MAX_TOP_K)
-    call.check("top_k", _is_int(top_k) and 1 <= top_k <= limit, f"from 1 to {limit}", top_k)
+    call.integer("top_k", top_k, 1, limit, f"from 1 to {limit}")
     call.check("score", score in SCORES, f"one of {SCORES}", score)
     if correction is not None:
         correction = call.array("correction", correction, chosen, FLOAT32)
     if expert_scale is not None:
         expert_scale = call.array("expert_scale", expert_scale, chosen, FLOAT32)
-    _check_groups(
+    num_groups, top_groups = _checked_groups(
         call, num_experts, top_k, num_groups, top_groups, has_correction=correction is not None
     )
     call.number("scale", scale)
@@ -257,7 +268,7 @@ def checked_options(
         "top_groups": top_groups,
         "renormalize": bool(renormalize),
         "scale": scale,
-        "num_shared": int(num_shared),
+        "num_shared": num_shared,
         "slots": slots,
         "load": load,
     }
@@ -273,11 +284,7 @@ def _check_mixed(call: Contract, options: dict[str, Any]) -> None:
     call.check("renormalize", not options["renormalize"], "False with sparsemixer", True)
 
 
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _check_groups(
+def _checked_groups(
     call: Contract,
     num_experts: int,
     top_k: int,
@@ -285,17 +292,19 @@ def _check_groups(
     top_groups: int,
     *,
     has_correction: bool,
-) -> None:
-    divides = _is_int(num_groups) and num_groups >= 1 and num_experts % num_groups == 0
-    call.check("num_groups", divides, f"a divisor of the {num_experts} experts", num_groups)
+) -> tuple[int, int]:
+    """Check and return `num_groups` and `top_groups` as Python ints."""
+    wanted = f"a divisor of the {num_experts} experts"
+    num_groups = call.integer("num_groups", num_groups, 1, num_experts, wanted)
+    call.check("num_groups", num_experts % num_groups == 0, wanted, num_groups)
     call.check("num_groups", num_groups <= MAX_GROUPS, f"at most {MAX_GROUPS}", num_groups)
     per_group = num_experts // num_groups
     if num_groups > 1 and has_correction:
         call.check("num_groups", per_group >= 2, f"at most {num_experts // 2}", num_groups)
-    enough = _is_int(top_groups) and 1 <= top_groups <= num_groups
-    call.check("top_groups", enough, f"from 1 to {num_groups}", top_groups)
+    top_groups = call.integer("top_groups", top_groups, 1, num_groups, f"from 1 to {num_groups}")
     has_room = num_groups == 1 or top_groups * per_group >= top_k
     call.check("top_groups", has_room, f"groups with {top_k} experts together", top_groups)
+    return num_groups, top_groups
 
 
 def chunk_tokens(num_tokens: int) -> int:

@@ -89,6 +89,7 @@ def moe_route_backward(
     experts = call.array("experts", experts, "T k", INT32)
     limit = min(num_experts, MAX_TOP_K)
     call.check("experts", 1 <= call["k"] <= limit, f"1 to {limit} a token", call["k"])
+    call.indices("experts", experts, 0, num_experts - 1)
     dweights = call.array("dweights", dweights, "T k", logits.dtype)
     call.check("score", score in SCORES, f"one of {SCORES}", score)
     call.number("scale", scale)

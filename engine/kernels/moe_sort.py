@@ -69,9 +69,9 @@ def moe_sort(ids: Any, weights: Any, *, num_experts: int) -> Routing:
     call = Contract("moe_sort")
     ids = call.array("ids", ids, "T k", (INT32, INT64))
     weights = call.array("weights", weights, "T k", (FLOAT32, FLOAT64))
-    is_int = isinstance(num_experts, int) and not isinstance(num_experts, bool)
-    in_range = is_int and 1 <= num_experts <= MAX_EXPERTS
-    call.check("num_experts", in_range, f"from 1 to {MAX_EXPERTS}", num_experts)
+    num_experts = call.integer(
+        "num_experts", num_experts, 1, MAX_EXPERTS, f"from 1 to {MAX_EXPERTS}"
+    )
     if call.on_cpu:
         return reference.moe_sort(ids, weights, num_experts=num_experts)
     num_pairs = call["T"] * call["k"]

@@ -12,7 +12,7 @@ from engine.kernels._module import ModuleSpec
 from engine.kernels._quantize import (
     CODES,
     SIZES,
-    check_codes,
+    checked_group,
     launch_rows,
     new_codes,
 )
@@ -70,7 +70,7 @@ def quantize_rows(x: Any, *, dtype: str = "fp8", group: int = 0) -> tuple[Any, A
     """
     call = Contract("quantize_rows")
     x = call.array("x", x, "M K", FLOATS, layout="rows")
-    check_codes(call, dtype, group)
+    group = checked_group(call, dtype, group)
     if call.on_cpu:
         result: tuple[Any, Any] = reference.quantize_rows(x, dtype=dtype, group=group)
         return result

@@ -198,6 +198,7 @@ def rmsnorm_moe_route(
         slots=slots,
         load=load,
     )
+    top_k = int(top_k)
     norm: dict[str, Any] = {"eps": eps, "weight_offset": weight_offset}
     if call.on_cpu:
         results = reference.rmsnorm_moe_route(

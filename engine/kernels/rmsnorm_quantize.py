@@ -10,7 +10,7 @@ from engine.kernels import _cpu
 from engine.kernels._contract import FLOATS, Contract
 from engine.kernels._launch import Kernel
 from engine.kernels._module import ModuleSpec
-from engine.kernels._quantize import CODES, check_codes, new_codes, rows_are_aligned
+from engine.kernels._quantize import CODES, checked_group, new_codes, rows_are_aligned
 from engine.kernels.quantize_rows import quantize_rows
 from engine.kernels.quantize_rows import specs as rows_specs
 from engine.kernels.rmsnorm import choose_config, rmsnorm
@@ -98,7 +98,7 @@ def rmsnorm_quantize(
     call.number("x_scale", x_scale)
     call.check("x_scale", residual is not None or x_scale == 1.0, "1 without residual", x_scale)
     call.check("residual_out", residual is not None or residual_out is None, "None", residual_out)
-    check_codes(call, dtype, group)
+    group = checked_group(call, dtype, group)
     if residual is not None:
         residual = call.array("residual", residual, "M N", x.dtype)
     numbers: dict[str, Any] = {"eps": eps, "weight_offset": weight_offset, "x_scale": x_scale}

@@ -244,9 +244,8 @@ def sample(
     _check_processing(call, args)
     limit = min(call["V"], MAX_LOGPROBS)
     if num_logprobs is not None:
-        is_int = isinstance(num_logprobs, int | np.integer) and not isinstance(num_logprobs, bool)
         wanted = f"None or a whole number in 0..{limit}"
-        call.check("num_logprobs", is_int and 0 <= num_logprobs <= limit, wanted, num_logprobs)
+        call.integer("num_logprobs", num_logprobs, 0, limit, wanted)
     if call.on_cpu:
         return reference.sample(args.pop("logits"), **args)
     return _launch(call, args)

@@ -67,6 +67,7 @@ def scale_rows(x: Any, factors: Any, *, out: Any = None) -> Any:
     size = "M" if getattr(factors, "shape", None) != (1,) else "1"
     factors = call.array("factors", factors, size, accumulation_dtype(x.dtype))
     if out is not None:
+        out = call.written("out", out, "M N", x.dtype, layout="rows")
         is_apart = is_same(out, x) or not overlaps(out, x)
         call.check("out", is_apart, "x, or apart from it", "an overlapping view")
     if call.on_cpu:

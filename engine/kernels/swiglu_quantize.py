@@ -12,7 +12,7 @@ from engine.kernels._module import ModuleSpec
 from engine.kernels._quantize import (
     CODES,
     SIZES,
-    check_codes,
+    checked_group,
     launch_rows,
     new_codes,
 )
@@ -65,7 +65,7 @@ def swiglu_quantize(x: Any, *, dtype: str = "fp8", group: int = 0) -> tuple[Any,
     call = Contract("swiglu_quantize")
     x = call.array("x", x, "M 2F", FLOATS, layout="rows")
     call.check("x", x.shape[1] % 2 == 0, "of even length along its last axis", x.shape)
-    check_codes(call, dtype, group)
+    group = checked_group(call, dtype, group)
     if call.on_cpu:
         result: tuple[Any, Any] = reference.swiglu_quantize(x, dtype=dtype, group=group)
         return result

@@ -143,7 +143,10 @@ def mamba2(
         snapshot_slots=snapshot_slots,
         snapshot_offsets=snapshot_offsets,
     )
-    limits: dict[str, Any] = {"dt_min": call.number("dt_min", dt_min), "dt_max": float(dt_max)}
+    limits: dict[str, Any] = {
+        "dt_min": call.number("dt_min", dt_min),
+        "dt_max": call.number("dt_max", dt_max),
+    }
     arrays = {"x": x, "dt": dt, "b": b, "c": c, **gates}
     longest = call["T"]
     if max_seqlen_q is not None:

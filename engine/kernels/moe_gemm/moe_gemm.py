@@ -20,8 +20,10 @@ from engine.kernels._module import ModuleSpec
 from engine.kernels._packed import check_planes
 from engine.kernels._quantize import CODES, GROUP, new_codes, num_scales
 from engine.kernels.dequantize import launch as dequantize
+from engine.kernels.gemm.operands import out_dtype_of
 from engine.kernels.moe_gemm import codes_sm90, few_tokens, portable, quantized_sm90, scratch, sm90
 from engine.kernels.moe_gemm.operands import ACTIVATIONS, MoeOperands
+from engine.kernels.moe_route import checked_routing
 from engine.kernels.quantize_rows import launch as quantize_rows
 from engine.kernels.quantize_rows import specs as quantize_specs
 from engine.reference import Routing
@@ -264,6 +266,7 @@ def check_product(
     transposed: bool = False,
 ) -> MoeProduct:
     """Check and return the arguments; a dense weight becomes an array."""
+    routing = checked_routing(call, routing)
     experts = call.array("routing.experts", routing.experts, "T k", INT32)
     call.bind("P", call["T"] * call["k"], "routing.experts")
     count = "P" if scatter else "T"
@@ -275,9 +278,7 @@ def check_product(
         )
         call.check("quantize_x", not quantize_x, "False with x_scales", quantize_x)
         call.check("out_dtype", out_dtype is not None, "given with x_scales", out_dtype)
-    dtype = x.dtype if out_dtype is None else np.dtype(out_dtype)
-    allowed = FLOATS if is_coded else (x.dtype,)
-    call.check("out_dtype", dtype in allowed, " or ".join(map(str, allowed)), dtype)
+    dtype = out_dtype_of(call, x.dtype, out_dtype, FLOATS if is_coded else (x.dtype,))
     if isinstance(weight, Weight) and weight.format.is_dense:
         weight = weight.data
     if isinstance(weight, Weight):

@@ -10,6 +10,7 @@ from typing import Any
 from engine import reference
 from engine.kernels._contract import INT32, MIRROR_FLOATS, Contract
 from engine.kernels._module import ModuleSpec
+from engine.kernels.moe_route import checked_routing
 from engine.kernels.moe_wgrad import portable, sm90
 from engine.kernels.moe_wgrad.operands import WgradOperands
 from engine.reference import Routing
@@ -70,6 +71,7 @@ def moe_wgrad(dy: Any, x: Any, routing: Routing, *, gather: str, out: Any = None
            [[ 1.,  2.]]], dtype=float32)
     """
     call = Contract("moe_wgrad")
+    routing = checked_routing(call, routing)
     experts = call.array("routing.experts", routing.experts, "T k", INT32)
     call.bind("P", call["T"] * call["k"], "routing.experts")
     call.check("gather", gather in _GATHERS, f"one of {_GATHERS}", gather)

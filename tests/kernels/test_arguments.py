@@ -1,0 +1,146 @@
+"""Arguments that callers get wrong alike in many ops: NumPy's integers, other types, read-only."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from engine import kernels
+from engine.errors import ContractError, DTypeError
+
+ROWS = np.arange(24, dtype=np.float32).reshape(3, 8)
+IDS = np.array([0, 2, 2], np.int32)
+LOGITS = np.arange(24, dtype=np.float32).reshape(3, 8) % 5
+ORDER, OFFSETS = np.array([1, 0, 2], np.int32), np.array([0, 1, 3], np.int32)
+PAGES = np.zeros((2, 1, 16, 8), np.float32)
+GATHERED = (
+    PAGES,
+    PAGES,
+    np.zeros((1, 2), np.int32),
+    np.array([3], np.int32),
+    np.array([0, 3], np.int32),
+)
+
+# Name -> a call with an integer, and that integer.
+INTEGERS = {
+    "vocab_size": (lambda n: kernels.embedding_backward(ROWS, IDS, np.arange(3), n), 5),
+    "padding_id": (
+        lambda n: kernels.embedding_backward(ROWS, IDS, np.arange(3), 5, padding_id=n),
+        2,
+    ),
+    "nope_dim": (lambda n: kernels.mla_expand(ROWS[:, None], ROWS[:, :2], nope_dim=n), 5),
+    "total_tokens": (lambda n: kernels.kv_gather(*GATHERED, total_tokens=n), 3),
+    "num_experts": (
+        lambda n: kernels.moe_sort(IDS[:, None], ROWS[:, :1].copy(), num_experts=n),
+        3,
+    ),
+    "top_k": (lambda n: kernels.moe_route(LOGITS, n), 2),
+    "num_groups": (lambda n: kernels.moe_route(LOGITS, 2, num_groups=n, top_groups=2), 4),
+    "top_groups": (lambda n: kernels.moe_route(LOGITS, 2, num_groups=4, top_groups=n), 2),
+    "num_shared": (lambda n: kernels.moe_route(LOGITS, 2, num_shared=n), 1),
+    "num_splits": (
+        lambda n: kernels.lora_shrink(
+            ROWS, np.ones((2, 4, 8), np.float32), ORDER, OFFSETS, num_splits=n
+        ),
+        1,
+    ),
+    "bounds": (
+        lambda n: kernels.lora_expand(
+            np.ones((1, 3, 4), np.float32),
+            np.ones((2, 6, 4), np.float32),
+            ORDER,
+            OFFSETS,
+            bounds=(n,),
+        ),
+        6,
+    ),
+    "group": (lambda n: kernels.quantize_rows(np.ones((2, 256), np.float32), group=n), 128),
+}
+
+
+def _leaves(result):
+    return result if isinstance(result, tuple) else (result,)
+
+
+@pytest.mark.parametrize("name", INTEGERS)
+@pytest.mark.parametrize("kind", [np.int64, np.int32, np.uint8])
+def test_an_integer_may_be_numpys(name, kind):
+    """As a size from another array is: ``ids.max() + 1``."""
+    call, number = INTEGERS[name]
+    for got, want in zip(_leaves(call(kind(number))), _leaves(call(number)), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("name", INTEGERS)
+@pytest.mark.parametrize("value", [None, "2", 1.5, np.float32(2.0), True, [1], 10**30])
+def test_a_value_that_is_no_such_integer_is_named(name, value):
+    call, _ = INTEGERS[name]
+    if value is None and name in ("total_tokens", "num_splits"):  # their default
+        return
+    with pytest.raises(ContractError, match=rf"{name}: must be .*; got"):
+        call(value)
+
+
+@pytest.mark.parametrize("out", [[[1.0]], "out", 1, np.float32(1), object()])
+def test_an_out_that_is_no_array_is_named(out):
+    with pytest.raises((ContractError, DTypeError), match="scale_rows: out: must be an array; got"):
+        kernels.scale_rows(ROWS, np.ones(3, np.float32), out=out)
+    with pytest.raises(DTypeError, match="cross_entropy: dlogits_out: must be an array; got"):
+        kernels.cross_entropy(
+            LOGITS, IDS.astype(np.int64), dloss=np.ones(3, np.float32), dlogits_out=out
+        )
+
+
+@pytest.mark.parametrize("routing", [None, 3, (1, 2, 3, 4), "routing"])
+def test_a_routing_of_another_type_is_named(routing):
+    weight = np.ones((4, 2, 8), np.float32)
+    pairs = np.ones((3, 8), np.float32)
+    name = type(routing).__name__
+    for call in (
+        lambda: kernels.moe_gemm(ROWS, weight, routing),
+        lambda: kernels.moe_gemm_combine(ROWS, weight, routing),
+        lambda: kernels.moe_wgrad(pairs, ROWS, routing, gather="x"),
+        lambda: kernels.moe_activation_backward(pairs[:, :4], pairs, routing),
+    ):
+        with pytest.raises(ContractError, match=f"routing: must be a Routing.*; got '{name}'"):
+            call()
+    if routing is not None:
+        with pytest.raises(ContractError, match=f"routing: must be a Routing.*; got '{name}'"):
+            kernels.moe_combine(pairs[:, None], routing=routing, num_identity=1)
+
+
+@pytest.mark.parametrize("out_dtype", ["nope", 5, [1.0]])
+def test_an_out_dtype_that_is_none_is_named(out_dtype):
+    routing = kernels.moe_route(LOGITS[:, :4].copy(), 1)
+    for op in (kernels.moe_gemm, kernels.moe_gemm_combine):
+        with pytest.raises(ContractError, match="out_dtype: must be float32; got"):
+            op(ROWS, np.ones((4, 2, 8), np.float32), routing, out_dtype=out_dtype)
+
+
+def test_indices_outside_are_named_on_the_host():
+    with pytest.raises(ContractError, match=r"order: must be from 0 to 2; got \(0, 3\)"):
+        kernels.embedding_backward(ROWS, IDS, np.array([0, 1, 3]), 5)
+    routing = kernels.moe_route(LOGITS, 2, num_shared=1)  # of 7 experts and a shared one
+    with pytest.raises(ContractError, match=r"experts: must be from 0 to 6; got \(\d, 7\)"):
+        kernels.moe_route_backward(routing.weights, LOGITS[:, :7].copy(), routing.experts)
+
+
+def test_a_limit_of_mamba2_that_is_no_number_is_named():
+    ones = np.ones((1, 1), np.float32)
+    zero = np.zeros(1, np.int32)
+    arrays = {
+        "x": np.ones((1, 1, 8), np.float32),
+        "dt": ones,
+        "b": np.ones((1, 1, 8), np.float32),
+        "c": np.ones((1, 1, 8), np.float32),
+    }
+    states = {
+        "states": np.zeros((1, 1, 8, 8), np.float32),
+        "state_slots": zero,
+        "cu_seqlens_q": np.array([0, 1], np.int32),
+        "context_lens": zero + 1,
+    }
+    heads = dict.fromkeys(("a_log", "d", "dt_bias"), np.zeros(1, np.float32))
+    for value in (None, "1", np.nan):
+        with pytest.raises(ContractError, match=r"dt_max: must be a number .*; got"):
+            kernels.mamba2(**arrays, **heads, **states, dt_max=value)
