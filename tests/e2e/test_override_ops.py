@@ -389,6 +389,39 @@ def test_a_wrong_result_is_told_with_both_shapes(function, text):
         kernels.swiglu(array(4, 8))
 
 
+def test_a_tuple_of_the_only_result_is_that_result():
+    x = array(3, 4)
+    with kernels.override("silu", lambda x: (x + 1,)):
+        np.testing.assert_array_equal(kernels.silu(x), x + 1)
+        out = np.zeros_like(x)
+        assert kernels.silu(x, out=out) is out and np.array_equal(out, x + 1)
+
+
+def test_a_routing_may_be_a_plain_tuple():
+    """A user's op of `define` returns one. The arrays are checked as other results are."""
+    logits = array(5, 6)
+    want = kernels.moe_route(logits, 2)
+    with kernels.override("moe_route", lambda x, k: tuple(reference.moe_route(x, k))):
+        got = kernels.moe_route(logits, 2)
+    ids, weights = want.experts, want.weights
+    with kernels.override("moe_sort", lambda *args, **kw: tuple(reference.moe_sort(*args, **kw))):
+        again = kernels.moe_sort(ids, weights, num_experts=6)
+    for one in (got, again):
+        assert isinstance(one, kernels.Routing)
+        for a, b in zip(one, want, strict=True):
+            np.testing.assert_array_equal(a, b)
+    for function, text in (
+        (lambda x, k: reference.moe_route(x, k)[:2], r"moe_route must return \(5, 2\) int32 and"),
+        (lambda x, k: reference.moe_route(x, k - 1), r"returned \(5, 1\) int32 and .* must return"),
+        (lambda x, k: None, "returned nothing; moe_route must return"),
+    ):
+        with (
+            kernels.override("moe_route", function),
+            pytest.raises(ContractError, match=text),
+        ):
+            kernels.moe_route(logits, 2)
+
+
 def test_wrong_overrides_are_errors():
     with pytest.raises(UnknownOptionError, match="swiglu"), kernels.override("swigl", print):
         pass

@@ -13,8 +13,15 @@ from engine.errors import ConfigError, ContractError
 from engine.kernels._override.arrays import contiguous, copy_into, in_rows, is_same, overlaps
 from engine.kernels._override.dispatch import ACTIVE, OPS, Active, count
 from engine.kernels._override.fused import SENDERS, Options, Step, stepwise
-from engine.kernels._override.results import WRITERS, check_results, sample_result
+from engine.kernels._override.results import (
+    RESULTS,
+    ROUTERS,
+    WRITERS,
+    check_results,
+    sample_result,
+)
 from engine.kernels._user.op import Op
+from engine.reference import Routing
 
 __all__ = ["Override", "name_of"]
 
@@ -189,9 +196,11 @@ class Override:
         check_results(self.op, name_of(self.function), results, self._defaults | given | options)
         pairs = zip(results, _targets(outputs, len(results)), strict=True)
         settled = [_settled(one, target, (args, options)) for one, target in pairs]
-        if type(result) is tuple:
-            return tuple(settled)
-        return settled[0] if len(settled) == 1 else result  # a named tuple stays as it is
+        if self.op in ROUTERS:
+            return Routing(*settled)
+        if len(settled) == 1 and (self.op in RESULTS or type(result) is not tuple):
+            return settled[0]
+        return tuple(settled) if type(result) is tuple else result  # a named tuple stays as it is
 
 
 def _settled(result: Any, target: Any, inputs: Any) -> Any:

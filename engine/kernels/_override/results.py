@@ -13,7 +13,7 @@ from engine.dtypes import np_dtype
 from engine.errors import ContractError
 from engine.reference.sample import BAD_LOGITS, OK, SampleResult
 
-__all__ = ["RESULTS", "WRITERS", "check_results", "sample_result"]
+__all__ = ["RESULTS", "ROUTERS", "WRITERS", "check_results", "sample_result"]
 
 Shape = tuple[int, ...]
 Wanted = tuple[tuple[Shape, Any], ...]
@@ -93,6 +93,23 @@ def _normed_experts(a: Arguments) -> Wanted:
     return (*_codes(dict(a) | {"x": a["residual"]}), *h)
 
 
+def _routed(a: Arguments) -> Wanted:
+    tokens, num_experts = a["logits"].shape
+    k = a["top_k"] + a["num_shared"]
+    return _routing(tokens, k, num_experts, a["logits"].dtype)
+
+
+def _sorted(a: Arguments) -> Wanted:
+    tokens, k = a["ids"].shape
+    return _routing(tokens, k, a["num_experts"], a["weights"].dtype)
+
+
+def _routing(tokens: int, k: int, num_experts: int, dtype: Any) -> Wanted:
+    int32 = np.dtype(np.int32)
+    pairs = (tokens * k,)
+    return ((tokens, k), int32), ((tokens, k), dtype), (pairs, int32), ((num_experts + 1,), int32)
+
+
 RESULTS: dict[str, Callable[[Arguments], Wanted]] = {
     **dict.fromkeys(("silu", "gelu", "relu", "xielu", "clamp"), _like("x")),
     **dict.fromkeys(("sigmoid_gate", "residual_add"), _like("x")),
@@ -109,12 +126,17 @@ RESULTS: dict[str, Callable[[Arguments], Wanted]] = {
     "attention_decode": _attended,
     "attention_prefill": _attended,
     "mla_decode": _attended,
+    "moe_route": _routed,
+    "moe_sort": _sorted,
     "moe_gemm": _of_pairs,
     "moe_gemm_combine": _of_tokens,
     "moe_combine": _summed_experts,
     "moe_combine_rmsnorm": _normed_experts,
 }
 """Op -> shape and dtype of its results. What other ops must return is not checked."""
+
+ROUTERS = frozenset(("moe_route", "moe_sort"))
+"""Ops that return a `Routing`; an override may return its four arrays as a plain tuple."""
 
 WRITERS = frozenset(("kv_store", "qk_norm_rope_store", "mla_store", "kv_copy", "kv_swap"))
 """Ops that return nothing: they write into their arguments."""
