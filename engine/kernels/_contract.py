@@ -218,8 +218,10 @@ class Contract:
     def _as_array(self, name: str, value: Any) -> Any:
         if isinstance(value, np.ma.MaskedArray):  # its mask would be lost
             raise DTypeError(f"{self.op}: {name}: must be a plain array; got a masked one")
-        if isinstance(value, np.ndarray):
+        if isinstance(value, np.memmap):
             return value
+        if isinstance(value, np.ndarray):  # a subclass may compute otherwise: matrices have a `*`
+            return value.view(np.ndarray)
         if device.is_cupy_array(value):
             self._is_planned |= isinstance(value, PlanArray)
             return value

@@ -144,3 +144,41 @@ def test_a_limit_of_mamba2_that_is_no_number_is_named():
     for value in (None, "1", np.nan):
         with pytest.raises(ContractError, match=r"dt_max: must be a number .*; got"):
             kernels.mamba2(**arrays, **heads, **states, dt_max=value)
+
+
+class Unusable(np.ndarray):
+    """A subclass that computes nothing."""
+
+    def __array_ufunc__(self, ufunc, method, *inputs, **kwargs):
+        raise AssertionError("an op must not compute with a caller's class")
+
+
+@pytest.mark.parametrize("kind", [np.matrix, Unusable])
+def test_an_array_of_a_subclass_is_a_plain_one(kind):
+    """`*` of np.matrix, which SciPy's ``todense()`` returns, is a product of matrices."""
+    square = np.arange(16, dtype=np.float32).reshape(4, 4) - 5
+    given, ones = square.view(kind), np.ones(4, np.float32)
+    for got, want in (
+        (kernels.relu(given, squared=True), kernels.relu(square, squared=True)),
+        (kernels.rmsnorm(given, ones), kernels.rmsnorm(square, ones)),
+        (kernels.gemm(given, given), kernels.gemm(square, square)),
+        (kernels.silu(square, out=np.empty_like(square).view(kind)), kernels.silu(square)),
+    ):
+        assert type(got) is np.ndarray
+        np.testing.assert_array_equal(got, want)
+    op = kernels.define(
+        "squared",
+        "x: (M, N) float32 -> (M, N) like x",
+        reference=lambda x: x * x,
+        source='extern "C" __global__ void squared(const float* x, float* out) {}',
+        launch=lambda call: call.grid1d(1, 32),
+    )
+    np.testing.assert_array_equal(op(given), square * square)
+
+
+def test_a_file_may_be_an_argument_and_an_out(tmp_path):
+    x = np.memmap(tmp_path / "x", np.float32, "w+", shape=(3, 8))
+    x[:] = ROWS
+    out = np.memmap(tmp_path / "out", np.float32, "w+", shape=(3, 8))
+    assert kernels.silu(x, out=out) is out
+    np.testing.assert_array_equal(out, kernels.silu(ROWS))
