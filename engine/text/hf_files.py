@@ -176,9 +176,18 @@ def _chat_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str
                 raise ConfigError(
                     f"chat_template[{i}] must have name and template; got {shown(entry)}"
                 )
-            templates[str(entry["name"])] = str(entry["template"])
+            if not isinstance(entry["name"], str) or not isinstance(entry["template"], str):
+                raise ConfigError(
+                    f"chat_template[{i}] must have strings as name and template; got {shown(entry)}"
+                )
+            templates[entry["name"]] = entry["template"]
+    elif isinstance(listed, dict) and all(isinstance(text, str) for text in listed.values()):
+        templates = listed
     elif listed is not None:
-        raise ConfigError(f"chat_template must be a string or a list; got {type(listed).__name__}")
+        raise ConfigError(
+            "chat_template must be a string, a list of named ones, or an object of them; got "
+            f"{shown(listed)}"
+        )
     more = list(directory.glob("additional_chat_templates/*.jinja"))
     if len(more) > _MAX_TEMPLATES:
         raise ConfigError(

@@ -146,6 +146,12 @@ def test_truncation_and_padding_of_training_are_off(directory):
         ("tokenizer_config.json", '{"added_tokens_decoder": {"x": "x"}}', "whole number"),
         ("tokenizer_config.json", '{"chat_template": 3}', "chat_template"),
         ("tokenizer_config.json", '{"chat_template": [{"name": "a"}]}', r"chat_template\[0\]"),
+        (
+            "tokenizer_config.json",
+            '{"chat_template": [{"name": "default", "template": null}]}',
+            r"chat_template\[0\] must have strings as name and template; got",
+        ),
+        ("tokenizer_config.json", '{"chat_template": {"default": null}}', "an object of them; got"),
         ("generation_config.json", '{"eos_token_id": "x"}', "eos_token_id"),
         ("generation_config.json", '{"eos_token_id": [true]}', "eos_token_id"),
         ("added_tokens.json", '{"x": -1}', "-1"),
@@ -239,6 +245,16 @@ def test_templates_by_name_and_by_file(directory):
     only = load_tokenizer(directory)  # files replace all templates of tokenizer_config.json
     assert only.apply_chat_template(messages, tools=[{}]) == "F<|im_end|>"
     assert load_tokenizer(directory, chat_template="O").apply_chat_template(messages) == "O"
+
+
+def test_templates_of_an_object(directory):
+    """transformers keeps an object of templates by name as it is."""
+    templates = {"default": "D", "tool_use": "T{{ tools }}"}
+    _edit(directory / "tokenizer_config.json", chat_template=templates)
+    tokenizer = load_tokenizer(directory)
+    messages = [{"role": "user", "content": "x"}]
+    assert tokenizer.apply_chat_template(messages) == "D"
+    assert tokenizer.apply_chat_template(messages, tools=[{}]) == "T[{}]"
 
 
 def test_the_declared_format_of_answers(directory):
