@@ -48,6 +48,8 @@ def _define(signature="x: (N,) float -> (N,) like x", **options):
         ("x: (N + import os,) float -> (N,) like x", "must be numbers, symbols"),
         ("x: (f(N),) float -> (N,) like x", "must be numbers, symbols"),
         ("eps: float32 -> (3,) float32", "must have an array argument"),
+        (None, "must be a string; got None"),
+        (["x: (N,) float"], "must be a string; got ['x: (N,) float']"),
     ],
 )
 def test_a_bad_signature_is_told_with_the_place(signature, words):

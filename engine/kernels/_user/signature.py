@@ -163,6 +163,8 @@ def parse_signature(text: str, name: str) -> Signature:
     >>> signature.symbols, [output.shape_text for output in signature.outputs]
     (('batch', 'F'), ['(..., F)'])
     """
+    if not isinstance(text, str):
+        raise ConfigError(f"{name}: signature: must be a string; got {text!r}")
     if ";" in text:
         raise ConfigError(f"{name}: signature: commas separate arguments; got ';' in {text!r}")
     left, arrow, right = text.partition("->")
