@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -45,6 +46,7 @@ WEIGHTS_NAME = "adapter_model.safetensors"
 _DTYPES = ("F32", "F16", "BF16")
 _MAX_RANK = 4096
 _PEFT_ALPHA = 8.0  # lora_alpha of a configuration without one
+_MAX_ALPHA = sys.float_info.max  # JSON's 1e400 is read as infinity
 _MAX_GROUPS = 4  # groups in a pattern: the time to match "(a|b)(c|d)…" is exponential in them
 _MAX_ALTERNATIVES = 64  # "|" in a pattern
 _PIECE_BYTES = 16 << 20  # bytes of host memory that a thread allocates at once
@@ -234,7 +236,7 @@ class _Scales:
             )
         self._fields = fields
         self._rank = fields.integer("r", 1, _MAX_RANK)
-        self._alpha = fields.real("lora_alpha", -math.inf, math.inf, _PEFT_ALPHA)
+        self._alpha = fields.real("lora_alpha", -_MAX_ALPHA, _MAX_ALPHA, _PEFT_ALPHA)
         self._is_rslora = fields.flag("use_rslora", False)
         self._ranks = self._patterns("rank_pattern", (int,))
         self._alphas = self._patterns("alpha_pattern", (int, float))
@@ -252,7 +254,7 @@ class _Scales:
         """Return the patterns under `key`, each with its number, which is of one of `kinds`."""
         found = self._fields.raw(key) or {}
         if not isinstance(found, dict) or not all(
-            type(value) in kinds and value > 0 for value in found.values()
+            type(value) in kinds and 0 < value <= _MAX_ALPHA for value in found.values()
         ):
             wanted = "numbers" if float in kinds else "whole numbers"
             raise self._fields.error(key, f"a map from names of modules to {wanted} above 0")
