@@ -218,7 +218,7 @@ class Contract:
     def _as_array(self, name: str, value: Any) -> Any:
         if isinstance(value, np.ma.MaskedArray):  # its mask would be lost
             raise DTypeError(f"{self.op}: {name}: must be a plain array; got a masked one")
-        if isinstance(value, np.memmap):
+        if type(value) in (np.ndarray, np.memmap):
             return value
         if isinstance(value, np.ndarray):  # a subclass may compute otherwise: matrices have a `*`
             return value.view(np.ndarray)

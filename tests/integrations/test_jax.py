@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 
 jax = pytest.importorskip("jax", reason="jax is not installed")
+if jax.config.jax_num_cpu_devices == -1:
+    jax.config.update("jax_num_cpu_devices", 2)  # for shard_map; before any backend starts
 
 import jax.numpy as jnp  # noqa: E402
 from jax.test_util import check_grads  # noqa: E402
@@ -19,9 +21,6 @@ from jax.test_util import check_grads  # noqa: E402
 from engine import kernels, reference  # noqa: E402
 from engine.errors import ContractError, DTypeError, EngineError, ShapeError  # noqa: E402
 from engine.integrations import jax as ops  # noqa: E402
-
-if jax.config.jax_num_cpu_devices == -1:
-    jax.config.update("jax_num_cpu_devices", 2)  # for shard_map
 
 pytestmark = pytest.mark.skipif(
     jax.default_backend() != "cpu", reason="the tests of test_jax_gpu.py are for this machine"
