@@ -145,7 +145,8 @@ class OutputStreams:
     def commit(self, output: ScheduleOutput, result: StepResult) -> tuple[Request, ...]:
         """Commit the oldest step to the scheduler, and keep its results until `publish`.
 
-        If a request ends within its accepted drafts, the results after that point are dropped.
+        If a request ends within its accepted drafts, the results after that point are dropped. One
+        that fails behind accepted drafts ends with their tokens.
 
         Returns
         -------
@@ -154,14 +155,22 @@ class OutputStreams:
         """
         failed = [r for r in result.failed if not r.is_finished]
         for request in failed:
-            self._scheduler.finish_request(request, "error", stop_reason=result.failed[request])
+            if request not in result.token_ids:
+                self._fail(request, result)
         finished = self._scheduler.commit(output, result.token_ids)
+        failed = [r for r in failed if r not in finished]
+        for request in failed:
+            self._fail(request, result)
         if finished and output.num_draft_tokens:
             lengths = {s.request: s.num_reached_tokens for s in output.sequences}
             for request in finished:
                 result.keep(request, request.num_known_tokens - lengths[request])
         self._pending = PendingOutputs(result, (*finished, *failed), time.monotonic())
         return self._pending.ended
+
+    def _fail(self, request: Request, result: StepResult) -> None:
+        """End a request that failed in a step, unless it has ended."""
+        self._scheduler.finish_request(request, "error", stop_reason=result.failed[request])
 
     def publish(self, *, is_last: bool) -> None:
         """Append the pending results to the streams; `is_last`: `take` follows immediately."""

@@ -113,9 +113,16 @@ class LaunchedStep:
     unsampled: tuple[Any, StepInputs] | None = None  # logits and inputs, until `ModelRunner.sample`
     prompts: list[ScoredPart] = field(default_factory=list)
     failed: dict[Request, str] = field(default_factory=dict)
-    # By row of logits behind a draft: why no token can be sampled, if the draft is accepted.
+    # By row of logits behind a draft: why no token can be sampled if the draft is accepted.
     failed_rows: dict[int, str] = field(default_factory=dict)
     ended: DeviceToHostCopy | None = None  # copy of no array, for the end of an unsampled step
+
+    def note_failure(self, inputs: StepInputs, row: int, why: str) -> None:
+        """Record why no token can be sampled at this row of logits."""
+        if inputs.paths is not None and inputs.paths[row]:
+            self.failed_rows[row] = why
+        else:
+            self.failed[inputs.sampled[row].request] = why
 
 
 class ModelRunner:
@@ -470,10 +477,8 @@ class ModelRunner:
             path = inputs.paths[index] if inputs.paths is not None else ()
             given = [*output_ids, *path] if path else output_ids
             why = apply_processors(processors, given, logits[index])
-            if why and path:
-                step.failed_rows[index] = why
-            elif why:
-                step.failed[request] = why
+            if why:
+                step.note_failure(inputs, index, why)
 
     # ---- read
 
@@ -501,10 +506,13 @@ class ModelRunner:
         arrays: dict[str, Any],
         result: StepResult,
     ) -> None:
-        """Read a step with drafts: each sequence gets its accepted drafts plus one token."""
+        """Read a step with drafts: each sequence gets its accepted drafts plus one token.
+
+        Where no token can be sampled behind accepted drafts, it gets only these.
+        """
         all_ids = arrays["token_ids"].tolist()
-        status = arrays["status"]
-        has_failures = any(status.tolist())
+        status = arrays["status"].tolist()
+        has_failures = any(status) or bool(step.failed_rows)
         is_penalised = self._sampling.is_penalised
         moves: list[tuple[int, int]] = []
         counts = step.counts or [None] * len(step.sampled)
@@ -516,12 +524,15 @@ class ModelRunner:
                 accepted = drafts.accepted_rows(all_ids[first : first + 1 + len(drafts)])
                 if drafts.parents is not None:
                     moves += self._slot_moves(sequence, drafts.moves(accepted))
-            for row in accepted:
-                if (why := step.failed_rows.get(first + row)) is not None:
-                    result.failed.setdefault(request, why)
-            if has_failures and any([status[first + row] for row in accepted]):
-                result.failed.setdefault(request, _NO_SAMPLE)
             if request in result.failed:
+                continue
+            for index, row in enumerate(accepted) if has_failures else ():
+                why = step.failed_rows.get(first + row) or (status[first + row] and _NO_SAMPLE)
+                if why:
+                    result.failed[request] = why
+                    accepted = accepted[:index]
+                    break
+            if not accepted:
                 continue
             ids = result.token_ids[request] = [all_ids[first + row] for row in accepted]
             if count is not None:

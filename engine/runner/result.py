@@ -25,7 +25,7 @@ class StepResult:
     prompt_logprobs : dict of Request to (int, list of dict)
         Position of the first scored token, and one such dict per prompt token from there on.
     failed : dict of Request to str
-        Why no token could be sampled.
+        Why no token could be sampled; `token_ids` holds the request's drafts accepted before that.
     """
 
     token_ids: dict[Request, list[int]] = field(default_factory=dict)

@@ -230,6 +230,57 @@ def test_texts_that_end_inside_accepted_drafts(model, late, num_tokens):
     check_nothing_kept(made)
 
 
+def _refusing(count, way):
+    """A processor that leaves no token, or raises, once there are `count` output ids."""
+
+    def processor(ids, logits):
+        if len(ids) == count and way == "raises":
+            raise KeyError("no")
+        if len(ids) == count:
+            logits[:] = -np.inf
+
+    return processor
+
+
+@pytest.mark.parametrize("way", ["raises", "leaves none"])
+def test_tokens_before_a_failure_are_delivered(model, late, way):
+    """A failure behind accepted drafts ends the request with these, unless they end it first."""
+    prompt = list(range(FIRST, FIRST + 20))
+    free = {"r": (prompt, mixed_params(1, max_tokens=30))}
+    [ids] = serve(make_engine(model, **PLAIN), free)[0].values()
+    kinds = [
+        {"logprobs": 0},
+        {"output_kind": RequestOutputKind.FINAL_ONLY},
+        {"repetition_penalty": 1.0001},
+        {"stop_token_ids": [ids[8]]},
+        {"stop": LETTERS[ids[7] - FIRST] if ids[7] >= FIRST else "a"},
+    ]
+    requests = {
+        f"{index} {at}": (
+            prompt,
+            mixed_params(1, max_tokens=30, logits_processors=[_refusing(at, way)], **more),
+        )
+        for index, more in enumerate(kinds)
+        for at in (0, 1, 5, 9, 12)
+    }
+    want, plain = serve(make_engine(model, **PLAIN), requests)
+    assert {o.outputs[0].finish_reason for o in plain.values()} == {"error", "stop"}
+    for proposed in (["right"], ["right", "half", "tree"]):
+        proposer = KnownProposer(dict.fromkeys(requests, ids), VOCAB, proposed)
+        options = {"max_num_seqs": 12, "num_blocks": 200, "async_scheduling": late}
+        made = speculative_engine(model, proposer, 6, **options)
+        got, last = serve(made, requests)
+        assert got == want
+        for name, output in last.items():
+            [one], [other] = output.outputs, plain[name].outputs
+            assert (one.text, one.finish_reason, one.stop_reason) == (
+                (other.text, other.finish_reason, other.stop_reason)
+            )
+            assert len(one.logprobs or ()) == len(other.logprobs or ())
+        assert made.stats().generation_tokens == sum(map(len, want.values()))
+        check_nothing_kept(made)
+
+
 def test_aborts_while_drafts_are_verified(model, late):
     """A request ended between two steps, or by another part while its step is in flight."""
     requests = _requests(9, seed=5, max_tokens=60)
