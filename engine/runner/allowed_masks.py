@@ -35,12 +35,15 @@ class AllowedMasks:
     ----------
     has_mask : (num_rows,) bool
         True for request rows that need a mask.
+    errors : dict of int to str
+        By row of logits of the last `build`: why its grammar has no mask.
     """
 
     def __init__(
         self, num_rows: int, vocab_size: int, eos_token_ids: Sequence[int], device: Device
     ) -> None:
         self.has_mask = np.zeros(num_rows, np.bool_)
+        self.errors: dict[int, str] = {}
         self._has_grammar = np.zeros(num_rows, np.bool_)
         self._rules = np.zeros(
             num_rows, np.int64
@@ -81,6 +84,7 @@ class AllowedMasks:
         has_grammar = self._has_grammar[rows]
         by_grammar = np.flatnonzero(has_grammar)
         by_ids = np.flatnonzero(self.has_mask[rows] & ~has_grammar)
+        self.errors = {}
         if not len(by_grammar) and not len(by_ids):
             return {}
         plan = self._plan(sampled, rows, by_grammar, paths)
@@ -89,6 +93,7 @@ class AllowedMasks:
         needed = np.concatenate([firsts, by_ids])
         masks = self._pinned.next((len(needed), len(self._eos)), np.int32)
         is_allowed = plan.fill(masks[:num_plans])
+        self.errors = {int(by_grammar[row]): why for row, why in plan.errors.items()}
         masks[num_plans:] = -1
         for index, row in enumerate(rows[needed].tolist()) if self._fixed else ():
             if row in self._fixed:

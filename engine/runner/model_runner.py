@@ -293,10 +293,8 @@ class ModelRunner:
         sampling = self._sampling.build(
             inputs.sampled, inputs.sampled_rows, inputs.sampled_positions, inputs.paths
         )
-        for sequence in inputs.sampled:
-            grammar = sequence.request.spec.grammar
-            if grammar is not None and grammar.error:
-                step.failed[sequence.request] = grammar.error
+        for row, why in self._sampling.grammar_errors.items():
+            step.note_failure(inputs, row, why)
         arrays = _sampling_arrays(inputs, sampling)
         on_device = HostToDeviceCopy(self.model.device, arrays).arrays
         self._sample(step, logits, inputs, sampling, on_device)

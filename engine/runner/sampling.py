@@ -141,6 +141,11 @@ class SamplingTable:
             self.history.assign(row, ids, request.max_num_tokens)
         self._masks.assign(request)
 
+    @property
+    def grammar_errors(self) -> dict[int, str]:
+        """By row of logits of the last `build`: why its grammar allows no token."""
+        return self._masks.errors
+
     def release(self, request: Request) -> None:
         """Release the row of `request`."""
         self.version += 1

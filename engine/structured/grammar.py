@@ -23,7 +23,7 @@ from engine.structured.sources import (
 )
 from engine.structured.spec import StructuredOutput
 
-__all__ = ["Grammar", "GrammarCompiler", "GrammarState", "check_structured"]
+__all__ = ["Grammar", "GrammarCompiler", "GrammarState", "check_structured", "failure"]
 
 _LOG = logging.getLogger("engine")
 
@@ -184,7 +184,7 @@ class Grammar:
         if index == len(self._matchers) and self._seconds < _MAX_SECONDS:
             self._matchers.append(self._new_matcher())
         index %= len(self._matchers)
-        return GrammarState(self._matchers[index].deep_copy(), self._tree, self._masks, index)
+        return GrammarState(self._matchers[index], self._tree, self._masks, index)
 
     def _new_matcher(self) -> Any:
         start = time.perf_counter()
@@ -198,9 +198,17 @@ class Grammar:
 class GrammarState:
     """How far one request's output has advanced in its grammar.
 
-    The state depends on the committed output ids and nothing else: rollbacks, repeated steps and
-    preemptions do not change it. The matcher consumes ids lazily, only when a mask must be
-    computed: a mask already stored for another request with the same output needs no matcher.
+    The state depends on the committed output ids and nothing else: rollbacks, repeated steps,
+    preemptions and drafts do not change it. The matcher consumes ids lazily, only when a mask must
+    be computed: a mask already stored for another request with the same output needs no matcher.
+
+    Parameters
+    ----------
+    start : llguidance.LLMatcher
+        Matcher of an empty output; a copy of it is used.
+    tree : PrefixTree
+    masks : MaskStore
+    group : int
 
     Attributes
     ----------
@@ -220,24 +228,28 @@ class GrammarState:
     """
 
     __slots__ = (
-        "_tree", "error", "group", "masks", "matcher", "num_followed", "prefix", "unread"
+        "_output_ids", "_start", "_tree", "error", "group", "masks", "matcher", "num_followed",
+        "prefix", "unread",
     )  # fmt: skip
 
-    def __init__(self, matcher: Any, tree: PrefixTree, masks: MaskStore, group: int = 0) -> None:
-        self.matcher = matcher
+    def __init__(self, start: Any, tree: PrefixTree, masks: MaskStore, group: int = 0) -> None:
+        self.matcher = start.deep_copy()
         self.masks = masks
         self.group = group
         self.error = ""
         self.prefix: Prefix | None = tree.start()
         self.num_followed = 0
         self.unread: list[int] = []
+        self._start = start
         self._tree = tree
+        self._output_ids: Sequence[int] = ()  # the caller's list, of at least `num_followed` ids
 
     def follow(self, output_ids: Sequence[int]) -> None:
         """Advance to the end of `output_ids`, which extend those of the previous call."""
         new = output_ids[self.num_followed :]
         self.num_followed += len(new)
         self.unread += new
+        self._output_ids = output_ids
         if self.prefix is not None:
             for token_id in new:
                 self.prefix = self._tree.after(self.prefix, token_id)
@@ -251,6 +263,11 @@ class GrammarState:
             self.unread = []
             if not self.error and not all(map(self.matcher.consume_token, unread)):
                 self.note_error()
+
+    def restart(self) -> None:
+        """Replace a matcher that failed behind a draft by a new one, yet to read the output."""
+        self.matcher = self._start.deep_copy()
+        self.unread = list(self._output_ids[: self.num_followed])
 
     def forced_tokens(self, limit: int) -> list[int]:
         """Return up to `limit` ids that the grammar forces; empty if it leaves a choice.
@@ -266,8 +283,13 @@ class GrammarState:
 
     def note_error(self) -> None:
         """Set `error` if the matcher has failed, at a limit or a forbidden token."""
-        if not self.error and (why := reason(self.matcher)):
-            self.error = f"structured output: {why}"
+        self.error = self.error or failure(self.matcher)
+
+
+def failure(matcher: Any) -> str:
+    """Return the error of a request whose matcher has failed; "" if it has not."""
+    why = reason(matcher)
+    return f"structured output: {why}" if why else ""
 
 
 class _Vocabulary:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from engine.structured.grammar import GrammarState
+from engine.structured.grammar import GrammarState, failure
 from engine.structured.sources import library
 
 __all__ = ["MaskPlan"]
@@ -47,6 +47,9 @@ class MaskPlan:
         Mask of each row.
     firsts : list of int
         First row of each mask.
+    errors : dict of int to str
+        Filled by `fill`. By row: why the grammar has no mask there. Behind a draft, this is no
+        `GrammarState.error`: the draft may be rejected.
     """
 
     def __init__(
@@ -57,6 +60,8 @@ class MaskPlan:
     ) -> None:
         self.indices: list[int] = []
         self.firsts: list[int] = []
+        self.errors: dict[int, str] = {}
+        self._failed_paths: dict[tuple[GrammarState, tuple[int, ...]], str] = {}
         self._states = states
         self._paths = paths
         rules = rules or [0] * len(states)
@@ -84,51 +89,97 @@ class MaskPlan:
         Returns
         -------
         list of bool
-            Whether the grammar allows each mask's path. If not, or if the state has an `error`, the
+            Whether the grammar allows each mask's path. If not, or where there is an error, the
             mask allows every token. A path that contains an end of sequence may be reported either
             way: no token follows it.
         """
-        runs, alone = self._runs()
-        runs = [run for run in runs if run[0].prefix is None or not _copy(run, masks)]
+        every, alone = self._runs()
+        runs = [run for run in every if run[0].prefix is None or not _copy(run, masks)]
         runs.sort(key=_group)  # neighbours, which share a lexer, go to the same thread
         _catch_up([state for state, _, _ in runs])
         _compute([run for run in runs if not run[0].error], masks)
         is_allowed = [True] * len(masks)
-        for state, index, path in alone:
-            is_allowed[index] = _fill_after(state, path, masks[index])
         for run in runs:
-            if run[2]:
+            state, index, chain = run
+            if chain:
                 _check(run, masks, is_allowed)
-        for run in runs:
-            if run[0].matcher.is_error():
-                run[0].note_error()
-            elif run[0].prefix is not None and not run[0].error:
-                _keep(run, masks, is_allowed)
-        failed = [i for i, row in enumerate(self.firsts) if self._states[row].error]
+            if not state.matcher.is_error():
+                if state.prefix is not None and not state.error:
+                    _keep(run, masks, is_allowed)
+            elif chain and not state.error:  # find the draft behind which it fails
+                state.restart()
+                alone += [(state, index + n, chain[:n]) for n in range(len(chain) + 1)]
+            else:
+                state.note_error()
+        failed = {
+            index + n: state.error
+            for state, index, chain in every
+            if state.error
+            for n in range(len(chain) + 1)
+        }
+        for state, index, path in alone:
+            is_allowed[index], why = self._fill_after(state, path, masks[index])
+            if why:
+                failed[index] = why
         if failed:
             self._refill(failed, masks, is_allowed)
         return is_allowed
 
-    def _refill(self, failed: list[int], masks: MaskArray, is_allowed: list[bool]) -> None:
-        """Recompute the masks of failed states from another state that shares them.
+    def _refill(self, failed: Mapping[int, str], masks: MaskArray, is_allowed: list[bool]) -> None:
+        """Recompute the masks of states that failed from another state that shares them.
 
-        The first state may have failed at a draft that the others do not have. If the second fails
-        too, the others would as well: failing is slow, so they get its error untried.
+        Their lexers may differ in what they have computed before. If the second state fails too,
+        the others would as well: failing is slow, so they get its error untried.
         """
         states = self._states
         sharers = {index: list[int]() for index in failed}
         for row, index in enumerate(self.indices):
             if index in sharers:
                 sharers[index].append(row)
-        for index, rows in sharers.items():
+        for index, (first, *rows) in sharers.items():
             masks[index] = -1
-            others = [states[row] for row in rows if not states[row].error]
+            path = self._paths[first] if self._paths is not None else ()
+            self.errors[first] = failed[index]
+            self.errors |= {row: states[row].error for row in rows if states[row].error}
+            others = [row for row in rows if not states[row].error]
             if not others:
                 continue
-            path = self._paths[rows[0]] if self._paths is not None else ()
-            is_allowed[index] = _fill_after(others[0], path, masks[index])
-            for state in others[1:] if others[0].error else ():
-                state.error = others[0].error
+            is_allowed[index], why = self._fill_after(states[others[0]], path, masks[index])
+            if why:
+                self.errors |= dict.fromkeys(others, why)
+                for row in others if not path else ():
+                    states[row].error = why
+
+    def _fill_after(
+        self, state: GrammarState, path: tuple[int, ...], mask: MaskArray
+    ) -> tuple[bool, str]:
+        """Write the mask after `path`, then roll the matcher back.
+
+        Returns whether the path is allowed, and why the grammar fails there ("" if it does not).
+        """
+        mask[:] = -1
+        state.catch_up()
+        if state.error:
+            return False, state.error
+        matcher = state.matcher
+        # Failing is slow: what follows a path that failed gets its error untried.
+        why = self._failed_paths.get((state, path[:-1]), "")
+        if not why:
+            count: int = matcher.try_consume_tokens(list(path))
+            if count == len(path):
+                matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+            if count:
+                matcher.rollback(count)
+            if not matcher.is_error():
+                return count == len(path), ""
+            mask[:] = -1
+            if not path:
+                state.note_error()
+                return False, state.error
+            why = failure(matcher)
+            state.restart()
+        self._failed_paths[state, path] = why
+        return False, why
 
     def _runs(self) -> tuple[list[Run], list[Run]]:
         """Return the runs along draft chains, computed in one call each, and the single masks."""
@@ -188,23 +239,6 @@ def _check(run: Run, masks: MaskArray, is_allowed: list[bool]) -> None:
             masks[i + 1 : stop] = -1
             is_allowed[i + 1 : stop] = [False] * (stop - i - 1)
             break
-
-
-def _fill_after(state: GrammarState, path: Sequence[int], mask: MaskArray) -> bool:
-    """Write the mask after `path`, then roll the matcher back."""
-    mask[:] = -1
-    state.catch_up()
-    if state.error:
-        return False
-    count: int = state.matcher.try_consume_tokens(list(path))
-    if count == len(path):
-        state.matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-    if count:
-        state.matcher.rollback(count)
-    state.note_error()
-    if state.error:
-        mask[:] = -1
-    return count == len(path)
 
 
 def _catch_up(states: Sequence[GrammarState]) -> None:

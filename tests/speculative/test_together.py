@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from engine import BeamSearchParams, SamplingParams
+from engine.drafts import Drafts
 from engine.model import Model
 from engine.sampling_params import RequestOutputKind
+from engine.structured import sources
 from tests.e2e.test_structured_output import FIRST, LETTERS, Letters
 from tests.e2e.test_structured_output import KINDS as GRAMMARS
 from tests.e2e.tiny import (
@@ -193,6 +195,48 @@ def test_grammars(model, kind, late):
     assert all(matches(output.outputs[0].text) for output in last.values())
     # Where steps overlap, a proposer that had nothing a few times is asked less often.
     assert late or made.stats().speculation.num_drafts > 0
+
+
+# Each "a" makes the row of the parser longer, until it meets its limit; "b" does not.
+LIMITED = {"grammar": 'start: "c" (e | b)\ne: e e | e e e | "a" | "a" e\nb: /b{30}/'}
+
+
+@pytest.mark.parametrize("favoured", ["a", "b"])
+def test_a_limit_of_a_grammar_counts_where_drafts_are_accepted(model, late, favoured, monkeypatch):
+    """Behind a rejected draft it ends nothing; behind accepted ones their tokens come first."""
+    monkeypatch.setitem(sources._LIMITS, "max_items_in_row", 100)
+    prompt = list(range(FIRST, FIRST + 20))
+    token = FIRST + LETTERS.index(favoured)
+    more = {"structured": LIMITED, "logit_bias": {token: 50.0}, "max_tokens": 40, "min_tokens": 40}
+    requests = {
+        f"r{index}": (prompt[index:], mixed_params(index, **more, ignore_eos=False, logprobs=0))
+        for index in range(4)
+    }
+    want, plain = serve(make_engine(model, **PLAIN), requests)
+    if favoured == "b":
+        assert {o.outputs[0].finish_reason for o in plain.values()} == {"stop"}
+    else:
+        assert all("max is 100" in output.outputs[0].stop_reason for output in plain.values())
+        assert min(map(len, want.values())) > 5
+    a, b = (FIRST + LETTERS.index(c) for c in "ab")
+    for drafts in (Drafts((a,) * 20), Drafts((b, *[a] * 15), (-1, -1, *range(1, 15)))):
+
+        def propose(request, count, drafts=drafts):
+            return drafts.prefix(count)
+
+        proposer = KnownProposer({}, VOCAB)
+        proposer.drafts = propose
+        options = {"max_num_seqs": 12, "num_blocks": 200, "async_scheduling": late}
+        made = speculative_engine(model, proposer, 20, **options)
+        got, last = serve(made, requests)
+        assert got == want and made.stats().speculation.num_draft_tokens > 20
+        for name, output in last.items():
+            [one], [other] = output.outputs, plain[name].outputs
+            assert (one.text, one.finish_reason, one.stop_reason) == (
+                (other.text, other.finish_reason, other.stop_reason)
+            )
+            assert len(one.logprobs) == len(other.logprobs)
+        check_nothing_kept(made)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 5, 16])

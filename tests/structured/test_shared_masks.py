@@ -168,11 +168,11 @@ def ambiguous(monkeypatch):
 
 
 def _filled(states, paths=None):
-    """Return the mask of each row and whether its path is allowed."""
+    """Return the mask of each row, whether its path is allowed, and the errors by row."""
     plan = MaskPlan(states, paths)
     masks = np.zeros((len(plan.firsts), -(-VOCAB // 32)), np.int32)
     is_allowed = plan.fill(masks)
-    return masks[plan.indices], [is_allowed[i] for i in plan.indices]
+    return masks[plan.indices], [is_allowed[i] for i in plan.indices], plan.errors
 
 
 def test_a_limit_is_an_error_of_all_that_share_the_mask(ambiguous):
@@ -180,16 +180,24 @@ def test_a_limit_is_an_error_of_all_that_share_the_mask(ambiguous):
     for length in range(100):
         for state in states:
             state.follow([A] * length)
-        masks, _ = _filled(states)
+        masks, _, errors = _filled(states)
         if states[0].error:
             break
-        assert not any(state.error for state in states) and (masks != -1).any()
+        assert not any(state.error for state in states) and (masks != -1).any() and not errors
+    assert errors == {row: states[0].error for row in range(5)}
     assert 3 < length < 99 and "max is 100" in states[0].error
     assert {state.error for state in states} == {states[0].error} and (masks == -1).all()
 
 
+@pytest.mark.parametrize("is_tree", [False, True], ids=["chain", "tree"])
 @pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0), (1, 0, 2)])
-def test_a_limit_after_drafts_is_no_error_of_requests_without_them(ambiguous, order):
+def test_a_limit_behind_drafts_is_an_error_of_these_rows_only(ambiguous, order, is_tree):
+    alone, length = ambiguous.new_state(), 0
+    want = {}
+    while not alone.error:
+        alone.follow([A] * length)
+        want[length], *_ = _filled([alone])
+        length += 1
     states = [ambiguous.new_state() for _ in range(3)]
     rows = []
     for length in range(4):
@@ -197,11 +205,22 @@ def test_a_limit_after_drafts_is_no_error_of_requests_without_them(ambiguous, or
             state.follow([A] * length)
     for i in order:
         rows += [(i, (A,) * n) for n in range(60 if i else 1)]  # only the first has no drafts
-    masks, is_allowed = _filled([states[i] for i, _ in rows], [path for _, path in rows])
-    plain = masks[rows.index((0, ()))]
-    assert _bits(plain) == [EOS, A] and is_allowed[rows.index((0, ()))]
-    assert not states[0].error
-    assert "max is 100" in states[1].error and states[2].error == states[1].error
+        rows += [(i, (A,) * n + (EOS,)) for n in (2, 3) if is_tree]
+    masks, _, errors = _filled([states[i] for i, _ in rows], [path for _, path in rows])
+    for row, (_, path) in enumerate(rows):
+        if EOS in path:
+            continue  # nothing is sampled there
+        length = 3 + len(path)
+        assert (length >= max(want)) == (row in errors)
+        assert _bits(masks[row]) == _bits(want[min(length, max(want))][0])
+    assert {*errors.values()} == {alone.error} and "max is 100" in alone.error
+    for length in range(3, max(want) + 1):  # all of them go on
+        for state in states:
+            assert not state.error
+            state.follow([A] * length)
+        masks, *_ = _filled(states)
+        assert (masks == want[length]).all()
+    assert {state.error for state in states} == {alone.error}
 
 
 def test_forced_tokens_are_the_only_ones_that_masks_allow():
