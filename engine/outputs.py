@@ -35,7 +35,7 @@ class Logprob:
     rank : int or None
         1 for the most probable token of the vocabulary; None if not computed.
     decoded_token : str or None
-        Text of the token; None if outputs have no text.
+        Text of the token; None if outputs have no text, or the tokenizer raised for this token.
     """
 
     logprob: float
@@ -56,9 +56,12 @@ class CompletionOutput:
     token_ids : sequence of int
         All tokens, or only the new ones.
     cumulative_logprob : float or None
-        Sum of the log-probabilities of all tokens; None unless `logprobs` is set.
+        Sum of the log-probabilities of all tokens; None unless `logprobs` is set. Of a request that
+        another engine began (`LLMEngine.add_request`, `resumed`), the sum covers only the tokens
+        generated here: nothing else is known of the others.
     logprobs : sequence of dict from int to Logprob, or None
-        Per token in `token_ids`: the sampled token and the most probable ones.
+        Per token in `token_ids`: the sampled token and the most probable ones; {} for a token that
+        another engine generated.
     finish_reason : str or None
         "stop", "length", "abort" or "error"; None while unfinished.
     stop_reason : int, str or None

@@ -121,21 +121,27 @@ class OutputStream:
         self._sent_tokens = 0
         self._is_finish_sent = False
 
-    def resume(self, token_ids: Sequence[int] | None) -> None:
-        """Continue after `token_ids`, which were already reported; None marks an ended one."""
+    def resume(self, token_ids: Sequence[int] | None) -> End | None:
+        """Continue after `token_ids`, which were already reported; None marks an ended one.
+
+        Returns the end found in their text: a tokenizer may raise here that did not before.
+        """
         request = self.request
         if token_ids is None:
             request.status = RequestStatus.FINISHED_ABORTED
             request.stream = None
             self._is_finish_sent = True
-            return
+            return None
         request.output_token_ids = list(token_ids)
-        self._sent_tokens = len(token_ids)
-        self._read_ids()  # no stop string ends in their text: it would have ended the request
+        end = None if self._is_lazy else self._read_ids()
+        if end is not None and end.num_output_tokens is not None:
+            del request.output_token_ids[end.num_output_tokens :]
+        self._sent_tokens = len(request.output_token_ids)
         if self._is_delta:
             self._text = []
         if self._logprobs is not None:
-            self._logprobs = [{} for _ in token_ids]
+            self._logprobs = [{} for _ in request.output_token_ids]
+        return end
 
     def append(
         self, token_ids: Sequence[int], logprobs: Sequence[dict[int, Logprob]]
@@ -290,6 +296,8 @@ class OutputGroup:
         One per continuation.
     num_open : int
         Continuations the engine is still serving.
+    resumed_ends : list of (OutputStream, End)
+        Continuations whose text has ended within the tokens that another engine generated.
     deadline : float or None
         Time at which the request times out, in seconds of the monotonic clock.
     """
@@ -308,6 +316,7 @@ class OutputGroup:
         "params",
         "prompt",
         "request_id",
+        "resumed_ends",
         "streams",
     )
 
@@ -329,6 +338,7 @@ class OutputGroup:
         self.metrics = RequestMetrics(arrival_time, num_continuations=params.num_continuations)
         self.streams: list[OutputStream] = []
         self.num_open = params.num_continuations
+        self.resumed_ends: list[tuple[OutputStream, End]] = []
         self.deadline: float | None = None
         self._tokenizer = tokenizer
         self._prompt_logprobs: list[dict[int, Logprob] | None] = []
@@ -382,7 +392,8 @@ class OutputGroup:
                 f"ended; got {shown_with_type(resumed)}"
             )
         for stream, token_ids in zip(self.streams, resumed, strict=True):
-            stream.resume(token_ids)
+            if (end := stream.resume(token_ids)) is not None:
+                self.resumed_ends.append((stream, end))
             self.num_open -= token_ids is None
         return [stream.request for stream in self.streams if not stream.request.is_finished]
 
@@ -454,10 +465,16 @@ def with_text(entry: dict[int, Logprob], tokenizer: Any) -> dict[int, Logprob]:
     """
     if tokenizer is None:
         return entry
-    return {
-        i: Logprob(p.logprob, p.rank, tokenizer.token_bytes(i).decode("utf-8", "replace"))
-        for i, p in entry.items()
-    }
+    return {i: Logprob(p.logprob, p.rank, _text_of(i, tokenizer)) for i, p in entry.items()}
+
+
+def _text_of(token_id: int, tokenizer: Any) -> str | None:
+    """Return the text of a token; None if the tokenizer raises."""
+    try:
+        text: str = tokenizer.token_bytes(token_id).decode("utf-8", "replace")
+    except Exception:  # the detokenizer reports it, if the token belongs to the text
+        return None
+    return text
 
 
 def _rank(stream: OutputStream) -> tuple[bool, int, float]:

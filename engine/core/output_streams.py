@@ -100,6 +100,8 @@ class OutputStreams:
         self.groups[group.request_id] = group
         if timeout is not None:
             self._deadlines.add(group, group.metrics.arrival_time + timeout)
+        for stream, end in group.resumed_ends:
+            self._end_at_text(stream, end)
 
     def abort(self, group: OutputGroup, stop_reason: str | None = None) -> None:
         """Abort the unfinished continuations of a request; the next outputs report that."""

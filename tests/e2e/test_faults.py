@@ -16,6 +16,7 @@ from engine.models.mock_model import MockModel
 from engine.runner.model_runner import LaunchedStep
 from engine.sampling_params import RequestOutputKind
 from tests.e2e.tiny import (
+    VOCAB,
     check_drained,
     greedy_alone,
     make_engine,
@@ -183,8 +184,9 @@ class _BrokenTokenizer:
         return b"%d " % token_id
 
 
+@pytest.mark.parametrize("scored", [{}, {"logprobs": -1, "prompt_logprobs": -1}], ids=len)
 @pytest.mark.parametrize("kind", ["CUMULATIVE", "FINAL_ONLY", "DELTA"])
-def test_a_tokenizer_that_raises_fails_its_request_only(model, monkeypatch, late, kind):
+def test_a_tokenizer_that_raises_fails_its_request_only(model, monkeypatch, late, kind, scored):
     tokenizer = _BrokenTokenizer()
     monkeypatch.setattr(type(model), "has_tokenizer", True)
     monkeypatch.setitem(model.__dict__, "tokenizer", tokenizer)
@@ -194,7 +196,7 @@ def test_a_tokenizer_that_raises_fails_its_request_only(model, monkeypatch, late
     tokenizer.bad_id = next(i for i in bad_ids[2:] if i not in good_ids)
     engine = make_engine(model, async_scheduling=late)
     params = SamplingParams(
-        temperature=0, max_tokens=12, ignore_eos=True, output_kind=RequestOutputKind[kind]
+        temperature=0, max_tokens=12, ignore_eos=True, output_kind=RequestOutputKind[kind], **scored
     )
     engine.add_request("bad", bad, params)
     engine.add_request("good", good, params)
@@ -210,6 +212,10 @@ def test_a_tokenizer_that_raises_fails_its_request_only(model, monkeypatch, late
     text = "".join(pieces) if kind == "DELTA" else pieces[-1]
     assert text == "".join(f"{i} " for i in good_ids)
     assert engine.stats().request_success == {"error": 1, "length": 1}
+    if scored:
+        last = outputs["good"].outputs[0].logprobs[-1]
+        assert len(last) == VOCAB
+        assert {i for i in last if last[i].decoded_token is None} == {tokenizer.bad_id}
 
 
 def test_the_watchdog_reports_a_stuck_step(model, monkeypatch, caplog):

@@ -163,6 +163,73 @@ def test_text_goes_on_where_it_was(monkeypatch, kind, extra):
     assert served([known]) == (whole[len(rest) :] if kind is DELTA else whole)
 
 
+class Broken(Words):
+    """A tokenizer that cannot decode one id."""
+
+    def __init__(self, token_id):
+        self.token_id = token_id
+
+    def token_bytes(self, token_id):
+        if token_id == self.token_id:
+            raise ValueError("no text")
+        return super().token_bytes(token_id)
+
+
+@pytest.mark.parametrize("extra", [{}, {"logprobs": 0}, {"stop": ["w0 w0 w0"]}], ids=str)
+@pytest.mark.parametrize("kind", RequestOutputKind)
+def test_a_tokenizer_that_raises_ends_its_continuation(monkeypatch, kind, extra):
+    """As in the engine that generated the tokens; the other continuation goes on."""
+    plain = _params(seed=3, n=2)
+    engine = make_engine(_model())
+    engine.add_request("r", PROMPT, plain)
+    known = [ids for ids, *_ in _collect(engine).values()]
+    bad = next(token for token in known[1][:8] if token not in known[0])
+    model = _model()
+    monkeypatch.setattr(type(model), "has_tokenizer", True)
+    monkeypatch.setitem(model.__dict__, "tokenizer", Broken(bad))
+    params = dataclasses.replace(plain, output_kind=kind, **extra)
+
+    def ends(resumed):
+        engine = make_engine(model)
+        engine.add_request("r", PROMPT, params, resumed=resumed)
+        found = {}
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                found |= {o.index: (o.finish_reason, o.stop_reason) for o in output.outputs}
+            engine.check_integrity()
+        check_drained(engine)
+        return found
+
+    want = {0: ("length", None), 1: ("error", "the tokenizer raised ValueError: no text")}
+    assert ends(None) == ends([known[0][:9], known[1][:8]]) == want
+
+
+def test_a_stop_string_that_ended_before_ends_it_at_once(monkeypatch):
+    model = _model()
+    monkeypatch.setattr(type(model), "has_tokenizer", True)
+    monkeypatch.setitem(model.__dict__, "tokenizer", Words())
+    engine = make_engine(model)
+    params = SamplingParams(max_tokens=9, stop="w6 w7", logprobs=0)
+    engine.add_request("r", PROMPT, params, resumed=[[5, 6, 7, 8]])
+    [output] = engine.step()
+    [found] = output.outputs
+    assert (found.text, found.finish_reason, found.stop_reason) == ("w5 ", "stop", "w6 w7")
+    assert list(found.token_ids) == [5, 6, 7] and found.logprobs == [{}] * 3
+    assert not run(engine)
+
+
+def test_log_probabilities_of_earlier_tokens_are_not_known():
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=0)
+    engine = make_engine(_model())
+    engine.add_request("r", PROMPT, params)
+    [whole] = run(engine)["r"].outputs
+    engine.add_request("r", PROMPT, params, resumed=[whole.token_ids[:5]])
+    [rest] = run(engine)["r"].outputs
+    assert rest.token_ids == whole.token_ids and rest.logprobs[:5] == [{}] * 5
+    new = [e[i].logprob for i, e in zip(rest.token_ids[5:], rest.logprobs[5:], strict=True)]
+    assert rest.cumulative_logprob == pytest.approx(sum(new))
+
+
 @pytest.mark.slow
 def test_a_grammar_goes_on_where_it_was():
     pytest.importorskip("llguidance", reason="needs the extra grammar")
