@@ -338,12 +338,17 @@ class ModelRunner:
         """Return a request's row, assigning one if the request is new or resumed."""
         if request.row >= 0:
             return request.row
-        row = self._table.assign(request)
-        self._table.rope_offsets[row] = request.long_rope * self.model.long_rope_offset
-        if self._table.adapter_slots is not None:
+        slots = self._table.adapter_slots
+        slot = 0
+        if slots is not None:
             owners = [owner for owner in self._table.owners if owner and owner.adapter]
             running = {owner.adapter.serial for owner in owners}
-            self._table.adapter_slots[row] = self.adapters.place(request.adapter, running)
+            # First, as it may raise: a request with a row is released like one that has run.
+            slot = self.adapters.place(request.adapter, running)
+        row = self._table.assign(request)
+        self._table.rope_offsets[row] = request.long_rope * self.model.long_rope_offset
+        if slots is not None:
+            slots[row] = slot
         self._sampling.assign(request)
         return row
 

@@ -195,6 +195,28 @@ def test_a_removed_adapter_serves_its_requests_to_their_end(served):
         assert tokens == served.want[2, 3]
 
 
+def test_an_adapter_that_cannot_be_copied_costs_a_step(served):
+    """The request is computed again; later ones get the scores of their prompts."""
+    with served.llm() as llm:
+        core = llm.llm_engine
+        places, write, calls = core.runner.adapters, core.model.write_adapter, []
+
+        def failing(*given):
+            calls.append(given)
+            if len(calls) == 1:
+                raise MemoryError("no room for an adapter")
+            write(*given)
+
+        places._model = SimpleNamespace(write_adapter=failing)
+        params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, prompt_logprobs=0)
+        for index in (1, -1, 2):
+            prompt = {"prompt_token_ids": served.prompts[0]}
+            [output] = llm.generate(prompt, params, lora_request=served.request(index))
+            assert list(output.outputs[0].token_ids) == served.want[0, index]
+            assert None not in output.prompt_logprobs[1:]
+        assert core.stats().num_step_failures == 1 and len(calls) == 3
+
+
 def test_a_bad_adapter_is_refused_and_the_others_go_on(served, tmp_path):
     damaged = write_adapter(
         tmp_path / "damaged",
