@@ -12,10 +12,13 @@
 
 #if ENGINE_DTYPE != 0
 
-template <typename Shape, bool kRounds>
-struct ProductOf : StageProduct<Shape> {};
+#ifdef ROUNDS_WEIGHTS
 template <typename Shape>
-struct ProductOf<Shape, true> : RoundedProduct<Shape> {};
+using Product = RoundedProduct<Shape>;
+#else
+template <typename Shape>
+using Product = StageProduct<Shape>;
+#endif
 
 // Epilogue operands of an element of out.
 struct OutputOperands {
@@ -171,7 +174,7 @@ __device__ __forceinline__ void few_rows(const FewRowsParams& p) {
 #pragma unroll 1
   for (int work_tile = b.first_work_tile(); work_tile < p.num_work_tiles;
        work_tile += b.work_tile_step()) {
-    ProductOf<Shape, kRoundsWeights> product;
+    Product<Shape> product;
     product.clear();
     uint32_t x_at[kTokenTiles];
 #pragma unroll

@@ -57,30 +57,31 @@ struct FewRowsBlock {
     size = may_share ? cluster_size() : 1;
     rank = may_share ? cluster_rank() : 0;
     const int stages = (k_tiles + kStageTiles - 1) / kStageTiles;
-    const int block_parts = blockDim.y, block_stages = block_parts * p.part_stages;
-    int first, last;  // the block's range of stages
-    if constexpr (kRoundsWeights) {
-      const int part = rank * block_parts;
-      const auto begin = [&](int index) { return part_begin(k_tiles, index, size * block_parts); };
-      tile_begin = begin(part + threadIdx.y), tile_end = begin(part + threadIdx.y + 1);
-      stage_begin = tile_begin / kStageTiles;
-      stage_end = (tile_end + kStageTiles - 1) / kStageTiles;
-      first = begin(part) / kStageTiles;
-      last = (begin(part + block_parts) + kStageTiles - 1) / kStageTiles;
-    } else {
-      first = min(stages, rank * block_stages), last = min(stages, first + block_stages);
-      stage_begin = min(stages, first + static_cast<int>(threadIdx.y) * p.part_stages);
-      stage_end = min(stages, stage_begin + p.part_stages);
-    }
+    const int block_stages = static_cast<int>(blockDim.y) * p.part_stages;
+    const int first = min(stages, rank * block_stages);
+    stage_begin = min(stages, first + static_cast<int>(threadIdx.y) * p.part_stages);
+    stage_end = min(stages, stage_begin + p.part_stages);
     gate_tiles = p.activation == kSiluAndMul ? row_tiles / 2 : 0;
     x_begin = first * kStageColumns;
-    x_columns = (last - first) * kStageColumns;
+    x_columns = (min(stages, first + block_stages) - first) * kStageColumns;
+    if constexpr (kRoundsWeights) set_part();
     // An odd multiple of 16: no bank conflicts for ldmatrix.
     x_pitch = block_stages * (kStageColumns * 2) + 16;
     ring = smem + warp_idx * (p.num_stages * kStageBytes);
     x = smem + num_warps * (p.num_stages * kStageBytes);
     x_sums = reinterpret_cast<float*>(x + p.m * x_pitch);
     sums = x_sums + block_stages * kStageGroups;
+  }
+
+  // Sets the ranges along k for parts of whole tiles.
+  __device__ __forceinline__ void set_part() {
+    const int parts = blockDim.y, first = rank * parts;  // the block's parts
+    const auto begin = [&](int index) { return part_begin(k_tiles, index, size * parts); };
+    const auto stages = [](int tiles) { return (tiles + kStageTiles - 1) / kStageTiles; };
+    tile_begin = begin(first + threadIdx.y), tile_end = begin(first + threadIdx.y + 1);
+    stage_begin = tile_begin / kStageTiles, stage_end = stages(tile_end);
+    x_begin = begin(first) / kStageTiles * kStageColumns;
+    x_columns = stages(begin(first + parts)) * kStageColumns - x_begin;
   }
 
   __device__ __forceinline__ int first_work_tile() const {
