@@ -480,6 +480,7 @@ def _deterministic() -> Picture:
     record = _load("deterministic")
     steps = record["steps"]["rows"]
     attention = record["few_tokens_2026_11_29"]["rows"]
+    int4 = record["int4_steps_2026_11_30"]["rows"]
     rows = record["rows"]
     shapes = {row["layer"]: row for row in _load("gemm_skinny")["rows"]}
     bounds = []
@@ -500,8 +501,13 @@ def _deterministic() -> Picture:
              {"ours": [row[2] for row in attention],
               "ours, deterministic=True": [row[5] for row in attention],
               "ours, before": [row[3] for row in attention]}, log=True, digits=".1f"),
+        Bars("a decode step of Llama-3.1-8B in int4, 2026-11-30", "ms, less is better",
+             [f"{row[0]} request{'s' * (row[0] > 1)}" for row in int4],
+             {"ours": [row[1] for row in int4],
+              "ours, deterministic=True": [row[3] for row in int4],
+              "ours, before": [row[2] for row in int4]}, digits=".2f"),
     ]  # fmt: skip
-    return Picture("What deterministic=True costs", _source(record), panels, 3, 4.6)
+    return Picture("What deterministic=True costs", _source(record), panels, 2, 4.6)
 
 
 def _intensities(stem: str, peer: str | None = None) -> list[tuple[float, float]]:
@@ -834,6 +840,7 @@ PICTURES: dict[str, Callable[[], Picture]] = {
     "attention_roofline": _roofline,
     "quantization": _quantization,
     "numerics": partial(_numerics, "numerics_cpu"),
+    "numerics_h200": partial(_numerics, "numerics_h200"),
     "whole_models": _whole_models,
     "hybrid_model": _hybrid_model,
     "answer_formats": _answer_formats,
