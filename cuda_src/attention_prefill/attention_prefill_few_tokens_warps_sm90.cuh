@@ -344,7 +344,7 @@ class ValueWarp {
     mbarrier_wait(smem_.prob_full + 8 * probs.stage, probs.phase);
   }
 
-  // Tile t's V and P are in registers.
+  // Releases tile t's stage of V and place of P, which are in registers.
   __device__ __forceinline__ void release(int t) const {
     mbarrier_arrive(smem_.v_empty + 8 * values_.stage);
     mbarrier_arrive(smem_.prob_used + 8 * TilePlace(t).index);

@@ -6,8 +6,8 @@
 // stages, from stage (r * blockDim.y + y) * part_stages on. The parts' sums are added in order. A
 // block loads x for its own parts only.
 //
-// With ROUNDS_WEIGHTS (`deterministic`) the parts are those of gemm_wna16_sm90.cu, which begin at
-// multiples of kPartTiles tiles. Where that is within a stage, two warps load it.
+// With ROUNDS_WEIGHTS (gemm_wna16_stream_sm90.cu) the parts are those of gemm_wna16_sm90.cu, which
+// begin at multiples of kPartTiles tiles. If a part begins within a stage, two warps load it.
 #pragma once
 
 #include "common/cluster.cuh"
@@ -33,7 +33,7 @@ struct FewRowsBlock {
   int size, rank;  // blocks in the cluster; rank of this block
   int k_tiles, row_tiles;
   int stage_begin, stage_end;  // this warp's range of stages of k
-  int tile_begin, tile_end;    // its range of tiles of k, with kRoundsWeights
+  int tile_begin, tile_end;    // its range of tiles of k; set only with kRoundsWeights
   int gate_tiles;              // row tiles of gate; 0: not gated
   int x_begin, x_columns;      // start of this block's slice of k; its width with padding
   int x_pitch;                 // bytes between rows of x
@@ -73,7 +73,7 @@ struct FewRowsBlock {
     sums = x_sums + block_stages * kStageGroups;
   }
 
-  // Sets the ranges along k for parts of whole tiles.
+  // Sets the ranges along k of this warp's part and of the block's x.
   __device__ __forceinline__ void set_part() {
     const int parts = blockDim.y, first = rank * parts;  // the block's parts
     const auto begin = [&](int index) { return part_begin(k_tiles, index, size * parts); };

@@ -1,6 +1,5 @@
-// A warp's product for `deterministic` (ROUNDS_WEIGHTS), with the bits of gemm_wna16_sm90.cu:
-// weights are scaled and rounded to scalar_t, and each warp sums a part of k in ascending steps of
-// 16. mma.sync and wgmma return the same bits for a step.
+// A warp's product in gemm_wna16_stream_sm90.cu: weights are scaled and rounded to scalar_t, and a
+// part of k is summed in ascending steps of 16.
 #pragma once
 
 #include "common/few_rows.cuh"
@@ -71,7 +70,7 @@ struct RoundedProduct {
     }
   }
 
-  // Accumulates tiles `begin` to `end` - 1 of a stage, as far as it has them.
+  // Accumulates tiles `begin` to `end` - 1 of a stage, clipped to those it has.
   __device__ __forceinline__ void multiply(const unsigned char* stage, int begin, int end,
                                            const uint32_t (&x_at)[kTokenTiles], int lane_idx) {
     if (kStageTiles <= kPartTiles || (begin <= 0 && end >= kStageTiles))

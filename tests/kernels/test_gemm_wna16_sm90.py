@@ -10,7 +10,7 @@ import pytest
 
 from engine import kernels, reference
 from engine.device import to_numpy
-from engine.dtypes import dtype_name
+from engine.dtypes import dtype_name, np_dtype
 from engine.kernels import _module
 from engine.kernels._chip import HOPPER, sm_count
 from engine.kernels._packed import SAMPLE
@@ -277,12 +277,45 @@ def test_parts_of_few_rows_are_those_of_tiles(name):
         parts, slabs = num_parts(k), -(-k // 64)
         bounds = sm90.part_bounds(slabs, parts)
         tiles = few_rows.stage_tiles(form)
-        assert bounds[:-1] == HopperConfig(32, splits=parts, depth=2).bounds(slabs)
         assert slabs <= bounds[-1] <= slabs + 1
         config = few_rows_config(1, 512, k, form, 132, parts, 2, rounds_weights=True)
         for begin, end in itertools.pairwise(bounds):
             assert -(-end // tiles) - begin // tiles <= config.part_stages
         assert parts * config.part_stages * tiles >= slabs
+    assert sm90.part_bounds(152, 4) == (0, 38, 76, 114, 152)  # within stages of four slabs
+    assert sm90.part_bounds(67, 4) == (0, 16, 34, 50, 68)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scales", ["float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("k", [768, 4232])
+def test_few_rows_have_the_bits_of_many(cp, dtype, k, scales):
+    """As callers get them. Activations of numbers far below 0 are -0."""
+    if _module.current_architecture(cp.cuda.runtime.getDevice()) != "sm_90a":
+        pytest.skip("not a Hopper GPU")
+    n = 160
+    x = cp.asarray((30 * cases.normal((40, k), "float32", seed=1)).astype(np_dtype(dtype)))
+    weight = weight_to(cp, random_weight("int4_g128", n, k, scales=scales))
+    bias = cp.asarray(cases.normal((n,), dtype, seed=2))
+    residual = cp.asarray(cases.normal((40, n), dtype, seed=3))
+    activations = (None, "silu", "gelu", "gelu_tanh", "relu", "swiglu")
+    for activation, out_dtype, added, own in itertools.product(
+        activations, (None, np.float32), (None, residual), (None, bias)
+    ):
+        if activation == "swiglu" and not (out_dtype is added is None):
+            continue
+        given = {"bias": own, "activation": activation, "out_dtype": out_dtype}
+        if out_dtype is not None and added is not None:
+            added = added.astype(out_dtype)
+        want = _deterministic(x, weight, added, given)
+        for m in (1, 5, 8):
+            got = _deterministic(x[:m], weight, None if added is None else added[:m], given)
+            assert got.tobytes() == want[:m].tobytes(), (given, m)
+
+
+def _deterministic(x, weight, residual, given):
+    return to_numpy(kernels.gemm_wna16(x, weight, residual=residual, deterministic=True, **given))
 
 
 @pytest.mark.gpu
@@ -354,11 +387,22 @@ def test_rows_from_which_tiles_are_used(monkeypatch):
     monkeypatch.setattr(few_rows, "choose", lambda _: asked.append("streams"))
     monkeypatch.setattr(portable, "launch", lambda _: None)
     weight = random_weight("int4_g128", 32, 128)
-    for m, first in ((1, "streams"), (2, "tiles")):
+
+    def ask(m, **given):
         asked.clear()
         x, out = np.ones((m, 128), np.float32), np.empty((m, 32), np.float32)
-        launch(Operands(x, weight, out))
-        assert asked[0] == first
+        launch(Operands(x, weight, out, **given))
+        return asked
+
+    assert ask(1)[0] == "streams" and ask(2)[0] == "tiles"
+    # Other kernels than the tiles have another order of addition, so these are asked first.
+    assert ask(1, deterministic=True) == ["tiles"]
+    monkeypatch.setattr(sm90, "choose", lambda _: HopperConfig(128))
+    monkeypatch.setattr(sm90, "launch", lambda *_: asked.append("tiles"))
+    assert ask(8, deterministic=True) == ["streams", "tiles"]
+    assert ask(9, deterministic=True) == ["tiles"]
+    assert ask(1, deterministic=True, activation="gelu") == ["tiles"]  # a -0 would become +0
+    assert ask(1, deterministic=True, activation="gelu", residual=weight)[0] == "streams"
 
 
 def test_bounds_are_those_of_the_kernel():

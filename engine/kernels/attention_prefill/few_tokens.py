@@ -96,6 +96,7 @@ class FewTokensTile:
         """
         free = HOPPER.shared_bytes - self.fixed_bytes(self.tile)
         count = min(free // (self._key_bytes + self._value_bytes), _score_warps(self.tile))
+        assert count >= 2, "loaders advance by two stages"
         return 1 << count.bit_length() - 1
 
     @property

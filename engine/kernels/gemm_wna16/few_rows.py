@@ -1,9 +1,12 @@
-"""gemm_wna16 for few rows of x (`gemm_wna16.cu`): tiling choice and launch."""
+"""gemm_wna16 for few rows of x: tiling choice and launch.
+
+`gemm_wna16.cu`, or `gemm_wna16_stream_sm90.cu` for `deterministic`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 
@@ -28,6 +31,7 @@ _PARAMS = (
     "activation:i32 is_float:i32 uses_pdl:i32"
 )
 _OPS = ("gemm_wna16", "rmsnorm_gemm_wna16")
+_STREAM_FILE = "gemm_wna16_stream_sm90.cu"
 _KERNELS = {
     (op, tokens): Kernel(f"{op}_few_{tokens}", _PARAMS, struct="FewRowsParams")
     for op in _OPS
@@ -226,13 +230,8 @@ def specs(
     """Return the modules that `launch` may launch for `op` and weights of `formats`."""
     if dtype == "float32":
         return ()
-    found = format_specs(f"{op}.cu", dtype, formats)
-    return (*found, *map(_rounding, found)) if deterministic else found
-
-
-def _rounding(spec: ModuleSpec) -> ModuleSpec:
-    """Return the variant of a module that rounds weights."""
-    return replace(spec, defines=(*spec.defines, ("ROUNDS_WEIGHTS", 1)))
+    files = (f"{op}.cu", *([_STREAM_FILE] if deterministic else []))
+    return tuple(spec for file in files for spec in format_specs(file, dtype, formats))
 
 
 def choose(operands: Operands, norm: Norm | None = None) -> FewRowsConfig | None:
@@ -281,9 +280,9 @@ def launch(operands: Operands, config: FewRowsConfig, norm: Norm | None = None) 
     residual = operands.residual
     n, k = weight.shape
     pdl = operands.pdl and limits().has_clusters
-    spec = format_spec(f"{op}.cu", dtype_name(x.dtype), weight.format, scale_dtype(weight))
+    file = _STREAM_FILE if config.rounds_weights else f"{op}.cu"
     _KERNELS[op, config.tokens].launch(
-        _rounding(spec) if config.rounds_weights else spec,
+        format_spec(file, dtype_name(x.dtype), weight.format, scale_dtype(weight)),
         (_num_blocks(config),),
         (32, config.parts, config.row_tiles),
         config.shared_bytes,

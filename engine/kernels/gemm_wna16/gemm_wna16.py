@@ -121,8 +121,8 @@ def gemm_wna16(
     Sums, bias, activation and residual are float32, and the result is rounded once; with "swiglu"
     some kernels also round gate and up. Kernels for few rows, and some for more in formats with
     groups of at least 64 and no minimum, multiply the integer codes and scale the sum of each
-    group. Otherwise, and for many rows, the dequantized weight is rounded to x's dtype before the
-    GEMM.
+    group. Otherwise, for many rows, and with `deterministic`, the dequantized weight is rounded to
+    x's dtype before the GEMM.
 
     Examples
     --------
@@ -189,9 +189,12 @@ def _choose(operands: Operands) -> FewRowsConfig | HopperConfig | None:
     form = operands.weight.format
     max_rows = sm90.max_few_rows(form, deterministic=operands.deterministic)
     is_few = operands.x.shape[0] <= max_rows
-    if operands.deterministic:  # in the tiles' order of addition
+    if operands.deterministic:
+        # Streams have the bits of the tiles on Hopper, and of no other kernel. Without a residual
+        # they add +0, which would change the -0 of an activation far below 0.
+        has_bits = operands.activation in (None, SWIGLU) or operands.residual is not None
         tile = sm90.choose(operands)
-        return (few_rows.choose(operands) if is_few and tile else None) or tile
+        return few_rows.choose(operands) or tile if tile and is_few and has_bits else tile
     if is_few:
         return few_rows.choose(operands) or sm90.choose(operands)
     return sm90.choose(operands) or few_rows.choose(operands)

@@ -273,7 +273,7 @@ _INVARIANT: dict[int, dict[HopperConfig, _Cost]] = {
     for parts in (2, 4)
 }
 _MIN_PART_K = 1024  # minimum values of k per part
-_MAX_INVARIANT_FEW_ROWS = 8  # rows up to which `few_rows` takes `deterministic` products
+_MAX_INVARIANT_FEW_ROWS = 8  # maximum rows that `few_rows` computes with `deterministic`
 
 HOPPER_CONFIGS: tuple[HopperConfig, ...] = tuple(_TILES)
 INVARIANT_CONFIGS: tuple[HopperConfig, ...] = tuple(c for t in _INVARIANT.values() for c in t)
