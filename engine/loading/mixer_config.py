@@ -42,7 +42,7 @@ def mixer_config(fields: Fields, kind: MixerFamily | None, num_layers: int) -> d
         "gated_delta": partial(_kimi_delta if kind.is_kda else _gated_delta, kind=kind),
         "lightning": partial(lightning_config, num_layers=num_layers),
         "short_conv": _short_conv,
-        "mamba2": _mamba2,
+        "mamba2": partial(_mamba2, kind=kind),
     }
     parts = {one.removeprefix("attention_") for one in kinds}
     found = {name: read(fields) for name, read in readers.items() if name in parts}
@@ -150,6 +150,13 @@ def _full_layers(fields: Fields, kind: MixerFamily, num_layers: int) -> list[boo
     return [layer in given for layer in range(num_layers)]
 
 
+def _check_activation(fields: Fields, kind: MixerFamily, layers: str) -> None:
+    """Refuse a convolution's activation other than the one that its kernel has."""
+    key = kind.conv_activation
+    if fields.text(key, "silu") not in ("silu", "swish"):
+        raise fields.error(key, f"silu in a model with {layers}")
+
+
 def _short_conv(fields: Fields) -> ShortConvConfig:
     return ShortConvConfig(
         fields.integer("hidden_size", 1, 1 << 20),
@@ -158,7 +165,8 @@ def _short_conv(fields: Fields) -> ShortConvConfig:
     )
 
 
-def _mamba2(fields: Fields) -> Mamba2Config:
+def _mamba2(fields: Fields, kind: MixerFamily) -> Mamba2Config:
+    _check_activation(fields, kind, "Mamba-2")
     heads = fields.integer("mamba_n_heads", 1, _MAX_HEADS)
     groups = fields.integer("mamba_n_groups", 1, heads)
     if heads % groups:
@@ -213,8 +221,7 @@ def _step_limit(fields: Fields) -> tuple[float, float]:
 
 
 def _kimi_delta(fields: Fields, kind: MixerFamily) -> GatedDeltaConfig:
-    if fields.text("hidden_act", "silu") not in ("silu", "swish"):  # the convolution has it, too
-        raise fields.error("hidden_act", "silu in a model with Kimi delta attention")
+    _check_activation(fields, kind, "Kimi delta attention")
     if not fields.flag("no_kda_lora", True):
         raise fields.error("no_kda_lora", "true")
     heads = fields.integer("num_attention_heads", 1, _MAX_HEADS)
@@ -236,8 +243,7 @@ def _kimi_delta(fields: Fields, kind: MixerFamily) -> GatedDeltaConfig:
 
 
 def _gated_delta(fields: Fields, kind: MixerFamily) -> GatedDeltaConfig:
-    if fields.text("hidden_act", "silu") not in ("silu", "swish"):  # the convolution has it, too
-        raise fields.error("hidden_act", "silu in a model with gated delta nets")
+    _check_activation(fields, kind, "gated delta nets")
     heads = fields.integer("num_attention_heads", 1, _MAX_HEADS)
     key_heads = fields.integer("linear_num_key_heads", 1, _MAX_HEADS, heads)
     value_heads = fields.integer("linear_num_value_heads", 1, _MAX_HEADS, heads)

@@ -35,6 +35,8 @@ class MixerFamily:
         Letter -> value of `layer_types`.
     single_branch : bool
         See `ModelConfig.single_branch`.
+    conv_activation : str
+        Key of the activation after the convolution.
     norm_eps : float
         Epsilon of the norms in gated delta nets; 0 means the model's.
     is_kda : bool
@@ -54,6 +56,7 @@ class MixerFamily:
     pattern: str = ""
     letters: Mapping[str, str] = field(default_factory=dict)
     single_branch: bool = False
+    conv_activation: str = "hidden_act"
     norm_eps: float = 0.0
     is_kda: bool = False
     has_gate_latents: bool = False

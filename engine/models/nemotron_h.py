@@ -96,6 +96,7 @@ NEMOTRON_H = Family(
         pattern="hybrid_override_pattern",
         letters={"M": "linear_attention", "*": FULL_ATTENTION, "-": "mlp", "E": "moe"},
         single_branch=True,
+        conv_activation="mamba_hidden_act",
     ),
     moe=MoeFamily(
         num_experts=8,

@@ -130,6 +130,12 @@ def test_the_width_of_lfm2_is_adjusted(keys, width):
         ("granitemoehybrid", {"mamba_n_heads": 4, "mamba_n_groups": 3}, "a divisor of the 4 heads"),
         ("granitemoehybrid", {"mamba_n_heads": 4, "time_step_limit": [2, 1]}, "in order"),
         ("granitemoehybrid", {"mamba_n_heads": 4, "time_step_limit": [0]}, "must be two numbers"),
+        ("granitemoehybrid", {"mamba_n_heads": 4, "hidden_act": "gelu", "num_local_experts": 0},
+         "hidden_act must be silu in a model with Mamba-2; got 'gelu'"),
+        ("falcon_h1", {"mamba_n_heads": 4, "mamba_d_ssm": 64, "hidden_act": "relu2"},
+         "hidden_act must be silu in a model with Mamba-2; got 'relu2'"),
+        ("nemotron_h", {"hybrid_override_pattern": "M-", "mamba_hidden_act": "gelu"},
+         "mamba_hidden_act must be silu in a model with Mamba-2; got 'gelu'"),
         ("nemotron_h", {"hybrid_override_pattern": "MXM*E"},
          r"hybrid_override_pattern must be a string of 'M', '\*', '-', 'E'; got 'MXM\*E'"),
         ("nemotron_h", {}, "hybrid_override_pattern must be a string"),
@@ -161,3 +167,12 @@ def test_the_width_of_lfm2_is_adjusted(keys, width):
 def test_what_does_not_fit_is_refused(family, keys, words):
     with pytest.raises(ConfigError, match=words):
         config_of(family, **keys)
+
+
+def test_an_activation_of_a_convolution_that_no_layer_has_does_not_matter():
+    """Granite 4 without Mamba-2 is dense; Nemotron-H has another key for its MLPs."""
+    dense = {"layer_types": ["attention"] * 4, "num_local_experts": 0, "hidden_act": "gelu"}
+    assert config_of("granitemoehybrid", **dense).activation == "gelu"
+    keys = {"mamba_hidden_act": "gelu", "mlp_hidden_act": "gelu"}
+    assert config_of("nemotron_h", hybrid_override_pattern="*-", **keys).activation == "gelu"
+    assert config_of("nemotron_h", hybrid_override_pattern="M-").activation == "relu2"
