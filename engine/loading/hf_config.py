@@ -10,6 +10,7 @@ import math
 from collections import ChainMap
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -245,13 +246,20 @@ def _with_shared_names(
 def _epsilons(fields: Fields, kind: Family, rope: RopeConfig) -> tuple[RopeConfig, dict[str, Any]]:
     """Return the norms' epsilons, and the rope without a factor that norms after it undo."""
     eps: float = fields.real(_eps_key(fields, kind), 1e-12, 1.0)
-    if not kind.qk_norm_after_rope:
+    # Bare norms are computed before the rotation, but the model has them after it.
+    is_normed = kind.bare_qk_norm and _is_declared(fields, kind.qk_norm)
+    if not (kind.qk_norm_after_rope or is_normed):
         return rope, {"rms_norm_eps": eps}
     factor = attention_factor(rope)  # norm(f x) of an epsilon is norm(x) of epsilon / f^2
     return replace(rope, attention_factor=1.0), {
         "rms_norm_eps": eps,
         "qk_norm_eps": eps / factor**2,
     }
+
+
+def _is_declared(fields: Fields, value: bool | str) -> bool:
+    """Return a flag of a family, or the value of its key in the file."""
+    return fields.flag(value, False) if isinstance(value, str) else value
 
 
 def _eps_key(fields: Fields, kind: Family) -> str:
@@ -308,10 +316,7 @@ def _adjusted_width(fields: Fields, width: int) -> int:
 
 def _switches(fields: Fields, kind: Family) -> dict[str, Any]:
     """Return the flags for optional weights, and the activation."""
-
-    def declared(value: bool | str) -> bool:
-        return fields.flag(value, False) if isinstance(value, str) else value
-
+    declared = partial(_is_declared, fields)
     key = "hidden_activation" if fields.has("hidden_activation") else "hidden_act"
     name = fields.text(key, "silu")
     name = kind.activation_aliases.get(name, name)
@@ -373,7 +378,7 @@ def _scales(fields: Fields, kind: Family, hidden_size: int) -> dict[str, Any]:
     scalar = own("query_pre_attn_scalar", 1e-6)
     scales = {"attn_scale": scalar**-0.5 if scalar else kind.attn_scale}
     scaled = kind.scale_embedding
-    if fields.flag(scaled, False) if isinstance(scaled, str) else scaled:
+    if _is_declared(fields, scaled):
         # NOTE: float32; `Embedding` may round it to the weights' dtype, as Hugging Face does.
         scales["embed_scale"] = float(np.float32(math.sqrt(hidden_size)))
     if kind.multipliers:

@@ -652,7 +652,7 @@ class Decoder:
         if not c.has_qk_norm(layer):
             return None
         if c.bare_qk_norm:
-            return Norm(self._unit_weight, c.rms_norm_eps)
+            return Norm(self._unit_weight, c.qk_norm_eps or c.rms_norm_eps)
         norm = self._norm(f"layers.{layer}.{part}_norm", c.qk_norm_eps)
         if not self.config.whole_qk_norm:
             return norm

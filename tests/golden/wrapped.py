@@ -214,6 +214,24 @@ WRAPPED: dict[str, dict[str, Any]] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
         },
     },
+    "llama4_yarn": {  # the norms after rope undo YaRN's factor on cos and sin
+        "model_type": "llama4",
+        "vision_config": _LLAMA4_TOWER,
+        "text_config": {
+            **_LLAMA4,
+            "model_type": "llama4_text",
+            "rms_norm_eps": 1e-2,
+            "no_rope_layers": [1, 0, 1, 1],
+            "interleave_moe_layer_step": 2,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 500.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 16,
+                "attention_factor": 1.4,
+            },
+        },
+    },
     "qwen2_vl": {  # the text model's keys are among those of the whole model
         **_TEXT,
         "model_type": "qwen2_vl",

@@ -246,6 +246,16 @@ def test_hunyuan_raises_the_base_of_rope_by_alpha():
     assert config.qk_norm_eps == pytest.approx(1e-3 / (0.1 * math.log(2) + 1) ** 2)
 
 
+def test_norms_of_llama_4_undo_the_factor_of_rope():
+    """They are computed before the rotation; the model has them after it."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "attention_factor": 2.0}
+    sizes = {"num_hidden_layers": 4, "max_position_embeddings": 16384, "rms_norm_eps": 1e-3}
+    config = known("llama4_text", **sizes, rope_scaling=yarn)
+    assert (config.rope.attention_factor, config.qk_norm_eps) == (1.0, 2.5e-4)
+    bare = known("llama4_text", **sizes, rope_scaling=yarn, use_qk_norm=False)
+    assert (bare.rope.attention_factor, bare.qk_norm_eps) == (2.0, 0.0)
+
+
 def test_hunyuan_lists_what_is_the_same_in_all_layers():
     lists = {"num_experts": [8, 8], "moe_topk": [2, 2], "num_shared_expert": [1, 1]}
     idle = {"n_group": False, "topk_group": False, "routed_scaling_factor": False}
