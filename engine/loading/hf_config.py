@@ -205,7 +205,8 @@ def build_config(
     layer_windows = _layer_windows(fields, kind, rope_layers, positions)
     moe = moe_config(fields, kind.moe, sizes["num_layers"])
     rope_layers = _with_rope_in_windows(fields, kind, rope_layers, layer_windows, moe)
-    if rope.has_two_ropes and (rope_local is not None or not all(rope_layers)):
+    has_long = rope.has_two_ropes or (rope_local is not None and rope_local.has_two_ropes)
+    if has_long and (rope_local is not None or not all(rope_layers)):
         key = "rope_scaling" if fields.has("rope_scaling") else "rope_parameters"
         raise fields.error(key, "not longrope, since layers differ in their rope")
     config = ModelConfig(

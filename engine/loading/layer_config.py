@@ -184,6 +184,9 @@ def _per_layer_input(fields: Fields) -> PerLayerInputConfig | None:
     size = fields.integer("hidden_size_per_layer_input", 0, _MAX_WIDTH)
     if not size:
         return None
+    key = "hidden_activation"
+    if fields.text(key, "") == "relu2":  # no kernel takes the gate and its factor apart
+        raise fields.error(key, "silu or gelu in a model with per-layer inputs")
     return PerLayerInputConfig(size, fields.integer("vocab_size_per_layer_input", 1, _MAX_VOCAB))
 
 

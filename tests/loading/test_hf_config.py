@@ -343,6 +343,27 @@ def test_exaone_has_rope_only_with_a_window_if_any_layer_may_have_one(kind):
         known(kind, **sizes, sliding_window_pattern="LXG")
 
 
+@pytest.mark.parametrize("place", ["full_attention", "sliding_attention"])
+def test_longrope_where_layers_differ_in_their_rope_is_refused(place):
+    """A batch has one length for all its layers' tables: no layer may keep the short factors."""
+    ropes = {one: {"rope_theta": 500.0} for one in ("full_attention", "sliding_attention")}
+    ropes[place] |= {**LONGROPE, "original_max_position_embeddings": 16}
+    for kind in ("gemma3_text", "olmo3", "mellum"):
+        with pytest.raises(ConfigError, match=r"rope_parameters must be not longrope.*got \{"):
+            known(kind, head_dim=8, num_experts=4, num_experts_per_tok=2, rope_parameters=ropes)
+
+
+@pytest.mark.parametrize("kind", ["gemma3n_text", "gemma4_text"])
+def test_per_layer_inputs_have_no_relu(kind):
+    """It was an error of the first step."""
+    keys = {"head_dim": 8, "num_key_value_heads": 2, "num_kv_shared_layers": 0}
+    keys |= {"hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": 64}
+    for name in ("silu", "gelu"):
+        assert known(kind, **keys, hidden_activation=name).activation == name
+    with pytest.raises(ConfigError, match=r"hidden_activation must be silu or .*got 'relu2'"):
+        known(kind, **keys, hidden_activation="relu2")
+
+
 def test_minimax_m2_counts_the_rotated_features():
     sizes = {"num_key_value_heads": 2, "head_dim": 16}
     assert known("minimax_m2", **sizes, rotary_dim=8).rope.rotary_dim == 8
