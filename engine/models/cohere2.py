@@ -1,10 +1,12 @@
-"""Command R7B and A: parallel blocks, a LayerNorm without bias, rope only in windowed layers."""
+"""Command R and A, Aya: parallel blocks, a LayerNorm without bias, a factor on the logits."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from engine.models.family import HF_LAYER_NAMES, HF_NAMES, Family
 
-__all__ = ["COHERE2"]
+__all__ = ["COHERE", "COHERE2"]
 
 COHERE2 = Family(
     model_type="cohere2",
@@ -29,3 +31,23 @@ COHERE2 = Family(
     interleaved_rope=True,
     gguf_interleaved_rope=True,
 )
+
+COHERE = replace(
+    COHERE2,
+    model_type="cohere",
+    gguf_names=(),
+    gguf_arch="",
+    gguf_interleaved_rope=False,
+    defaults={
+        "max_position_embeddings": 8192,
+        "layer_norm_eps": 1e-5,
+        "logit_scale": 0.0625,
+        "tie_word_embeddings": True,
+        "bos_token_id": 5,
+        "eos_token_id": 255001,
+        "pad_token_id": 0,
+    },
+    windows="never",
+    rope_layers="all",
+)
+"""The same with full attention and rope in all layers. Norms of q and k are not supported."""

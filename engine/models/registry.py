@@ -12,11 +12,12 @@ from engine.models.arcee import ARCEE
 from engine.models.bailing_hybrid import BAILING_HYBRID
 from engine.models.bailing_linear import BAILING_MOE_LINEAR, BAILING_MOE_V2_5
 from engine.models.bitnet import BITNET
-from engine.models.cohere2 import COHERE2
+from engine.models.cohere2 import COHERE, COHERE2
 from engine.models.cohere2_moe import COHERE2_MOE
 from engine.models.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2
 from engine.models.dots1 import DOTS1
 from engine.models.ernie4_5 import ERNIE4_5, ERNIE4_5_MOE
+from engine.models.exaone import EXAONE
 from engine.models.exaone4 import EXAONE4, EXAONE_MOE
 from engine.models.falcon_h1 import FALCON_H1
 from engine.models.family import Family
@@ -38,6 +39,7 @@ from engine.models.helium import HELIUM
 from engine.models.hunyuan_v1 import HUNYUAN_V1_DENSE, HUNYUAN_V1_MOE
 from engine.models.hy_v3 import HY_V3
 from engine.models.hyperclovax import HYPERCLOVAX
+from engine.models.internlm3 import INTERNLM3, IQUESTCODER
 from engine.models.jais2 import JAIS2
 from engine.models.kimi_linear import KIMI_LINEAR
 from engine.models.lfm2 import LFM2, LFM2_MOE
@@ -74,6 +76,7 @@ from engine.models.qwen_vl import (
     QWEN3_VL_MOE_TEXT,
     QWEN3_VL_TEXT,
 )
+from engine.models.sarvam import SARVAM_MLA, SARVAM_MOE
 from engine.models.seed_oss import SEED_OSS
 from engine.models.smollm3 import SMOLLM3
 from engine.models.solar_open import SOLAR_OPEN
@@ -130,6 +133,10 @@ _DENSE = (
     MINICPM3,
     BITNET,
     FALCON_H1,
+    EXAONE,
+    INTERNLM3,
+    IQUESTCODER,
+    COHERE,
 )
 _SPARSE = (
     QWEN2_MOE,
@@ -167,6 +174,8 @@ _SPARSE = (
     BAILING_MOE_V2_5,
     BAILING_MOE_LINEAR,
     PHIMOE,
+    SARVAM_MOE,
+    SARVAM_MLA,
 )
 
 _OF_WRAPPERS = (

@@ -856,6 +856,86 @@ MODELS |= {
     },
 }
 
+# Families that are others' layers under names of their own
+_EXAONE = {**_TINY, "model_type": "exaone"}
+for _key, _own in (
+    ("num_hidden_layers", "num_layers"),
+    ("rms_norm_eps", "layer_norm_epsilon"),
+    ("hidden_act", "activation_function"),
+):
+    _EXAONE[_own] = _EXAONE.pop(_key)
+_COHERE = {**_COHERE2, "model_type": "cohere", "num_hidden_layers": 2}
+del _COHERE["sliding_window"]
+_SARVAM_MOE = {
+    **_GLM4_MOE,
+    "model_type": "sarvam_moe",
+    "num_hidden_layers": 2,
+    "num_experts": 7,
+    "num_experts_per_tok": 3,
+    "num_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+_SARVAM_MLA = {
+    **{key: value for key, value in _SARVAM_MOE.items() if key != "head_dim"},
+    "model_type": "sarvam_mla",
+    "num_key_value_heads": 4,
+    "q_lora_rank": None,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+}
+MODELS |= {
+    "exaone": {**_EXAONE, "head_dim": 24, "rope_theta": 500.0, "rope_scaling": _LLAMA3},
+    "exaone_biases_new_keys": {
+        **_EXAONE,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "tie_word_embeddings": True,
+        "rope_parameters": _NEW_ROPE,
+    },
+    "internlm3": {
+        **_TINY,
+        "model_type": "internlm3",
+        "head_dim": 24,
+        "qkv_bias": True,
+        "bias": True,
+        "rope_theta": 500.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+    },
+    "iquestcoder": {**_TINY, "model_type": "iquestcoder", "head_dim": 24, "rope_theta": 500.0},
+    "cohere": {**_COHERE, "rope_theta": 500.0},
+    "cohere_biases_new_keys": {
+        **_COHERE,
+        "attention_bias": True,
+        "tie_word_embeddings": False,
+        "rope_parameters": _NEW_ROPE,
+    },
+    "sarvam_moe": {**_SARVAM_MOE, "routed_scaling_factor": 1.7, "rope_theta": 500.0},
+    "sarvam_moe_biases_new_keys": {
+        **_SARVAM_MOE,
+        "use_qkv_bias": True,
+        "use_qk_norm": False,
+        "num_shared_experts": 2,
+        "tie_word_embeddings": True,
+        "rope_parameters": _NEW_ROPE,
+    },
+    "sarvam_mla": {
+        **_SARVAM_MLA,
+        "head_dim": 28,  # the width of a cached token, which is not read
+        "q_head_dim": 24,
+        "rope_theta": 500.0,
+        "rope_scaling": {
+            **{key: value for key, value in _YARN_OLD.items() if key != "rope_type"},
+            "type": "deepseek_yarn",
+            "mscale": 1.0,
+            "mscale_all_dim": 0.8,
+        },
+    },
+}
+
 _HEAD128 = {**_LLAMA, "hidden_size": 512, "max_position_embeddings": 131072}
 
 # (config, length of the sequence) of rope tables with the numbers of real models.

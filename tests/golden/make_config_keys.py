@@ -30,10 +30,10 @@ SPARSE = (
     *("flex_olmo", "granitemoeshared", "llama4_text", "cohere2_moe", "mimo_v2_flash"),
     *("qwen3_next", "qwen3_5_moe_text", "lfm2_moe", "granitemoehybrid"),
     *("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "phimoe"),
-    *("kimi_linear", "bailing_hybrid", "mistral4"),
+    *("kimi_linear", "bailing_hybrid", "mistral4", "sarvam_moe", "sarvam_mla"),
 )
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu", "longcat_flash")
-LATENT += ("minicpm3", "mistral4")
+LATENT += ("minicpm3", "mistral4", "sarvam_mla")
 SWITCHED = ("qwen2", "qwen3", "smollm3", "qwen2_moe", "qwen3_moe")
 SWITCHED += ("qwen2_vl_text", "qwen2_5_vl_text")
 FAMILIES = (
@@ -57,6 +57,7 @@ FAMILIES = (
     *("apertus", "olmo", "nanochat", "youtu", "minicpm3", "bitnet"),
     *("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text"),
     *("qwen3_5_text", "lfm2", "nemotron_h", "olmo_hybrid", "falcon_h1"),
+    *("exaone", "internlm3", "iquestcoder", "cohere"),
 )
 PLAIN = {
     "vocab_size": 40, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4,
@@ -102,7 +103,7 @@ RANKS = {
 }  # fmt: skip
 LONGCAT = {"num_layers": 2, "ffn_hidden_size": 64, "expert_ffn_hidden_size": 16, "moe_topk": 3}
 LONGCAT |= {"zero_expert_num": 3}
-GROUPED = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4")
+GROUPED = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4", "sarvam_mla")
 GROUPS = {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
 # Text models without a class of their own that computes logits -> the type of the whole model.
 WHOLE = {f"{name}_text": name for name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")}
