@@ -11,6 +11,7 @@ from engine.models.family import Family
 
 __all__ = ["full_head_dim", "layer_fields"]
 
+_MAX_LAYERS = 1024
 _MAX_HEADS = 4096
 _MAX_HEAD_DIM = 1024
 _MAX_WIDTH = 1 << 20
@@ -64,11 +65,31 @@ def full_head_dim(fields: Fields, kind: Family, head_dim: int) -> int:
         if wide % 2:
             raise fields.error("global_head_dim", "even")
         return wide
-    listed = fields.child("per_layer_config")
-    entries = (listed.child(layer) for layer in listed.unread())
+    entries = _own_configs(fields).values()
     return max(
         (one.integer("head_dim", 2, _MAX_HEAD_DIM, head_dim) for one in entries), default=head_dim
     )
+
+
+def _own_configs(fields: Fields) -> dict[int, Fields]:
+    """Return the objects of `per_layer_config` by layer; {} without that key.
+
+    transformers pads the numbers with zeros to equal lengths.
+    """
+    key = "per_layer_config"
+    if not fields.has(key):
+        return {}
+    listed = fields.child(key)
+    num_layers = fields.integer("num_hidden_layers", 1, _MAX_LAYERS)
+    numbers = {str(layer): layer for layer in range(num_layers)}
+    found = {}
+    for name in listed.unread():
+        number = str(name)
+        layer = numbers.get(number.lstrip("0") or number[-1:])
+        if layer is None or layer in found:
+            raise fields.error(key, f"an object per layer, from 0 to {num_layers - 1}")
+        found[layer] = listed.child(name)
+    return found
 
 
 def _kv_sources(fields: Fields, is_sliding: Sequence[bool], default: int) -> tuple[int, ...]:
@@ -112,12 +133,13 @@ def _layer_sizes(
         is_wide = fields.flag("use_double_wide_mlp", False)
         has_no_values = fields.flag("attention_k_eq_v", False)
     layers = []
+    own = _own_configs(fields) if _has_wide_heads(kind) else {}
     widths = fields.per_layer("intermediate_size", len(is_sliding), 1, _MAX_WIDTH)
     for layer, (slides, width) in enumerate(zip(is_sliding, widths, strict=True)):
         heads = sizes["num_kv_heads"]
         head_dim = sizes["head_dim"]
         if _has_wide_heads(kind):
-            heads, head_dim = _heads_of(fields, sizes, layer, slides=slides)
+            heads, head_dim = _heads_of(fields, sizes, own.get(layer), slides=slides)
         is_shared = bool(sources) and sources[layer] != layer
         features = 2 * width if is_wide and is_shared else width
         layers.append(LayerSizes(heads, head_dim, features, has_no_values and not slides))
@@ -152,31 +174,29 @@ def _window_sizes(
 
 
 def _heads_of(
-    fields: Fields, sizes: Mapping[str, Any], layer: int, *, slides: bool
+    fields: Fields, sizes: Mapping[str, Any], own: Fields | None, *, slides: bool
 ) -> tuple[int, int]:
     """Return (num_kv_heads, head_dim) of a layer.
 
-    They are listed under its number in `per_layer_config`, or given for all layers with full
-    attention.
+    They are in its `own` object of `per_layer_config`, or given for all layers with full attention.
     """
-    own = fields
     heads_key = "num_key_value_heads"
     dim_key = "head_dim"
-    if fields.has("per_layer_config"):
-        listed = fields.child("per_layer_config")
-        own = listed.child(str(layer)) if listed.has(str(layer)) else fields.beside({}, "layer")
-    elif not slides:
+    if own is None and fields.has("per_layer_config"):
+        own = fields.beside({}, "layer")
+    elif own is None and not slides:
         dim_key = "global_head_dim"
         if fields.flag("attention_k_eq_v", False):
             heads_key = "num_global_key_value_heads"
-    heads = own.integer(heads_key, 1, _MAX_HEADS, sizes["num_kv_heads"])
-    head_dim = own.integer(dim_key, 2, _MAX_HEAD_DIM, sizes["head_dim"])
-    if own is not fields and (unread := own.unread()):
+    given = fields if own is None else own
+    heads = given.integer(heads_key, 1, _MAX_HEADS, sizes["num_kv_heads"])
+    head_dim = given.integer(dim_key, 2, _MAX_HEAD_DIM, sizes["head_dim"])
+    if own is not None and (unread := own.unread()):
         raise own.error(unread[0], f"absent: a layer has {heads_key} and {dim_key} of its own")
     if sizes["num_heads"] % heads:
-        raise own.error(heads_key, f"a divisor of the {sizes['num_heads']} query heads")
+        raise given.error(heads_key, f"a divisor of the {sizes['num_heads']} query heads")
     if head_dim % 2:
-        raise own.error(dim_key, "even")
+        raise given.error(dim_key, "even")
     return heads, head_dim
 
 

@@ -353,6 +353,24 @@ def test_longrope_where_layers_differ_in_their_rope_is_refused(place):
             known(kind, head_dim=8, num_experts=4, num_experts_per_tok=2, rope_parameters=ropes)
 
 
+def test_gemma_4_lists_layers_by_numbers_that_may_be_padded():
+    """transformers writes all with as many digits as the largest."""
+    sizes = {"num_hidden_layers": 12, "head_dim": 8, "num_key_value_heads": 2}
+    sizes |= {"hidden_size_per_layer_input": 0}
+    wide = {"head_dim": 16, "num_key_value_heads": 1}
+    config = known("gemma4_text", **sizes, per_layer_config={"05": wide, "11": wide})
+    assert [(one.head_dim, one.num_kv_heads) for one in config.layer_sizes] == [
+        (16, 1) if layer in (5, 11) else (8, 2) for layer in range(12)
+    ]
+    for numbers in (("5", "11"), (5, 11)):
+        assert config == known(
+            "gemma4_text", **sizes, per_layer_config=dict.fromkeys(numbers, wide)
+        )
+    for numbers in (("12",), ("-1",), ("x",), ("",), ("5", "05")):
+        with pytest.raises(ConfigError, match=r"per_layer_config must be an object per layer.*got"):
+            known("gemma4_text", **sizes, per_layer_config=dict.fromkeys(numbers, wide))
+
+
 @pytest.mark.parametrize("kind", ["gemma3n_text", "gemma4_text"])
 def test_per_layer_inputs_have_no_relu(kind):
     """It was an error of the first step."""
