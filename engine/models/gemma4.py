@@ -5,12 +5,14 @@ Layers with full attention have heads of another width, and may use their keys a
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from engine.models.expert_names import fused_expert_names
 from engine.models.family import Family, TensorName
 from engine.models.gemma3 import GEMMA3
 from engine.models.moe_family import MoeFamily
 
-__all__ = ["GEMMA4", "PER_LAYER_NAMES"]
+__all__ = ["GEMMA4", "GEMMA4_UNIFIED", "PER_LAYER_NAMES"]
 
 _LAYER = "model.layers.{i}."
 
@@ -87,3 +89,17 @@ GEMMA4 = Family(
         beside_mlp=True,
     ),
 )
+
+GEMMA4_UNIFIED = replace(
+    GEMMA4,
+    model_type="gemma4_unified_text",
+    names=(*GEMMA3.names, TensorName(f"{_LAYER}layer_scalar", "layer_scale")),
+    defaults={
+        **{key: value for key, value in GEMMA4.defaults.items() if "_per_layer_" not in key},
+        "max_position_embeddings": 262144,
+        "sliding_window": 1024,
+    },
+    key_aliases={},
+    moe=None,
+)
+"""The same without per-layer inputs and experts."""

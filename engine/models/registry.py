@@ -26,7 +26,7 @@ from engine.models.gemma import GEMMA
 from engine.models.gemma2 import GEMMA2, VAULTGEMMA
 from engine.models.gemma3 import GEMMA3
 from engine.models.gemma3n import GEMMA3N
-from engine.models.gemma4 import GEMMA4
+from engine.models.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from engine.models.glm4 import GLM, GLM4
 from engine.models.glm4_moe import GLM4_MOE
 from engine.models.glm4_moe_lite import GLM4_MOE_LITE
@@ -103,6 +103,7 @@ _DENSE = (
     GEMMA2,
     GEMMA3N,
     GEMMA4,
+    GEMMA4_UNIFIED,
     SMOLLM3,
     GLM4,
     STARCODER2,

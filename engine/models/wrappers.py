@@ -95,6 +95,7 @@ _DECLARED = (
     ),
     Wrapper("gemma3n", "gemma3n_text", ("vision_tower", "audio_tower", *_EMBEDDERS)),
     Wrapper("gemma4", "gemma4_text", ("vision_tower", "audio_tower", *_EMBEDDERS)),
+    Wrapper("gemma4_unified", "gemma4_unified_text", ("vision_embedder", *_EMBEDDERS)),
     Wrapper("llama4", "llama4_text", ("vision_model", "multi_modal_projector")),
     Wrapper("qwen2_vl", "qwen2_vl_text", ("visual",)),
     Wrapper("qwen2_5_vl", "qwen2_5_vl_text", ("visual",)),

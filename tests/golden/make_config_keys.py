@@ -49,6 +49,7 @@ FAMILIES = (
         "gemma3_text",
         "gemma3n_text",
         "gemma4_text",
+        "gemma4_unified_text",
     ),
     *("granite", "olmo2", "olmo3", "smollm3", "glm4", "starcoder2", "stablelm", "cohere2", "phi"),
     *("gemma", "vaultgemma", "glm", "seed_oss", "ernie4_5", "exaone4", "helium", "hyperclovax"),
@@ -169,7 +170,7 @@ def measure(family: str) -> dict:
     values |= {"v_head_dim": 6} if family == "mimo_v2_flash" else {}
     values |= HYBRIDS.get(family, {})
     values |= SHARED if family in ("gemma3n_text", "gemma4_text") else {}
-    values |= {"global_head_dim": 8} if family == "gemma4_text" else {}
+    values |= {"global_head_dim": 8} if family.startswith("gemma4") else {}
     model = build(family, values)
     generator = torch.Generator().manual_seed(1)
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}

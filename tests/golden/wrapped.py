@@ -178,6 +178,25 @@ WRAPPED: dict[str, dict[str, Any]] = {
             "sliding_window_pattern": 2,
         },
     },
+    "gemma4_unified": {
+        "model_type": "gemma4_unified",
+        "audio_config": None,
+        "vision_config": {
+            "patch_size": 4,
+            "pooling_kernel_size": 1,
+            "mm_embed_dim": 8,
+            "mm_posemb_size": 8,
+            "output_proj_dims": 64,
+        },
+        "text_config": {
+            **{
+                key: value
+                for key, value in _PLAIN["gemma4_keys_as_values"].items()
+                if "_per_layer_" not in key
+            },
+            "model_type": "gemma4_unified_text",
+        },
+    },
     "gemma4_wrapped": {
         "model_type": "gemma4",
         "audio_config": None,

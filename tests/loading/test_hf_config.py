@@ -555,7 +555,7 @@ def test_an_invalid_value_is_refused_by_name(key, value):
     with pytest.raises(ConfigError) as error:
         config_from_dict(values, "dir/config.json")
     message = str(error.value)
-    assert message.startswith("dir/config.json: ") and len(message) < 1200
+    assert message.startswith("dir/config.json: ") and len(message) < 1500
     named = {
         "rope_scaling": "rope|factor|beta|truncate|type|original",
         "rope_parameters": "rope|factor",
