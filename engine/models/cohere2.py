@@ -42,6 +42,7 @@ COHERE = replace(
         "max_position_embeddings": 8192,
         "layer_norm_eps": 1e-5,
         "logit_scale": 0.0625,
+        "rope_theta": 5e5,
         "tie_word_embeddings": True,
         "bos_token_id": 5,
         "eos_token_id": 255001,

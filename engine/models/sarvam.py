@@ -63,6 +63,8 @@ SARVAM_MOE = replace(
     mtp=None,
 )
 
+assert DEEPSEEK_V3.moe is not None
+
 SARVAM_MLA = replace(
     DEEPSEEK_V3,
     model_type="sarvam_mla",
@@ -76,4 +78,5 @@ SARVAM_MLA = replace(
     key_aliases=_ALIASES,
     rope_aliases={"deepseek_yarn": "yarn"},
     mtp=None,
+    moe=replace(DEEPSEEK_V3.moe, num_experts=128),
 )

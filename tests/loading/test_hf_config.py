@@ -382,6 +382,14 @@ def test_per_layer_inputs_have_no_relu(kind):
         known(kind, **keys, hidden_activation="relu2")
 
 
+@pytest.mark.parametrize(
+    ("kind", "theta"), [("cohere", 5e5), ("exaone", 5e5), ("sarvam_moe", 8e6), ("internlm3", 1e4)]
+)
+def test_bases_of_rope_that_files_may_leave_out(kind, theta):
+    sizes = {"num_key_value_heads": 2, "head_dim": 8, "num_experts": 8}
+    assert known(kind, **sizes).rope.theta == theta
+
+
 def test_minimax_m2_counts_the_rotated_features():
     sizes = {"num_key_value_heads": 2, "head_dim": 16}
     assert known("minimax_m2", **sizes, rotary_dim=8).rope.rotary_dim == 8
