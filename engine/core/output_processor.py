@@ -22,7 +22,7 @@ from engine.outputs import (
 from engine.request import Request, RequestStatus
 from engine.runner.sampling import SamplingSpec
 from engine.sampling_params import RequestOutputKind, SamplingParams
-from engine.text.detokenizer import IncrementalDetokenizer, TokenTexts
+from engine.text.detokenizer import IncrementalDetokenizer, TokenTexts, known_bytes
 from engine.text.stop import StopChecker
 
 __all__ = ["End", "OutputGroup", "OutputStream", "token_texts"]
@@ -470,11 +470,8 @@ def with_text(entry: dict[int, Logprob], tokenizer: Any) -> dict[int, Logprob]:
 
 def _text_of(token_id: int, tokenizer: Any) -> str | None:
     """Return the text of a token; None if the tokenizer raises."""
-    try:
-        text: str = tokenizer.token_bytes(token_id).decode("utf-8", "replace")
-    except Exception:  # the detokenizer reports it, if the token belongs to the text
-        return None
-    return text
+    data = known_bytes(tokenizer, token_id)
+    return None if data is None else data.decode("utf-8", "replace")
 
 
 def _rank(stream: OutputStream) -> tuple[bool, int, float]:

@@ -12,6 +12,7 @@ from engine.sampling_params import SamplingParams
 from engine.server.protocol.common import SamplingFields, SamplingOptions
 from engine.server.protocol.errors import APIError
 from engine.server.server_config import ServerConfig
+from engine.text.detokenizer import known_bytes
 
 __all__ = [
     "check_answer",
@@ -171,7 +172,7 @@ def check_text_of(
         if tokenizer is None and not is_text:
             continue
         for item in [prompt] if is_text else prompt:
-            left -= len(item) if isinstance(item, str) else len(tokenizer.token_bytes(item))
+            left -= len(item if isinstance(item, str) else known_bytes(tokenizer, item) or b"")
             if left < 0:
                 times = f", {num_copies} times" if num_copies > 1 else ""
                 message = f"{name} must have a text of at most {limit} bytes{times}"

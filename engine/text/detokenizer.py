@@ -8,7 +8,7 @@ from typing import Protocol
 
 from engine.text.token_bytes import strip_spaces
 
-__all__ = ["DecodesBytes", "IncrementalDetokenizer", "TextOffsets", "TokenTexts"]
+__all__ = ["DecodesBytes", "IncrementalDetokenizer", "TextOffsets", "TokenTexts", "known_bytes"]
 
 _REPLACEMENT = "\ufffd"
 _REPLACEMENT_BYTES = _REPLACEMENT.encode()
@@ -29,6 +29,17 @@ class DecodesBytes(Protocol):
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes of a token."""
+
+
+def known_bytes(tokenizer: DecodesBytes, token_id: int) -> bytes | None:
+    """Return the bytes of a token; None if the tokenizer raises.
+
+    For tokens that are only shown: the detokenizer reports those that belong to an answer's text.
+    """
+    try:
+        return tokenizer.token_bytes(token_id)
+    except Exception:
+        return None
 
 
 class TokenTexts(dict[int, "str | None"]):
@@ -201,7 +212,10 @@ class IncrementalDetokenizer:
         tail = b""
         for token_id in reversed(prompt_ids):
             if token_id not in self._skipped:
-                tail = self._tokenizer.token_bytes(token_id) + tail
+                data = known_bytes(self._tokenizer, token_id)
+                if data is None:
+                    break
+                tail = data + tail
             if len(tail) > _LONGEST_PARTIAL:
                 break
         return tail
@@ -210,7 +224,8 @@ class IncrementalDetokenizer:
 class TextOffsets:
     """Finds where each token begins in the text of its sequence, in characters.
 
-    A token that begins inside a character has that character's offset.
+    A token that begins inside a character has that character's offset. A token for which the
+    tokenizer raises counts as one without text.
 
     Parameters
     ----------
@@ -241,8 +256,8 @@ class TextOffsets:
         skip_special_tokens: bool = True,
         text: str | None = None,
     ) -> None:
-        self._tokenizer = tokenizer
-        self._stream = IncrementalDetokenizer(tokenizer, prompt_ids, skip_special_tokens)
+        self._tokenizer = _Known(tokenizer)
+        self._stream = IncrementalDetokenizer(self._tokenizer, prompt_ids, skip_special_tokens)
         self._text = text
         self._end = 0  # length of the text of the tokens so far, less an incomplete character
 
@@ -268,3 +283,15 @@ class TextOffsets:
         if token_id not in self._tokenizer.special_ids:
             return False
         return not text.startswith(self._tokenizer.token_bytes(token_id).decode(), self._end)
+
+
+class _Known:
+    """A tokenizer that has no bytes for the tokens for which `tokenizer` raises."""
+
+    def __init__(self, tokenizer: DecodesBytes) -> None:
+        self.special_ids = tokenizer.special_ids
+        self.strip_left = tokenizer.strip_left
+        self._tokenizer = tokenizer
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return known_bytes(self._tokenizer, token_id) or b""

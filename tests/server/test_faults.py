@@ -15,9 +15,10 @@ import httpx
 import pytest
 
 from engine.async_engine import AsyncEngine
+from engine.sampling_params import SamplingParams
 from engine.server.server_config import ServerConfig
-from engine.text.tokenizer import load_tokenizer
-from tests.e2e.tiny import CONFIG, make_engine, tiny_model
+from engine.text.tokenizer import ChatPrompt, load_tokenizer
+from tests.e2e.tiny import CONFIG, Words, generate, make_engine, tiny_model
 from tests.server.scripted_client import GOLDEN
 from tests.server.serving import CHATML, CannedClient, serve
 
@@ -375,3 +376,70 @@ def test_requests_leave_no_files_and_tasks_behind():
         for _ in range(3):
             asyncio.run(many(server.port))
         _wait_until(lambda: count() <= before)
+
+
+# ---- a tokenizer that raises
+
+
+class _Broken(Words):
+    """A tokenizer that cannot decode one id."""
+
+    chat_template = CHATML
+    bad_id = None
+
+    def token_bytes(self, token_id):
+        if token_id == self.bad_id:
+            raise ValueError("no text")
+        return super().token_bytes(token_id)
+
+    def render_chat(self, messages, **options):
+        return ChatPrompt(" ".join(m["content"] for m in messages))
+
+    def encode_prompt(self, prompt, add_special_tokens=False):
+        return self.encode(prompt.text)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path, body", [
+    ("/v1/completions", {"prompt": [5, 6, 7], "logprobs": 20}),
+    ("/v1/completions", {"prompt": "w5 w6 w7", "logprobs": 20, "echo": True}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "w5 w6 w7"}],
+                              "logprobs": True, "top_logprobs": 20}),
+])  # fmt: skip
+def test_a_tokenizer_may_raise_for_tokens_that_are_only_shown(monkeypatch, path, body, stream):
+    """A token of the prompt, and one of the top tokens."""
+    model = tiny_model()
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=20)
+    [expected] = generate(model, [5, 6, 7], params).outputs
+    beside = next(i for i in expected.logprobs[0] if i not in (5, 6, 7, *expected.token_ids))
+    tokenizer = _Broken()
+    monkeypatch.setattr(type(model), "has_tokenizer", True)
+    monkeypatch.setattr(type(model), "tokenizer", tokenizer)
+    body |= {"temperature": 0, "max_tokens": 6, "ignore_eos": True, "stream": stream}
+
+    def tokens(http):
+        """Return (token, its top tokens) of the answer."""
+        response = http.post(path, json=body)
+        assert response.status_code == 200, response.text
+        frames = [response.text]
+        if stream:
+            frames = [line[6:] for line in response.text.splitlines() if line.startswith("data: {")]
+        shown = [choice["logprobs"] for f in frames for choice in json.loads(f)["choices"]]
+        shown = [one for one in shown if one]
+        if "chat" in path:
+            items = [item for one in shown for item in one["content"]]
+            return [(i["token"], {t["token"] for t in i["top_logprobs"]}) for i in items]
+        pairs = [p for s in shown for p in zip(s["tokens"], s["top_logprobs"], strict=True)]
+        return [(token, set(top or ())) for token, top in pairs]
+
+    with (
+        serve(lambda: AsyncEngine(make_engine(model, debug=False))) as server,
+        httpx.Client(base_url=server.url, timeout=60) as http,
+    ):
+        whole = tokens(http)
+        assert [t for t, _ in whole][-6:] == [f"w{i} " for i in expected.token_ids]
+        for tokenizer.bad_id in (7, beside):
+            lost = f"w{tokenizer.bad_id} "
+            assert any(lost in {token, *top} for token, top in whole)
+            shown = [["" if t == lost else t for t in (token, *top)] for token, top in whole]
+            assert [sorted([t, *top]) for t, top in tokens(http)] == [*map(sorted, shown)]

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from engine.outputs import Logprob
+from engine.text.detokenizer import known_bytes
 
 __all__ = [
     "ChatLogprobs",
@@ -161,7 +162,7 @@ def prompt_logprobs(
 
 
 def _shown(token_id: int, entry: Logprob, tokenizer: Any) -> tuple[str, float, list[int] | None]:
-    data = None if tokenizer is None else tokenizer.token_bytes(token_id)
+    data = None if tokenizer is None else known_bytes(tokenizer, token_id)
     text = entry.decoded_token
     if text is None:
         text = "" if data is None else data.decode("utf-8", "replace")
@@ -171,7 +172,6 @@ def _shown(token_id: int, entry: Logprob, tokenizer: Any) -> tuple[str, float, l
 def _text(token_id: int, entry: Entry | None, tokenizer: Any) -> str:
     text = entry[token_id].decoded_token if entry is not None and token_id in entry else None
     if text is None:
-        text = (
-            "" if tokenizer is None else tokenizer.token_bytes(token_id).decode("utf-8", "replace")
-        )
+        data = None if tokenizer is None else known_bytes(tokenizer, token_id)
+        text = "" if data is None else data.decode("utf-8", "replace")
     return text

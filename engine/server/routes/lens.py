@@ -21,6 +21,7 @@ from engine.server.protocol.errors import APIError
 from engine.server.protocol.tools import Tool
 from engine.server.sse import unless_disconnected
 from engine.tasks.logit_lens import MAX_LENS_TOKENS, MAX_TOKENS, MAX_TOP, LogitLens
+from engine.text.detokenizer import known_bytes
 
 __all__ = ["ENDPOINTS", "LensLimits", "LensRequest", "LensResponse", "routes"]
 
@@ -161,8 +162,7 @@ def _tokens(lens: LogitLens, tokenizer: Any) -> list[LensToken]:
     def text(token_id: int) -> str:
         if tokenizer is None:
             return ""
-        piece: str = tokenizer.token_bytes(token_id).decode("utf-8", "replace")
-        return piece
+        return (known_bytes(tokenizer, token_id) or b"").decode("utf-8", "replace")
 
     def layer(index: int, at: int) -> LensLayer:
         ids = lens.top_ids[index, at].tolist()
