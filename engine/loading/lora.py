@@ -31,7 +31,13 @@ from engine.layers.lora import AdaptedProduct
 from engine.loading._fields import Fields
 from engine.loading.safetensors import SafetensorsFile
 from engine.loading.tensor_reader import half_split
-from engine.loading.weight_table import ADAPTABLE, Placement, matrix_placements, part_bounds
+from engine.loading.weight_table import (
+    ADAPTABLE,
+    OUTPUT_NAMES,
+    Placement,
+    matrix_placements,
+    part_bounds,
+)
 from engine.model_files import is_present, read_json
 from engine.models.registry import family
 from engine.models.wrappers import text_name
@@ -381,6 +387,8 @@ class _Reader:
             If the model has no such module, or the shapes or the rank do not fit it.
         """
         forms = self._table.get(f"{module}.weight", [])
+        if not forms and f"{module}.weight" in OUTPUT_NAMES:
+            raise self._unsupported(module)
         if not forms:
             raise self._error(module, f"is no linear layer of a {self._config.model_type} model")
         a = parts.get("lora_A")
@@ -428,8 +436,7 @@ class _Reader:
         target = self._target(place)
         product = self._products.get(target)
         if product is None:
-            kinds = "attention, dense MLPs and recurrent layers"
-            raise self._error(module, f"must be a projection of {kinds}; others are not supported")
+            raise self._unsupported(module)
         if target not in self._targets:
             self._targets[target] = [each[0] for each in (product.a, product.b, product.bias)]
         if has_a:
@@ -556,6 +563,10 @@ class _Reader:
             target[...] = values
         if self._dtype == np.float16 and not np.isfinite(target).all():
             raise self._error(module, "must have values up to 65504 for dtype float16; got larger")
+
+    def _unsupported(self, module: str) -> WeightsError:
+        kinds = "attention, dense MLPs and recurrent layers"
+        return self._error(module, f"must be a projection of {kinds}; others are not supported")
 
     def _error(self, module: str, fault: str) -> WeightsError:
         return WeightsError(f"adapter {shown(self._name)}: module {shown(module)} {fault}")

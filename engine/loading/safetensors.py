@@ -54,6 +54,7 @@ _VIEWS: dict[str, np.dtype[Any]] = {
     "BOOL": np.dtype("?"),
 }
 _WEIGHT_DTYPES = ("F32", "F16", "BF16")
+_NEVER_QUANTIZED = ("F64", "I64", "U64", "BOOL")  # dtypes that no quantized weight has
 
 Rename = Callable[[str], str | None]
 """New name of a tensor; None to leave it out."""
@@ -160,9 +161,10 @@ class SafetensorsFile:
         """
         dtype = self.tensors[name].dtype
         if dtype not in _WEIGHT_DTYPES:
+            rule = " (the model's configuration does not say that it is quantized)"
             raise WeightsError(
                 f"{self.path}: tensor {shown(name)} must be one of {', '.join(_WEIGHT_DTYPES)}; "
-                f"got {dtype} (the model's configuration does not say that it is quantized)"
+                f"got {dtype}{rule if dtype not in _NEVER_QUANTIZED else ''}"
             )
         view = np.atleast_1d(self.view(name))
         rows = (view if view.ndim < 3 else view.reshape(-1, view.shape[-1]))[start:stop]

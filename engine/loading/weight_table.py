@@ -18,6 +18,7 @@ from engine.weights import WHOLE, Shard
 
 __all__ = [
     "ADAPTABLE",
+    "OUTPUT_NAMES",
     "PLAIN_NORM",
     "XIELU_KINDS",
     "Placement",
@@ -43,7 +44,8 @@ _IGNORED = re.compile(
 _LAYER = re.compile(r"(?:model\.layers|blk)\.(\d{1,6})\.")
 _MTP_LAYER = re.compile(r"model\.mtp_layers\.(\d{1,6})\.")
 _MTP = re.compile(r"(model\.)?mtp\.|model\.mtp_(block|emb_norm|hidden_norm|linear_proj)\.")
-_OUTPUT_NAMES = ("lm_head.weight", "output.weight", "embed_out.weight")
+OUTPUT_NAMES = ("lm_head.weight", "output.weight", "embed_out.weight")
+"""Names of the output matrix, which a tied model's checkpoint may hold too."""
 # Tensors of a layer that reads another layer's keys and values: checkpoints may hold them.
 _EXPERT = re.compile(r"model\.layers\.\d{1,6}\.mlp\.experts\.(\d{1,6})\.")
 _KEY_VALUE = re.compile(r"model\.layers\.(\d{1,6})\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.")
@@ -777,7 +779,7 @@ def place_tensors(
         If a tensor is missing or unexpected, or its shape does not match the config.
     """
     wanted = _wanted(config, table, found, shard)
-    ignored = set(_OUTPUT_NAMES) if config.tie_word_embeddings else set()
+    ignored = set(OUTPUT_NAMES) if config.tie_word_embeddings else set()
     unexpected = [
         name
         for name in found

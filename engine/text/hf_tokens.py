@@ -102,8 +102,9 @@ class _Config:
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._values = dict(config)
         self._explicit: dict[str, Any] = {}
+        self._list_name = _EXTRA  # the name under which a file holds the list
         if _ADDITIONAL in config and not config.get(_EXTRA):
-            self._values[_EXTRA] = self._values.pop(_ADDITIONAL)
+            self._use_additional()
         for name, value in config.items():
             is_own = name.endswith("_token") and name not in SPECIAL_NAMES
             if is_own and isinstance(value, str):
@@ -118,14 +119,18 @@ class _Config:
             elif isinstance(value, list):
                 value = [{**t, "special": True} if isinstance(t, dict) else t for t in value]
             if isinstance(value, list) and name == _EXTRA:
-                value = [*self.extra(), *(token for token in value if token not in self.extra())]
+                _listed(value, name)
+                own = self.extra()
+                value = [*own, *(token for token in value if token not in own)]
+            if name == _EXTRA:
+                self._list_name = name
             self._values[name] = value
         self._split_extra()
 
     def rename_additional(self) -> None:
         """Read the older name if the newer one was absent, or an object."""
         if _ADDITIONAL in self._values and _EXTRA not in self._values:
-            self._values[_EXTRA] = self._values.pop(_ADDITIONAL)
+            self._use_additional()
 
     def named(self) -> dict[str, Any]:
         """Return the named special tokens, in the order in which they are added."""
@@ -146,14 +151,23 @@ class _Config:
 
     def extra(self) -> list[Any]:
         """Return the special tokens without a name."""
-        listed = self._values.get(_EXTRA) or []
-        if not isinstance(listed, list):
-            raise ConfigError(f"{_EXTRA} must be a list or an object; got {shown(listed)}")
-        return [_checked(token, f"{_EXTRA}[{i}]") for i, token in enumerate(listed)]
+        return _listed(self._values.get(_EXTRA), self._list_name)
+
+    def _use_additional(self) -> None:
+        self._values[_EXTRA] = self._values.pop(_ADDITIONAL)
+        self._list_name = _ADDITIONAL
 
     def _split_extra(self) -> None:
         if isinstance(self._values.get(_EXTRA), dict):
             self._explicit |= self._values.pop(_EXTRA)
+
+
+def _listed(tokens: Any, name: str) -> list[Any]:
+    """Return the tokens of a list."""
+    tokens = tokens or []
+    if not isinstance(tokens, list):
+        raise ConfigError(f"{name} must be a list or an object; got {shown(tokens)}")
+    return [_checked(token, f"{name}[{i}]") for i, token in enumerate(tokens)]
 
 
 def _checked(value: Any, where: str) -> Any:

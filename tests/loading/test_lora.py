@@ -265,6 +265,10 @@ TENSORS = {
         "model.layers.7.self_attn.q_proj.lora_A.weight": np.ones((4, 32), np.float32),
         "model.layers.7.self_attn.q_proj.lora_B.weight": np.ones((32, 4), np.float32),
     },
+    "'lm_head' must be a projection of attention": {
+        "lm_head.lora_A.weight": np.ones((4, 32), np.float32),
+        "lm_head.lora_B.weight": np.ones((64, 4), np.float32),
+    },
     "must be a projection of attention": {
         f"{E1}.lora_A.weight": np.ones((4, 32), np.float32),
         f"{E1}.lora_B.weight": np.ones((40, 4), np.float32),

@@ -80,7 +80,7 @@ def test_every_pair_of_dtypes(make_model, stored, target, tiny):
 
 def write_raw(path, tensors: dict, odd_header: bool = False) -> None:
     """Write safetensors by hand, since the package does not take bfloat16 from NumPy."""
-    names = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int8": "I8"}
+    names = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int8": "I8", "float64": "F64"}
     header, data = {}, b""
     for name, value in tensors.items():
         offsets = [len(data), len(data) + value.nbytes]
@@ -148,7 +148,11 @@ QUERY = "model.layers.0.self_attn.q_proj.weight"
         ({QUERY: np.ones((32, 32, 1), np.float32)}, r"got \(32, 32, 1\)"),
         ({NORM: np.ones((32, 1), np.float32)}, r"must have shape \(32,\).*got \(32, 1\)"),
         ({NORM: np.ones((), np.float32)}, r"got \(\)"),
-        ({NORM: np.ones(32, np.int8)}, f"'{NORM}' must be one of F32, F16, BF16; got I8"),
+        (
+            {NORM: np.ones(32, np.int8)},
+            f"'{NORM}' must be one of F32, F16, BF16; got I8 .*not say that it is quantized",
+        ),
+        ({NORM: np.ones(32, np.float64)}, f"'{NORM}' must be one of F32, F16, BF16; got F64$"),
     ],
 )  # fmt: skip
 def test_a_checkpoint_that_does_not_match_is_refused(make_model, changes, message):

@@ -139,7 +139,16 @@ def test_truncation_and_padding_of_training_are_off(directory):
         ("tokenizer_config.json", "{", "tokenizer_config.json: is not valid JSON"),
         ("tokenizer_config.json", "[]", "must hold a JSON object"),
         ("tokenizer_config.json", '{"bos_token": 3}', "bos_token"),
-        ("tokenizer_config.json", '{"additional_special_tokens": 5}', "must be a list"),
+        (
+            "tokenizer_config.json",
+            '{"additional_special_tokens": 5}',
+            "additional_special_tokens must be a list",
+        ),
+        (
+            "special_tokens_map.json",
+            '{"additional_special_tokens": ["x", 5]}',
+            r"additional_special_tokens\[1\]",
+        ),
         ("tokenizer_config.json", '{"extra_special_tokens": [5]}', r"extra_special_tokens\[0\]"),
         ("tokenizer_config.json", '{"extra_special_tokens": {"x": 5}}', "x must be a string"),
         ("tokenizer_config.json", '{"added_tokens_decoder": {"9": {"content": 1}}}', "token 9"),
