@@ -40,6 +40,9 @@ def _define(signature="x: (N,) float -> (N,) like x", **options):
         ("x: (N,) float, x: (N,) float -> (N,) like x", "'x' must name one thing"),
         ("N: (N,) float -> (N,) like N", "'N' must name one thing"),
         ("out: (N,) float -> (N,) float32", "a name must be an identifier other than"),
+        ("class: (N,) float -> (N,) float32", "a name must be an identifier other than"),
+        ("int: (N,) float -> (N,) float32", "'int' must have another name"),
+        ("blockIdx: (N,) float -> (N,) float32", "'blockIdx' must have another name"),
         ("x: (N,) float ->", "must have a result after '->'"),
         ("x: (N,) float, n: int8 -> (N,) like x", "a scalar must have a dtype of"),
         ("x: (N,) float, n: int32 = 1.5 -> (N,) like x", "its default must be int32; got '1.5'"),
@@ -105,6 +108,13 @@ def test_the_docstring_of_the_reference_is_the_ops():
         ({"source": "__global__ void f() {}"}, 'must be declared extern "C"'),
         ({"source": 'extern "C" __global__ void f(const Foo x) {}'}, "parameter 'x' must be"),
         ({"source": 'extern "C" __global__ void f(float& x) {}'}, "must be a pointer or a number"),
+        ({"source": 'extern "C" __global__ void class() {}'}, "kernel 'class' must have another"),
+        ({"source": 'extern "C" __global__ void tanh() {}'}, "kernel 'tanh' must have another"),
+        (
+            {"source": 'extern "C" __global__ void f(int new) {}'},
+            "parameter 'new' must have another",
+        ),
+        ({"source": 'extern "C" __global__ void f(unsigned int) {}'}, "got 'unsigned int'"),
     ],
 )
 def test_a_bad_definition_names_the_argument(options, words):

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from engine.errors import CompileError, ConfigError
 from engine.kernels._module import INCLUDE, source_dir
+from engine.kernels._user.names import is_reserved, is_reserved_kernel
 
 __all__ = ["CudaText", "Entry", "Param", "Source"]
 
@@ -249,6 +250,11 @@ def _entries(text: str, label: str) -> list[Entry]:
         if "template" in before or not is_c:
             hidden.append(name)
             continue
+        if is_reserved_kernel(name):
+            raise ConfigError(
+                f"{label}: kernel {name!r} must have another name, given as entry=: C++ or CUDA "
+                "reserves this one"
+            )
         entry = Entry(name, tuple(_param(part, name, label) for part in params))
         if not any(entry.name == other.name for other in found):  # declared and defined
             found.append(entry)
@@ -313,6 +319,11 @@ def _param(text: str, entry: str, label: str) -> Param:
             f"written out: macros are not expanded here; got {' '.join(text.split())!r}"
         )
     param = Param(words[-1], " ".join(words[:-1]), is_pointer, is_const)
+    if is_reserved(param.name):
+        raise ConfigError(
+            f"{label}: {entry}: parameter {param.name!r} must have another name: C++ or CUDA "
+            f"reserves this one; got {' '.join(text.split())!r}"
+        )
     if not param.kind:
         known = ", ".join(("int", "int64_t", "unsigned", "float", "double", "bool", "TensorMap"))
         raise ConfigError(

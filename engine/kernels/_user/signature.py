@@ -18,6 +18,7 @@ import numpy as np
 from engine.dtypes import FLOAT_NAMES, np_dtype
 from engine.errors import ConfigError
 from engine.kernels._user.expressions import Expression
+from engine.kernels._user.names import is_reserved
 
 __all__ = ["BATCH", "DTYPES", "ArrayArg", "ScalarArg", "Signature", "parse_signature", "split_list"]
 
@@ -300,6 +301,11 @@ def _check_name(name: str, op: str) -> None:
         raise ConfigError(
             f"{op}: signature: a name must be an identifier other than "
             f"{', '.join(sorted(_RESERVED))}; got {name!r}"
+        )
+    if is_reserved(name):
+        raise ConfigError(
+            f"{op}: signature: {name!r} must have another name: C++ or CUDA reserves this one, and "
+            "the kernel's parameter has the same"
         )
 
 
