@@ -389,6 +389,28 @@ def test_a_wrong_result_is_told_with_both_shapes(function, text):
         kernels.swiglu(array(4, 8))
 
 
+@pytest.mark.parametrize(
+    ("op", "args", "options", "text"),
+    [
+        ("rmsnorm", ([1.0], array(1)), {}, "rmsnorm: x: must be an array; got list"),
+        ("rmsnorm", (array(2, 4), 3), {}, "rmsnorm: weight: must be an array; got int"),
+        ("rmsnorm", (array(2, 4), array(4)), {"residual": [1]}, "residual: must be an array"),
+        ("rmsnorm", (array(2, 4), array(4)), {"out": 3}, "out: must be an array; got int"),
+        ("gemm", (array(2, 4), None), {}, "gemm: weight: must be an array; got NoneType"),
+        ("rmsnorm_gemm", ("x", array(4), array(2, 4)), {}, "rmsnorm_gemm: x: must be an array"),
+    ],
+)
+def test_an_argument_that_is_no_array_is_the_ops_own_error(op, args, options, text):
+    def never(*args, **options):
+        raise AssertionError
+
+    with (
+        kernels.override(rmsnorm=never, gemm=never),
+        pytest.raises(ContractError, match=text),
+    ):
+        getattr(kernels, op)(*args, **options)
+
+
 def test_a_tuple_of_the_only_result_is_that_result():
     x = array(3, 4)
     with kernels.override("silu", lambda x: (x + 1,)):

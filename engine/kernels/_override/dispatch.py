@@ -8,11 +8,22 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
-__all__ = ["ACTIVE", "OPS", "Active", "add_runs", "count", "dispatched", "recorded_runs", "run"]
+__all__ = [
+    "ACTIVE",
+    "OPS",
+    "Active",
+    "add_runs",
+    "count",
+    "dispatched",
+    "recorded_runs",
+    "refuse_non_arrays",
+    "run",
+]
 
 OpT = TypeVar("OpT", bound=Callable[..., Any])
 
@@ -71,6 +82,35 @@ def dispatched(op: OpT) -> OpT:
 def run(name: str, *args: Any, **options: Any) -> Any:
     """Call the op `name` as `engine.kernels.<name>` does."""
     return _dispatchers[name](*args, **options)
+
+
+def refuse_non_arrays(name: str, args: tuple[Any, ...], options: Mapping[str, Any]) -> None:
+    """Raise the error of the op `name` if an argument that must be an array is not.
+
+    What runs instead of an op has no contract: it would fail on the argument in some other way.
+    """
+    places, keywords = _array_names(name)
+    given = zip(places, args, strict=False)
+    if all(_may_be_array(value) for is_array, value in given if is_array) and all(
+        _may_be_array(value)
+        for key, value in options.items()
+        if key in keywords and value is not None
+    ):
+        return
+    OPS[name](*args, **options)
+
+
+def _may_be_array(value: Any) -> bool:
+    return hasattr(value, "shape") or hasattr(value, "__dlpack__") or type(value) is tuple
+
+
+@functools.cache
+def _array_names(name: str) -> tuple[tuple[bool, ...], frozenset[str]]:
+    """Return which positional arguments of an op are arrays, and the names of all that are."""
+    kinds = inspect.signature(OPS[name]).parameters
+    names = {n for n, p in kinds.items() if p.annotation == "Any"} - {"out_dtype", "peers"}
+    positional = [n for n, p in kinds.items() if p.kind is not p.KEYWORD_ONLY]
+    return tuple(n in names for n in positional), frozenset(names)
 
 
 def count(label: str) -> None:
