@@ -168,11 +168,14 @@ def check_text_of(
     limit = config.max_body_bytes
     left = limit // num_copies
     for prompt in prompts:
-        is_text = isinstance(prompt, str)
-        if tokenizer is None and not is_text:
+        if isinstance(prompt, str):
+            sizes: Iterable[int] = [len(prompt)]
+        elif tokenizer is not None:
+            sizes = (len(known_bytes(tokenizer, i) or b"") for i in prompt)
+        else:
             continue
-        for item in [prompt] if is_text else prompt:
-            left -= len(item if isinstance(item, str) else known_bytes(tokenizer, item) or b"")
+        for size in sizes:
+            left -= size
             if left < 0:
                 times = f", {num_copies} times" if num_copies > 1 else ""
                 message = f"{name} must have a text of at most {limit} bytes{times}"
