@@ -182,3 +182,17 @@ def test_a_file_may_be_an_argument_and_an_out(tmp_path):
     out = np.memmap(tmp_path / "out", np.float32, "w+", shape=(3, 8))
     assert kernels.silu(x, out=out) is out
     np.testing.assert_array_equal(out, kernels.silu(ROWS))
+
+
+@pytest.mark.parametrize("flag", [np.array([True, False]), np.array([], bool)], ids=str)
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("rmsnorm: subtract_mean", lambda flag: kernels.rmsnorm(ROWS, ROWS[0], subtract_mean=flag)),
+        ("relu: squared", lambda flag: kernels.relu(ROWS, squared=flag)),
+        ("gemm: deterministic", lambda flag: kernels.gemm(ROWS, ROWS, deterministic=flag)),
+    ],
+)
+def test_an_array_in_place_of_a_flag_is_named(name, call, flag):
+    with pytest.raises(ContractError, match=f"^{name}: must be True or False; got an array of"):
+        call(flag)

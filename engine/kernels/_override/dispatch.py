@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
+from engine.errors import ContractError
+
 __all__ = [
     "ACTIVE",
     "OPS",
@@ -65,18 +67,33 @@ def dispatched(op: OpT) -> OpT:
     @functools.wraps(op)
     def call(*args: Any, **options: Any) -> Any:
         active = active_now()
-        if active is None:
+        try:
+            if active is None:
+                return op(*args, **options)
+            instead = active.calls.get(name)
+            if instead is not None:
+                return instead(*args, **options)
+            runs = active.runs
+            runs[name] = runs.get(name, 0) + 1
             return op(*args, **options)
-        instead = active.calls.get(name)
-        if instead is not None:
-            return instead(*args, **options)
-        runs = active.runs
-        runs[name] = runs.get(name, 0) + 1
-        return op(*args, **options)
+        except ValueError as error:
+            if not isinstance(error, ContractError):
+                _refuse_flags(op, options, error)
+            raise
 
     OPS[name] = op
     _dispatchers[name] = call
     return call  # type: ignore[return-value]
+
+
+def _refuse_flags(op: Callable[..., Any], options: Mapping[str, Any], error: ValueError) -> None:
+    """Raise a ContractError if a flag of a call that failed is an array without a truth value."""
+    kinds = inspect.signature(op).parameters
+    for name, value in options.items():
+        if name in kinds and kinds[name].annotation == "bool" and getattr(value, "size", 1) != 1:
+            raise ContractError(
+                f"{op.__name__}: {name}: must be True or False; got an array of shape {value.shape}"
+            ) from error
 
 
 def run(name: str, *args: Any, **options: Any) -> Any:
