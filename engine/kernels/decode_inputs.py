@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from engine import reference
 from engine.kernels._contract import INT32, INT64, Contract
 from engine.kernels._launch import Kernel
@@ -79,8 +81,8 @@ def decode_inputs(
     Raises
     ------
     ShapeError, DTypeError, ContractError
-        If an argument breaks the contract. The arrays' values are not checked; whatever they are,
-        the GPU reads and writes nothing outside the arrays.
+        If an argument breaks the contract. The arrays' values are checked on the CPU only; whatever
+        they are, the GPU reads and writes nothing outside the arrays.
 
     Examples
     --------
@@ -109,6 +111,7 @@ def decode_inputs(
     arrays = (rows, token_ids, positions, last_ids, tables, new_starts, cu_new_blocks, new_blocks)
     outs = (None, None, None) if out is None else out
     if call.on_cpu:
+        _check_values(call, rows, positions, new_starts, cu_new_blocks, block_size)
         results = reference.decode_inputs(*arrays, block_size=block_size)
         names = ("out[0]", "out[1]", "out[2]")
         targets = [call.target(*three) for three in zip(outs, results, names, strict=True)]
@@ -123,6 +126,20 @@ def decode_inputs(
     )
     _launch(arrays, outs, block_size)
     return outs
+
+
+def _check_values(
+    call: Contract, rows: Any, positions: Any, new_starts: Any, cu_new_blocks: Any, block_size: int
+) -> None:
+    """Check the numbers that index arrays; those of padding do not."""
+    call.indices("rows", rows, -1, call["S"] - 1)
+    call.indices("positions", positions[rows >= 0], 0, call["W"] * block_size - 1)
+    call.indices("cu_new_blocks", cu_new_blocks, 0, call["C"])
+    counts = np.diff(cu_new_blocks)
+    is_new = (rows >= 0) & (counts > 0)
+    starts = new_starts[is_new].astype(np.int64)
+    call.indices("new_starts", starts, 0, call["W"])
+    call.indices("new_starts plus the number of new blocks", starts + counts[is_new], 0, call["W"])
 
 
 def _launch(arrays: tuple[Any, ...], outs: tuple[Any, ...], block_size: int) -> None:

@@ -9,12 +9,12 @@ from typing import Any
 
 from engine import reference
 from engine.dtypes import dtype_name
-from engine.kernels._contract import FLOAT32, FLOAT64, INT32, MIRROR_FLOATS, Contract
+from engine.kernels._contract import FLOAT32, FLOAT64, MIRROR_FLOATS, Contract
 from engine.kernels._elementwise import is_aligned, vector_width
 from engine.kernels._launch import Kernel, ceil_div
 from engine.kernels._module import ModuleSpec
 from engine.kernels.moe_gemm.operands import ACTIVATIONS
-from engine.kernels.moe_route import checked_routing
+from engine.kernels.moe_route import checked_order, checked_routing
 from engine.reference import Routing
 
 __all__ = ["moe_activation_backward", "specs"]
@@ -94,7 +94,7 @@ def moe_activation_backward(
     routing = checked_routing(call, routing)
     weights = call.array("routing.weights", routing.weights, "T k", (FLOAT32, FLOAT64))
     call.check("routing.weights", weights.size == call["P"], f"of {call['P']} pairs", weights.shape)
-    order = call.array("routing.order", routing.order, "P", INT32)
+    order = checked_order(call, routing.order)
     call.check("activation", activation in _ACTIVATIONS, f"one of {_ACTIVATIONS}", activation)
     call.number("alpha", alpha)
     call.number("limit", limit, low=0.0)

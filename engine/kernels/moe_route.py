@@ -21,7 +21,9 @@ __all__ = [
     "SCORES",
     "WIDTHS",
     "Routing",
+    "checked_offsets",
     "checked_options",
+    "checked_order",
     "checked_routing",
     "chunk_tokens",
     "moe_route",
@@ -202,6 +204,20 @@ def checked_routing(call: Contract, routing: Any) -> Routing:
         call.check("routing", False, wanted, type(routing).__name__)
     found: Routing = routing
     return found
+
+
+def checked_order(call: Contract, order: Any) -> Any:
+    """Return the `order` of a routing after checking it; `call` has bound P."""
+    order = call.array("routing.order", order, "P", INT32)
+    call.indices("routing.order", order, 0, call["P"] - 1)
+    return order
+
+
+def checked_offsets(call: Contract, offsets: Any, size: int | str) -> Any:
+    """Return the `offsets` of a routing after checking them; `call` has bound P."""
+    offsets = call.array("routing.offsets", offsets, str(size), INT32)
+    call.indices("routing.offsets", offsets, 0, call["P"])
+    return offsets
 
 
 def new_routing(call: Contract, top_k: int, num_shared: int = 0) -> Routing:

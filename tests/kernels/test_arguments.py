@@ -125,6 +125,30 @@ def test_indices_outside_are_named_on_the_host():
         kernels.moe_route_backward(routing.weights, LOGITS[:, :7].copy(), routing.experts)
 
 
+@pytest.mark.parametrize(
+    ("damage", "text"),
+    [
+        ({"order": np.array([0, 1, 3], np.int32)}, r"order: must be from 0 to 2; got \(0, 3\)"),
+        ({"order": np.array([0, -1, 2], np.int32)}, r"order: must be from 0 to 2; got \(-1, 2\)"),
+        ({"offsets": np.array([0, 9, 9, 3, 3], np.int32)}, r"offsets: must be from 0 to 3; got"),
+    ],
+)
+def test_a_damaged_routing_is_named_on_the_host(damage, text):
+    weight = np.ones((4, 2, 8), np.float32)
+    pairs = np.ones((3, 8), np.float32)
+    routing = kernels.moe_route(LOGITS[:, :4].copy(), 1)._replace(**damage)
+    calls = [
+        lambda: kernels.moe_gemm(ROWS, weight, routing),
+        lambda: kernels.moe_gemm_combine(ROWS, weight, routing),
+        lambda: kernels.moe_wgrad(pairs, ROWS, routing, gather="x"),
+    ]
+    if "order" in damage:
+        calls.append(lambda: kernels.moe_activation_backward(pairs[:, :4], pairs, routing))
+    for call in calls:
+        with pytest.raises(ContractError, match=rf"routing\.{text}"):
+            call()
+
+
 def test_a_limit_of_mamba2_that_is_no_number_is_named():
     ones = np.ones((1, 1), np.float32)
     zero = np.zeros(1, np.int32)

@@ -85,7 +85,7 @@ def test_mirror_is_a_loop():
 def test_nothing_outside_is_touched(xp):
     """A row with out-of-range numbers is skipped, and all other rows are right."""
     if xp is np:
-        pytest.skip("the mirror trusts its caller")
+        pytest.skip("they are errors there")
     i32 = lambda *values: xp.asarray(np.array(values, np.int32))  # noqa: E731
     tables = xp.zeros((2, 3), np.int32)
     ids, slots, _ = kernels.decode_inputs(
@@ -114,6 +114,34 @@ def test_contract(xp):
         kernels.decode_inputs(*arrays, block_size=0)
     with pytest.raises(ContractError, match="out: must be None or three arrays"):
         kernels.decode_inputs(*arrays, block_size=16, out=arrays[0])
+
+
+@pytest.mark.parametrize(
+    ("index", "value", "text"),
+    [
+        (0, [1, 4], r"rows: must be from -1 to 3; got \(1, 4\)"),
+        (0, [-2, 1], r"rows: must be from -1 to 3; got \(-2, 1\)"),
+        (2, [[0], [48]], r"positions: must be from 0 to 47; got \(0, 48\)"),
+        (2, [[-1], [0]], r"positions: must be from 0 to 47; got \(-1, 0\)"),
+        (5, [-1, 0], r"new_starts: must be from 0 to 3; got \(-1, 0\)"),
+        (5, [0, 3], r"new_starts plus .*: must be from 0 to 3; got \(2, 4\)"),
+        (6, [0, 2, 9], r"cu_new_blocks: must be from 0 to 3; got \(0, 9\)"),
+    ],
+)
+def test_damaged_values_are_named_on_the_host(index, value, text):
+    i32 = lambda *values: np.array(values, np.int32)  # noqa: E731
+    arrays = [
+        i32(0, 1),
+        i32([-1], [3]),
+        i32([0], [16]),
+        i32(5, 6, 7, 8),
+        np.zeros((4, 3), np.int32),
+    ]
+    arrays += [i32(0, 1), i32(0, 2, 3), i32(1, 2, 7)]
+    kernels.decode_inputs(*arrays, block_size=16)
+    arrays[index] = np.array(value, np.int32)
+    with pytest.raises(ContractError, match=f"^decode_inputs: {text}"):
+        kernels.decode_inputs(*arrays, block_size=16)
 
 
 def test_nobody(xp):

@@ -23,7 +23,7 @@ from engine.kernels.dequantize import launch as dequantize
 from engine.kernels.gemm.operands import out_dtype_of
 from engine.kernels.moe_gemm import codes_sm90, few_tokens, portable, quantized_sm90, scratch, sm90
 from engine.kernels.moe_gemm.operands import ACTIVATIONS, MoeOperands
-from engine.kernels.moe_route import checked_routing
+from engine.kernels.moe_route import checked_offsets, checked_order, checked_routing
 from engine.kernels.quantize_rows import launch as quantize_rows
 from engine.kernels.quantize_rows import specs as quantize_specs
 from engine.reference import Routing
@@ -286,8 +286,8 @@ def check_product(
     else:
         weight = call.array("weight", weight, "E K R" if transposed else "E R K", x.dtype)
     weights = call.array("routing.weights", routing.weights, "T k", (FLOAT32, FLOAT64))
-    order = call.array("routing.order", routing.order, "P", INT32)
-    offsets = call.array("routing.offsets", routing.offsets, f"{call['E'] + 1}", INT32)
+    order = checked_order(call, routing.order)
+    offsets = checked_offsets(call, routing.offsets, call["E"] + 1)
     if quantize_x or is_coded:
         is_supported = isinstance(weight, Weight) and weight.format.block == (GROUP, GROUP)
         call.check("weight", is_supported, "in blocks of 128 x 128 for codes of x", _name(weight))

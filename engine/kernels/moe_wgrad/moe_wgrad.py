@@ -10,7 +10,7 @@ from typing import Any
 from engine import reference
 from engine.kernels._contract import INT32, MIRROR_FLOATS, Contract
 from engine.kernels._module import ModuleSpec
-from engine.kernels.moe_route import checked_routing
+from engine.kernels.moe_route import checked_offsets, checked_order, checked_routing
 from engine.kernels.moe_wgrad import portable, sm90
 from engine.kernels.moe_wgrad.operands import WgradOperands
 from engine.reference import Routing
@@ -77,8 +77,8 @@ def moe_wgrad(dy: Any, x: Any, routing: Routing, *, gather: str, out: Any = None
     call.check("gather", gather in _GATHERS, f"one of {_GATHERS}", gather)
     x = call.array("x", x, "T K" if gather == "x" else "P K", MIRROR_FLOATS)
     dy = call.array("dy", dy, "T R" if gather == "dy" else "P R", x.dtype)
-    order = call.array("routing.order", routing.order, "P", INT32)
-    offsets = call.array("routing.offsets", routing.offsets, "E+1", INT32)
+    order = checked_order(call, routing.order)
+    offsets = checked_offsets(call, routing.offsets, "E+1")
     call.check("routing.offsets", offsets.size > 1, "of at least one expert", offsets.shape)
     routing = Routing(experts, routing.weights, order, offsets)
     if call.on_cpu:
