@@ -244,8 +244,9 @@ class LLMEngine:
             search). Its computed blocks of that prefix are shared, even a partial last one.
         resumed : sequence of (sequence of int or None), optional
             For a request moved from another engine: the tokens each continuation generated there,
-            or None for a continuation that has ended. Their log-probabilities are not known:
-            `cumulative_logprob`, by which `best_of` ranks, covers only the tokens generated here.
+            or None for a continuation that has ended, which no output holds. The tokens'
+            log-probabilities are not known: `cumulative_logprob`, by which `best_of` ranks, covers
+            only the tokens generated here.
         lora_request : LoRARequest, optional
             The adapter to apply; its files are read on first use.
 

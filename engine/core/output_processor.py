@@ -60,6 +60,8 @@ class OutputStream:
         Whether tokens need no further processing until the continuation ends.
     is_plain : bool
         Whether `next_output` applies: a single streamed continuation with token ids and text only.
+    has_ended_elsewhere : bool
+        Whether another engine has reported its end; no output holds it then.
     """
 
     __slots__ = (
@@ -77,6 +79,7 @@ class OutputStream:
         "_tokenizer",
         "cumulative_logprob",
         "group",
+        "has_ended_elsewhere",
         "is_plain",
         "is_quiet",
         "request",
@@ -120,6 +123,7 @@ class OutputStream:
         self._num_read = 0  # number of token ids already decoded
         self._sent_tokens = 0
         self._is_finish_sent = False
+        self.has_ended_elsewhere = False
 
     def resume(self, token_ids: Sequence[int] | None) -> End | None:
         """Continue after `token_ids`, which were already reported; None marks an ended one.
@@ -130,7 +134,7 @@ class OutputStream:
         if token_ids is None:
             request.status = RequestStatus.FINISHED_ABORTED
             request.stream = None
-            self._is_finish_sent = True
+            self.has_ended_elsewhere = True
             return None
         request.output_token_ids = list(token_ids)
         end = None if self._is_lazy else self._read_ids()
@@ -438,12 +442,13 @@ class OutputGroup:
         streams = self.streams
         if len(streams) == 1:
             return [streams[0].completion(0)]
+        own = [(i, s) for i, s in enumerate(streams) if not s.has_ended_elsewhere]
         if self._is_ranked:
             # Failed and aborted ones rank last: their sums cover too few tokens to compare.
-            ranked = sorted(streams, key=_rank)
+            ranked = sorted([s for _, s in own], key=_rank)
             return [s.completion(i) for i, s in enumerate(ranked[: self.params.n])]
         every = not self._is_delta
-        return [s.completion(i) for i, s in enumerate(streams) if every or s.has_news()]
+        return [s.completion(i) for i, s in own if every or s.has_news()]
 
     def _shown_prompt_logprobs(self, request: Request) -> Any:
         """Return the prompt's log-probabilities; in DELTA mode, only with the first output."""

@@ -85,6 +85,21 @@ def test_continuations_that_have_ended_are_left_alone():
     assert set(rest) == {1} and rest[1][0] == whole[1][0][5:]
 
 
+@pytest.mark.parametrize("extra", [{"n": 3}, {"n": 2, "best_of": 3}], ids=str)
+@pytest.mark.parametrize("kind", [RequestOutputKind.CUMULATIVE, RequestOutputKind.FINAL_ONLY])
+def test_no_output_holds_continuations_that_have_ended(kind, extra):
+    params = dataclasses.replace(_params(n=3, seed=9), output_kind=kind, **extra)
+    engine = make_engine(_model())
+    engine.add_request("r", PROMPT, params, resumed=[None, [5, 6], None])
+    indices = set()
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            [one] = output.outputs
+            indices.add(one.index)
+    assert indices == {0 if "best_of" in extra else 1}
+    assert (one.finish_reason, one.token_ids[:2], len(one.token_ids)) == ("length", [5, 6], 20)
+
+
 def test_bad_words_that_began_before_are_known(monkeypatch):
     monkeypatch.setattr("engine.model.Model.has_tokenizer", True)
     monkeypatch.setattr("engine.model.Model.tokenizer", Words())
