@@ -175,3 +175,21 @@ def test_tokens_with_equal_texts_are_all_in_the_top(server):
         assert top[token] == value
         assert len(top) in (20, 21)
         assert any(key.startswith("token_id:") for key in top)
+
+
+def test_a_stream_has_prompt_logprobs_though_its_first_token_has_no_text(server):
+    part = server.tokenizer.token_bytes
+    [begin, *_] = [i for i in server.ids if part(i) == "é".encode()[:1]]
+    body = {"prompt": "abé", "prompt_logprobs": 1, "max_tokens": 2, "seed": 3, "n": 2}
+    body |= {"temperature": 1, "ignore_eos": True, "allowed_token_ids": [begin]}
+    whole = server.http.post("/v1/completions", json=body).json()["choices"]
+    answer = server.http.post("/v1/completions", json=body | {"stream": True})
+    found = {}
+    for line in answer.text.split("\n"):
+        if line.startswith("data: {"):
+            [choice] = json.loads(line[6:])["choices"]
+            found.setdefault(choice["index"], []).append(choice["prompt_logprobs"])
+    for choice in whole:
+        assert len(choice["prompt_logprobs"]) > 1
+        assert found[choice["index"]][0] == choice["prompt_logprobs"]
+        assert not any(found[choice["index"]][1:])

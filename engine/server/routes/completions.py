@@ -353,7 +353,8 @@ class _FrameWriter:
                     found += self._chunks.text(writer.index(completion), completion.text)
                 continue
             choice = writer.choice(output, completion)
-            has_logprobs = choice.logprobs is not None and choice.logprobs.tokens
+            has_logprobs = choice.logprobs is not None and bool(choice.logprobs.tokens)
+            has_logprobs |= choice.prompt_logprobs is not None
             if choice.text or has_logprobs or choice.token_ids or choice.finish_reason is not None:
                 found += self._chunks.choice(choice)
         return found
