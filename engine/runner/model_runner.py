@@ -32,7 +32,7 @@ from engine.runner.processors import apply_processors
 from engine.runner.prompt_logprobs import PromptPart, ScoredPart, prompt_parts, score_parts
 from engine.runner.request_rows import IntArray, RequestRows
 from engine.runner.result import StepResult, logprob_entries, ranks_of
-from engine.runner.sampling import SamplingTable
+from engine.runner.sampling import SamplingSpec, SamplingTable
 from engine.runner.transfer import DeviceToHostCopy, HostToDeviceCopy
 from engine.scheduler.output import ScheduledSequence, ScheduleOutput
 
@@ -41,6 +41,21 @@ __all__ = ["LaunchedStep", "ModelRunner", "RunnableModel", "StepResult", "note_r
 BatchT = TypeVar("BatchT", ForwardBatch, SamplingBatch)
 
 _NO_SAMPLE = "its logits are NaN, or leave no token to choose"
+
+
+def _no_sample(spec: SamplingSpec) -> str:
+    """Return why no token was sampled; several options may have forbidden them all."""
+    params = spec.params
+    forbidding = {
+        "structured output": spec.grammar is not None,
+        "allowed_token_ids": params.allowed_token_ids is not None,
+        "bad_words": bool(spec.bad_words),
+        "min_tokens": params.min_tokens > 0 and spec.grammar is None,  # a grammar may end earlier
+    }
+    names = [name for name, is_given in forbidding.items() if is_given]
+    if len(names) < 2:
+        return _NO_SAMPLE
+    return f"conflicting options: {' and '.join(names)} leave no token, or its logits are NaN"
 
 
 class RunnableModel(Protocol):
@@ -493,7 +508,8 @@ class ModelRunner:
         sampled = step.sampled
         result.token_ids = {s.request: [i] for s, i in zip(sampled, token_ids, strict=True)}
         for index in np.flatnonzero(arrays["status"]).tolist():
-            result.failed.setdefault(sampled[index].request, _NO_SAMPLE)
+            request = sampled[index].request
+            result.failed.setdefault(request, _no_sample(request.spec))
         for request in result.failed:
             result.token_ids.pop(request, None)
         for index, count in enumerate(step.counts):
@@ -530,7 +546,9 @@ class ModelRunner:
             if request in result.failed:
                 continue
             for index, row in enumerate(accepted) if has_failures else ():
-                why = step.failed_rows.get(first + row) or (status[first + row] and _NO_SAMPLE)
+                why = step.failed_rows.get(first + row)
+                if not why and status[first + row]:
+                    why = _no_sample(request.spec)
                 if why:
                     result.failed[request] = why
                     accepted = accepted[:index]

@@ -48,6 +48,23 @@ def test_a_pydantic_model(client):
     assert final.choices[0].message.parsed == found.choices[0].message.parsed
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("options", [
+    {"allowed_token_ids": [5], "guided_choice": ["yes"]},
+    {"bad_words": ["yes"], "guided_choice": ["yes"]},
+    {"allowed_token_ids": [0], "min_tokens": 3, "stop_token_ids": [0]},
+], ids=lambda options: " and ".join(options))  # fmt: skip
+def test_options_that_forbid_every_token_are_the_clients_error(real_server, options, stream):
+    body = {"model": "smollm2", "prompt": "Hi", "max_tokens": 9, "stream": stream}
+    answer = httpx.post(real_server.url + "/v1/completions", json=body | options)
+    assert answer.status_code == 400, answer.text
+    message = answer.json()["error"]["message"]
+    first, second = [name if "guided" not in name else "structured output" for name in options][:2]
+    assert "conflicting options: " in message and {first, second} <= {*re.findall(
+        r"structured output|allowed_token_ids|bad_words|min_tokens", message
+    )}  # fmt: skip
+
+
 def test_choice_regex_and_n(client):
     guided = {"guided_choice": ["yes", "no"]}
     options = ASK | {"temperature": 1.0, "seed": 3}

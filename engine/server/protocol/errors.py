@@ -51,6 +51,8 @@ _ANTHROPIC_STATUS = {503: 529}
 _NAMED = re.compile(r"(?:prompts\[\d+\]: )?(structured(?=:)|[a-z][a-z_0-9]*(?=\[|\.| must| needs))")
 MAX_MESSAGE_CHARS = 2000
 
+_OF_CLIENTS = ("structured output: ", "conflicting options: ")  # beginnings of stop reasons
+
 
 class ErrorObject(msgspec.Struct):
     """Error in OpenAI's format."""
@@ -127,15 +129,16 @@ def error_status(error: APIError, path: str) -> int:
 def failed_request(why: object) -> APIError:
     """Return the error of a request that the engine could not finish.
 
-    A grammar that hits a limit while its text is written is the client's (400).
+    A grammar that hits a limit while its text is written is the client's (400), and so are options
+    that together forbid every token.
 
     Examples
     --------
     >>> failed_request("structured output: Current row has 20 items; max is 10").status
     400
     """
-    is_grammar = isinstance(why, str) and why.startswith("structured output: ")
-    return APIError(400 if is_grammar else 500, f"the request failed: {why}")
+    is_clients = isinstance(why, str) and why.startswith(_OF_CLIENTS)
+    return APIError(400 if is_clients else 500, f"the request failed: {why}")
 
 
 def error_body(error: APIError, path: str = "", request_id: str | None = None) -> bytes:
