@@ -429,7 +429,7 @@ def test_count_tokens(messages, client):
             {"messages": [*user("Hi"), said("I")], "output_config": {"format": JSON_FORMAT}},
             "output_config.format must be left out",
         ),
-        ({"stop_sequences": [""]}, "stop"),
+        ({"stop_sequences": [""]}, r"stop_sequences\[0\] must be"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])

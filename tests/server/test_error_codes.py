@@ -184,6 +184,20 @@ def test_param_names_the_field_of_the_request(http, path, fields, param):
     assert _error(http.post(path, json=fields))["param"] == param
 
 
+@pytest.mark.parametrize(
+    ("path", "fields", "words"),
+    [
+        ("/v1/chat/completions", {"messages": USER, "max_completion_tokens": -1}, "must be"),
+        ("/v1/completions", {"prompt": "Hi", "guided_regex": "("}, "regex cannot be compiled"),
+        ("/v1/embeddings", {"input": [5, -1]}, "must be a token id"),
+        ("/inference/v1/generate", {"token_ids": [5, -1]}, "must be a token id"),
+    ],
+)
+def test_messages_name_the_field_of_the_request(http, path, fields, words):
+    message = _error(http.post(path, json={"model": "smollm2", **fields}))["message"]
+    assert message.startswith(list(fields)[-1]) and words in message
+
+
 # ---- other codes
 
 

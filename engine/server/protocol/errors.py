@@ -193,16 +193,30 @@ def api_error(error: BaseException) -> APIError:
 def renamed_params(fields: Mapping[str, str]) -> Iterator[None]:
     """Within the context, errors name the request's own field instead of the one it became.
 
+    A message that begins with the name is changed too, but for "messages": their places differ.
+
     Parameters
     ----------
     fields : mapping of str to str
         `param` as raised -> field of the request.
+
+    Examples
+    --------
+    >>> with renamed_params({"stop": "stop_sequences"}):
+    ...     raise APIError(400, "stop[0] must be shorter; got ''", param="stop")
+    Traceback (most recent call last):
+    ...
+    engine.server.protocol.errors.APIError: stop_sequences[0] must be shorter; got ''
     """
     try:
         yield
     except (APIError, RequestError, TemplateError) as error:
         found = api_error(error)
-        found.param = fields.get(found.param or "", found.param)
+        if (name := found.param) in fields:
+            found.param = fields[name]
+            if name != "messages" and re.match(rf"{re.escape(name)}(?!\w)", found.message):
+                found.message = found.param + found.message[len(name) :]
+                found.args = (found.message,)
         raise found from error
 
 

@@ -25,6 +25,12 @@ __all__ = ["ENDPOINTS", "routes"]
 
 _MESSAGES = "/v1/messages"
 _COUNT = "/v1/messages/count_tokens"
+# Field of a chat completion -> the field of a message that it is made from.
+_FIELDS = {
+    "stop": "stop_sequences",
+    "max_completion_tokens": "max_tokens",
+    "response_format": "output_config.format",
+}
 
 ENDPOINTS = (
     Endpoint(
@@ -48,7 +54,7 @@ async def create_message(request: Request) -> Response:
     model = check_model(body.model, request)
     chat = await _chat(request, body)
     builder = MessageBuilder(model)
-    answered = Answered(await begin_chat(request, chat, builder.message["id"]))
+    answered = Answered(await begin_chat(request, chat, builder.message["id"], _FIELDS))
     if body.stream:
         return EventStream(
             _frames(answered, builder),
