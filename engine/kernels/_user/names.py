@@ -25,7 +25,8 @@ _FUNCTIONS = (
     "umin y0 y1 yn"
 )
 _NOT_A_PARAMETER = frozenset(f"{_KEYWORDS} {_VARIABLES}".split())
-_NOT_A_KERNEL = _NOT_A_PARAMETER | frozenset(f"{_FUNCTIONS} main".split())
+_NOT_A_KERNEL = _NOT_A_PARAMETER | {"main", *_FUNCTIONS.split()}
+_OF_FLOATS = frozenset(f"{name}f" for name in _FUNCTIONS.split())
 
 
 def is_reserved(name: str) -> bool:
@@ -40,7 +41,7 @@ def is_reserved(name: str) -> bool:
 def is_reserved_kernel(name: str) -> bool:
     """Tell whether a kernel cannot have this name.
 
-    >>> is_reserved_kernel("class"), is_reserved_kernel("tanh"), is_reserved_kernel("tanhf")
-    (True, True, True)
+    >>> is_reserved_kernel("class"), is_reserved_kernel("tanhf"), is_reserved_kernel("dof")
+    (True, True, False)
     """
-    return name in _NOT_A_KERNEL or name.removesuffix("f") in _NOT_A_KERNEL
+    return name in _NOT_A_KERNEL or name in _OF_FLOATS

@@ -212,7 +212,8 @@ def renamed_params(fields: Mapping[str, str]) -> Iterator[None]:
         yield
     except (APIError, RequestError, TemplateError) as error:
         found = api_error(error)
-        if (name := found.param) in fields:
+        name = found.param
+        if name is not None and name in fields:
             found.param = fields[name]
             if name != "messages" and re.match(rf"{re.escape(name)}(?!\w)", found.message):
                 found.message = found.param + found.message[len(name) :]
