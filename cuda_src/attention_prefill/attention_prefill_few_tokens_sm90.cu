@@ -93,7 +93,7 @@ __device__ __forceinline__ void prefill(const AttentionPrefillFewTokensSm90Param
   if (!p.is_early) pdl_wait();
   WorkTile tile;
   if (!find_work_tile<kKeys>(problem, blockIdx.y, tile)) {
-    pdl_wait();  // later kernels take it that the preceding ones have ended
+    pdl_wait();  // a later kernel's wait must also cover the kernels before this one
     return;
   }
   const int new_tile = p.causal ? ::max(tile.last_key_of_first_token, 0) / kKeys : 0;

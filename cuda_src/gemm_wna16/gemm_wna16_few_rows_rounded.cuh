@@ -51,7 +51,7 @@ struct RoundedProduct {
     step<s + 1>(words, column + 16, scales_at, x);
   }
 
-  // kIsWhole: all tiles, in code without branches.
+  // With kIsWhole the range is the whole stage, and the code has no branches.
   template <bool kIsWhole>
   __device__ __forceinline__ void multiply_tiles(const unsigned char* stage, int begin, int end,
                                                  const uint32_t (&x_at)[kTokenTiles],
@@ -79,7 +79,7 @@ struct RoundedProduct {
       multiply_tiles<false>(stage, begin, end, x_at, lane_idx);
   }
 
-  // Stores this warp's sums as [token][row], for addition to the other parts.
+  // Stores this warp's sums as [token][row]; the sums of the parts are added later.
   __device__ __forceinline__ void store(float* to, int g, int t) const {
 #pragma unroll
     for (int i = 0; i < kTokenTiles; ++i)

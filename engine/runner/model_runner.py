@@ -358,7 +358,8 @@ class ModelRunner:
         if slots is not None:
             owners = [owner for owner in self._table.owners if owner and owner.adapter]
             running = {owner.adapter.serial for owner in owners}
-            # First, as it may raise: a request with a row is released like one that has run.
+            # Before a row is assigned, since this may raise, and a request with a row is released
+            # as if it had run.
             slot = self.adapters.place(request.adapter, running)
         row = self._table.assign(request)
         self._table.rope_offsets[row] = request.long_rope * self.model.long_rope_offset

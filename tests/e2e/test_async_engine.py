@@ -115,17 +115,17 @@ def test_an_aborted_request_yields_its_output_so_far(model):
 def test_a_bad_request_is_refused_and_the_others_go_on(model):
     async def main():
         engine = AsyncEngine(make_engine(model, max_num_queued_requests=100))
-        good = asyncio.ensure_future(_ids(engine, [4, 5], _params(max_tokens=30), request_id="r"))
+        good = asyncio.ensure_future(_ids(engine, [4, 5], _params(max_tokens=100), request_id="r"))
         await asyncio.sleep(0)
         for prompt, options, message in [
+            ([4], {"request_id": "r"}, "in use"),  # first, while "r" still runs
             ([10**6], {}, "token id"),
             ("text", {}, "no tokenizer"),
-            ([4], {"request_id": "r"}, "in use"),
             ([4], {"timeout": -1}, "timeout must be"),
         ]:
             with pytest.raises(RequestError, match=message):
                 await _ids(engine, prompt, _params(max_tokens=3), **options)
-        assert len(await good) == 30
+        assert len(await good) == 100
         await engine.close()
 
     _run(main())

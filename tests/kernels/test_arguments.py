@@ -21,7 +21,7 @@ GATHERED = (
     np.array([0, 3], np.int32),
 )
 
-# Name -> a call with an integer, and that integer.
+# Name of an argument -> a call that takes it, and a valid value.
 INTEGERS = {
     "vocab_size": (lambda n: kernels.embedding_backward(ROWS, IDS, np.arange(3), n), 5),
     "padding_id": (
@@ -120,7 +120,7 @@ def test_an_out_dtype_that_is_none_is_named(out_dtype):
 def test_indices_outside_are_named_on_the_host():
     with pytest.raises(ContractError, match=r"order: must be from 0 to 2; got \(0, 3\)"):
         kernels.embedding_backward(ROWS, IDS, np.array([0, 1, 3]), 5)
-    routing = kernels.moe_route(LOGITS, 2, num_shared=1)  # of 7 experts and a shared one
+    routing = kernels.moe_route(LOGITS, 2, num_shared=1)  # seven experts and a shared one
     with pytest.raises(ContractError, match=r"experts: must be from 0 to 6; got \(\d, 7\)"):
         kernels.moe_route_backward(routing.weights, LOGITS[:, :7].copy(), routing.experts)
 

@@ -262,7 +262,7 @@ def _few_rows_config(m, n, k, form, row_tiles, stages, cluster, sms):
         return None
     way = (m, n, k, form, sms, parts // cluster, row_tiles, stages, cluster)
     config = few_rows_config(*way, rounds_weights=True)
-    return config if config.shared_bytes <= HOPPER.shared_bytes - 7680 else None
+    return config if config.shared_bytes <= HOPPER.shared_bytes - few_rows._STATIC_BYTES else None
 
 
 def _bits(array):
@@ -395,7 +395,7 @@ def test_rows_from_which_tiles_are_used(monkeypatch):
         return asked
 
     assert ask(1)[0] == "streams" and ask(2)[0] == "tiles"
-    # Other kernels than the tiles have another order of addition, so these are asked first.
+    # Kernels other than the tiles add in another order, so the tiles are asked first.
     assert ask(1, deterministic=True) == ["tiles"]
     monkeypatch.setattr(sm90, "choose", lambda _: HopperConfig(128))
     monkeypatch.setattr(sm90, "launch", lambda *_: asked.append("tiles"))

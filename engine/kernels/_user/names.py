@@ -4,7 +4,8 @@ from __future__ import annotations
 
 __all__ = ["is_reserved", "is_reserved_kernel"]
 
-_KEYWORDS = (  # of C++17
+# The keywords are those of C++17.
+_KEYWORDS = (
     "alignas alignof and and_eq asm auto bitand bitor bool break case catch char char16_t "
     "char32_t class compl const const_cast constexpr continue decltype default delete do double "
     "dynamic_cast else enum explicit export extern false float for friend goto if inline int long "

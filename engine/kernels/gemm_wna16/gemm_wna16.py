@@ -190,11 +190,13 @@ def _choose(operands: Operands) -> FewRowsConfig | HopperConfig | None:
     max_rows = sm90.max_few_rows(form, deterministic=operands.deterministic)
     is_few = operands.x.shape[0] <= max_rows
     if operands.deterministic:
-        # Streams have the bits of the tiles on Hopper, and of no other kernel. Without a residual
-        # they add +0, which would change the -0 of an activation far below 0.
+        # Streams have the bits of Hopper's tiles only. Without a residual they add +0, which would
+        # change the -0 of an activation far below 0.
         has_bits = operands.activation in (None, SWIGLU) or operands.residual is not None
         tile = sm90.choose(operands)
-        return few_rows.choose(operands) or tile if tile and is_few and has_bits else tile
+        if tile is None or not (is_few and has_bits):
+            return tile
+        return few_rows.choose(operands) or tile
     if is_few:
         return few_rows.choose(operands) or sm90.choose(operands)
     return sm90.choose(operands) or few_rows.choose(operands)

@@ -248,9 +248,10 @@ _TILES: dict[HopperConfig, _Cost] = {
 _BYTES_PER_US = 4.2e6
 
 # Tiles for `deterministic`, by the number of parts of k: a sum's order is one of a weight's row
-# length (`num_parts`), whatever the rows of x. Few rows split the parts over CTAs; more rows add
-# them in one CTA, which holds two sets of sums and therefore at most 128 tokens. Constants were
-# fitted to the kernels before 2eb52161, or are those of the most similar tile.
+# length (`num_parts`), whatever the rows of x. Few rows split the parts over CTAs (up to eight rows
+# `few_rows` computes most products, with the same parts); more rows add them in one CTA, which
+# holds two sets of sums and therefore at most 128 tokens. Constants were fitted to the kernels
+# before 2eb52161, or are those of the most similar tile.
 _invariant = partial(HopperConfig, rounds_weights=True)
 _INVARIANT: dict[int, dict[HopperConfig, _Cost]] = {
     1: {
