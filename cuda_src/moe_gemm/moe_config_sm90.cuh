@@ -8,8 +8,10 @@
 
 constexpr int kWarpgroups = WARPGROUPS;  // consumer warpgroups
 // A warpgroup has two m-tiles: the same 64 rows of gate and of up, or 128 consecutive rows. With
-// MMA_TILES 1 it has 64 rows and no gate.
+// MMA_TILES 1 it has one, of packed weights: 64 consecutive rows or, in a gated product, four row
+// tiles that each hold 8 rows of gate (a warp's rows g) and the same 8 of up (rows g + 8).
 constexpr int kMmaTiles = MMA_TILES;
+constexpr bool kMixesRows = kMmaTiles == 1;
 constexpr int kTokens = TOKENS;  // maximum rows of x per tile
 constexpr int kDepth = DEPTH;    // slabs per stage
 constexpr int kStages = STAGES;
@@ -23,26 +25,25 @@ using operand_t = scalar_t;
 #endif
 constexpr int kSlabK = 128 / sizeof(operand_t);  // values of k per slab, for the widest swizzle
 constexpr int kSlabRowBytes = 128;
-constexpr int kBoxRows = 16;  // sorted rows of x per TMA box
+constexpr int kBoxRows = BOX_ROWS;  // sorted rows of x per TMA box
 constexpr int kConsumerThreads = kWarpgroups * 128;
 constexpr int kProducerThreads = 128;
 constexpr int kThreads = kConsumerThreads + kProducerThreads;
 constexpr bool kMovesRegisters = kWarpgroups > 1 || kBlocks > 1;
 // Registers per thread. Their total must not exceed the launch's (168 per thread with three
 // warpgroups, else 128): requesting more would deadlock.
-constexpr int kProducerRegisters = kWarpgroups == 3  ? 80
-                                   : kBlocks > 1     ? 88
-                                   : WEIGHT_KIND % 2 ? 104
-                                                     : 88;
-constexpr int kConsumerRegisters = kWarpgroups == 3  ? 144
-                                   : kBlocks > 1     ? 168
-                                   : WEIGHT_KIND % 2 ? 200
-                                                     : 208;
+constexpr bool kIsPlainLoad = WEIGHT_KIND % 2 == 0 || kMixesRows;
+constexpr int kProducerRegisters = kWarpgroups == 3 ? 80 : kBlocks > 1 || kIsPlainLoad ? 88 : 104;
+constexpr int kConsumerRegisters = kWarpgroups == 3 ? 144
+                                   : kBlocks > 1    ? 168
+                                   : kIsPlainLoad   ? 208
+                                                    : 200;
 static_assert(!kMovesRegisters || kConsumerRegisters * kWarpgroups + kProducerRegisters <=
                                       (kWarpgroups == 2 ? 168 * 3 : 128 * (kWarpgroups + 1)),
               "registers");
 
 constexpr int kPartsW = kWarpgroups * kMmaTiles;  // m-tiles per weight tile
+static_assert(!kMixesRows || (WEIGHT_KIND == 1 && kPartsW == 2), "an m-tile of gate and one of up");
 constexpr int kSlabX = kTokens * kSlabRowBytes, kStageX = kDepth * kSlabX;
 // Values of WEIGHT_KIND, which the preprocessor compares.
 enum MoeWeightKind { kDense = 0, kPacked = 1, kBytes = 2, kCodes = 3 };
@@ -73,7 +74,7 @@ struct MoeRowScales {  // rows of x have no scales
 // Staging of a warpgroup's results: one row of 64 features per token.
 constexpr int kStagingTokens = kTokens < 64 ? kTokens : 64;
 constexpr int kStaging = kStagingTokens * kMmaM * 2;
-static_assert(kTokens % 16 == 0, "sorted rows of x come in boxes of 16");
+static_assert(kTokens % kBoxRows == 0 && kTokens % 16 == 0, "sorted rows of x come in whole boxes");
 
 struct MoeTile {
   int expert;

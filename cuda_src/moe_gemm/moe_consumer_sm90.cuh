@@ -20,15 +20,18 @@ __device__ __forceinline__ void consume(const MoeEpilogue& e, MoeShared& smem, i
     mbarrier_wait(smem_address(&smem.record_full[next.stage]), next.phase);
     MoeTileRecord& record = smem.records[next.stage];
     MoeSums acc = {};  // cleared because multiply does not write all of it
-    multiply_few(record.tile.count, smem, warpgroup, num_slabs, !e.scatters, state, acc);
+    multiply_few(record.tile.count, smem, warpgroup, num_slabs, e, state, acc);
     finish(e, record, warpgroup, acc);
     if constexpr (kQuantizesOut) {
       quantize(e, smem, record, warpgroup, acc[0]);
     } else {
-      const int column = record.tile.row + warpgroup * (e.is_gated() ? 1 : kMmaTiles) * kMmaM;
-      store(e, smem, record, warpgroup, column, acc[0]);
+      const int column = record.tile.row + warpgroup * e.warpgroup_columns();
+      if (e.is_mixed())
+        store<true>(e, smem, record, warpgroup, column, acc[0]);
+      else
+        store<false>(e, smem, record, warpgroup, column, acc[0]);
       if constexpr (kMmaTiles > 1)
-        if (!e.is_gated()) store(e, smem, record, warpgroup, column + kMmaM, acc[1]);
+        if (!e.is_gated()) store<false>(e, smem, record, warpgroup, column + kMmaM, acc[1]);
     }
     named_barrier_sync<128>(1 + warpgroup);  // all threads have read the record
     if (threadIdx.x % 128 == 0) mbarrier_arrive(smem_address(&smem.record_empty[next.stage]));

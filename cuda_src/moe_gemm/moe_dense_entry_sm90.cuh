@@ -6,7 +6,7 @@
 
 struct MoeGemmSm90Params {
   TensorMap map_w;            // weight (E, R, K), or (E, K, R); box: 64 rows x 64 values of k
-  TensorMap map_x;            // x, box: 16 rows; used if `scatters`
+  TensorMap map_x;            // x, box: BOX_ROWS rows; used if `scatters`
   const scalar_t* x;          // (T, K), or (P, K) if `scatters`
   const int* order;           // (P,)
   const int* offsets;         // (E + 1,)
@@ -26,7 +26,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
   MoeShared& smem = *reinterpret_cast<MoeShared*>(smem_raw + (-smem_address(smem_raw) & 1023));
   const int warp_idx = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0);
   const int num_gates = p.activation != kNone ? p.num_rows / 2 : 0;
-  const int tile_rows = kWarpgroups * kMmaM * (num_gates > 0 ? 1 : kMmaTiles);
+  const int tile_rows = kPartsW * kMmaM / (num_gates > 0 ? 2 : 1);
   const int columns = num_gates > 0 ? num_gates : p.num_rows;
   const bool is_gathered = p.scatters == 0;
   const MoeScheduler scheduler{smem.offsets, smem.tiles, p.num_experts,

@@ -93,12 +93,14 @@ struct MoeLoader {
     mbarrier_arrive_cp_async(smem_address(&smem.full[stage]));
   }
 
-  // Called by one thread: loads sorted rows.
-  __device__ __forceinline__ void sorted(int stage, int slab, const MoeTile& tile) const {
+  // Loads every `step`th box of sorted rows, from box `first` on. Called by one thread, or by one
+  // of each of `step` warps.
+  __device__ __forceinline__ void sorted(int stage, int slab, const MoeTile& tile, int first,
+                                         int step) const {
     const unsigned full = smem_address(&smem.full[stage]), to = smem_address(smem.x[stage]);
     const int depth = min(kDepth, num_slabs() - slab);
     for (int d = 0; d < depth; ++d)
-      for (int row = 0; row < tile.count; row += kBoxRows)
+      for (int row = first * kBoxRows; row < tile.count; row += step * kBoxRows)
         tma_load_2d(to + d * kSlabX + row * kSlabRowBytes, map_x, (slab + d) * kSlabK,
                     tile.first + row, full);
   }

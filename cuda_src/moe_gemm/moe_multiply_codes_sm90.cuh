@@ -89,7 +89,7 @@ struct MoeMultiplier {
 
 // See moe_multiply_sm90.cuh.
 __device__ __forceinline__ void multiply_few(int count, MoeShared& smem, int warpgroup,
-                                             int num_slabs, bool is_gathered,
+                                             int num_slabs, const MoeEpilogue& e,
                                              PipelineState<kStages>& state, MoeSums& acc) {
-  MoeMultiplier{smem, num_slabs, is_gathered}.few(count, warpgroup, state, acc);
+  MoeMultiplier{smem, num_slabs, !e.scatters}.few(count, warpgroup, state, acc);
 }

@@ -10,7 +10,10 @@ constexpr int kSteps = kSlabK / 16;
 // The products of a slab, ordered by step, then by m-tile, are processed in sets: a set's fragments
 // are decoded while wgmma reads the previous set's. A set costs about 60 clocks on top of its
 // products. With more registers ptxas would make each wgmma wait for the previous one (C7512).
-constexpr int kSetProducts = kTokens > 96 ? 1 : kTokens > 64 || kWarpgroups > 2 ? 2 : 4;
+constexpr int kSetProducts = kMixesRows                        ? 2
+                             : kTokens > 96                    ? 1
+                             : kTokens > 64 || kWarpgroups > 2 ? 2
+                                                               : 4;
 constexpr int kSets = kSteps * kMmaTiles / kSetProducts;
 static_assert(kSets % 2 == 0, "a slab begins with the same registers");
 using MoeFragments = uint32_t[kSetProducts][4];
@@ -18,7 +21,7 @@ using MoeFragments = uint32_t[kSetProducts][4];
 struct MoeMultiplier {
   MoeShared& smem;
   int num_slabs;
-  bool is_gathered;
+  bool is_gathered, is_gated;
 
   // Lets the producer refill a stage. SAFETY: every lane arrives, because it has read the weights
   // by ordinary loads; one arrival per warp would suffice, but compute-sanitizer then reports
@@ -61,7 +64,7 @@ struct MoeMultiplier {
                                            MoeSums& acc) const {
     const unsigned x = smem_address(smem.x[0]);
     state.stage = __shfl_sync(~0u, state.stage, 0);  // tells ptxas that it is warp-uniform
-    MoeDecoder decoder(warpgroup);
+    MoeDecoder decoder(warpgroup, is_gated);
     MoeFragments even, odd;
     int d = 0, pending = -1;  // stage to release once its last slab is multiplied; or -1
     wait(state);
@@ -96,12 +99,14 @@ struct MoeMultiplier {
     }
   }
 
-  // Picks the smallest of a few instruction widths that covers `count` tokens.
-  template <int kN = 16>
+  // Picks the smallest of a few instruction widths that covers `count` tokens. (With a sixth one
+  // for kMixesRows, ptxas would make each wgmma wait for the previous one.)
+  template <int kN = kMixesRows ? 160 : 16>
   __device__ __forceinline__ void few(int count, int warpgroup, PipelineState<kStages>& state,
                                       MoeSums& acc) const {
     if constexpr (kN < kTokens) {
-      constexpr int kMore = kN < 64 ? kN + 16 : kN + 32;
+      constexpr bool kIsNear = kN < 64 || kN == 192 || kN == 208;
+      constexpr int kMore = kIsNear ? kN + 16 : kN + 32;
       if (count > kN) return few<kMore>(count, warpgroup, state, acc);
     }
     multiply<kN>(warpgroup, state, acc);
@@ -110,7 +115,7 @@ struct MoeMultiplier {
 
 // See moe_multiply_sm90.cuh.
 __device__ __forceinline__ void multiply_few(int count, MoeShared& smem, int warpgroup,
-                                             int num_slabs, bool is_gathered,
+                                             int num_slabs, const MoeEpilogue& e,
                                              PipelineState<kStages>& state, MoeSums& acc) {
-  MoeMultiplier{smem, num_slabs, is_gathered}.few(count, warpgroup, state, acc);
+  MoeMultiplier{smem, num_slabs, !e.scatters, e.is_gated()}.few(count, warpgroup, state, acc);
 }

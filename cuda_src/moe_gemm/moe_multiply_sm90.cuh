@@ -53,11 +53,10 @@ __device__ __forceinline__ void multiply(MoeShared& smem, int warpgroup, int num
 // Picks the smallest instruction width that covers `count` tokens.
 template <int kN = 16>
 __device__ __forceinline__ void multiply_few(int count, MoeShared& smem, int warpgroup,
-                                             int num_slabs, bool is_gathered,
+                                             int num_slabs, const MoeEpilogue& e,
                                              PipelineState<kStages>& state, MoeSums& acc) {
   if constexpr (kN < kTokens) {
-    if (count > kN)
-      return multiply_few<kN + 16>(count, smem, warpgroup, num_slabs, is_gathered, state, acc);
+    if (count > kN) return multiply_few<kN + 16>(count, smem, warpgroup, num_slabs, e, state, acc);
   }
-  multiply<kN>(smem, warpgroup, num_slabs, is_gathered, state, acc);
+  multiply<kN>(smem, warpgroup, num_slabs, !e.scatters, state, acc);
 }

@@ -77,22 +77,30 @@ struct MoeDecoder {
   static constexpr float kDivisor = kWeightDivisor;  // fragments hold weights / kDivisor
   const unsigned char* stage;
   int first_tile, lane_idx;  // the warp's row tile in its first m-tile
+  bool is_mixed;             // that tile holds 8 rows of gate and 8 of up (kMixesRows)
   TileWords words[kMmaTiles];
   RowScales scales[kMmaTiles];
   uint32_t exponents[kMmaTiles];  // kMergesScale only: exponents of rows g and g + 8, two groups
   bool merges;                    // kMergesScale only: whether all exponents of the warp allow it
 
-  __device__ __forceinline__ explicit MoeDecoder(int warpgroup)
+  __device__ __forceinline__ MoeDecoder(int warpgroup, bool is_gated)
       : first_tile(warpgroup * kMmaTiles * 4 + threadIdx.x / kWarpSize % 4),
-        lane_idx(threadIdx.x % kWarpSize) {}
+        lane_idx(threadIdx.x % kWarpSize),
+        is_mixed(kMixesRows && is_gated) {}
 
   __device__ __forceinline__ void begin_stage(const unsigned char* smem) { stage = smem; }
   __device__ __forceinline__ void begin_slab(int d) {
 #pragma unroll
     for (int j = 0; j < kMmaTiles; ++j) {
+      const auto load = [&](int tile) {
+        TileWords own;
+        own.load(stage + tile * kTileData + d * kDataBytes,
+                 stage + kHighPlane + tile * kTileHigh + d * kHighBytes, lane_idx);
+        return own;
+      };
       const int tile = first_tile + j * 4;
-      words[j].load(stage + tile * kTileData + d * kDataBytes,
-                    stage + kHighPlane + tile * kTileHigh + d * kHighBytes, lane_idx);
+      words[j] =
+          is_mixed ? mix(load(tile / 2), load(kRowTiles / 2 + tile / 2), tile % 2) : load(tile);
     }
     if constexpr (kMergesScale) {
       uint32_t any = 0;
@@ -107,13 +115,11 @@ struct MoeDecoder {
 
   // Returns the stored scales of a group of the stage.
   __device__ __forceinline__ uint2 scale_words(int j, int group) const {
-    return load_small<kScaleBytes>(stage + kScalePlane + (first_tile + j * 4) * kTileScales +
-                                   group * kScaleTileBytes + lane_idx / 4 * kScaleBytes);
+    return small_words<kScaleBytes>(stage + kScalePlane + group * kScaleTileBytes, j, kTileScales);
   }
   __device__ __forceinline__ SuperFactors super_factors(int j) const {
     if constexpr (kSuperBlock == 0) return SuperFactors();
-    return SuperFactors(load_small<kSuperBytes>(
-        stage + kSuperPlane + (first_tile + j * 4) * kSuperTileBytes + lane_idx / 4 * kSuperBytes));
+    return SuperFactors(small_words<kSuperBytes>(stage + kSuperPlane, j, kSuperTileBytes));
   }
 
   // Decodes the fragments of products kFirst to kFirst + kCount - 1 of slab d, ordered by step,
@@ -127,6 +133,18 @@ struct MoeDecoder {
   }
 
  private:
+  // Loads kBytes for this lane's rows of m-tile j from one of the stage's planes.
+  template <int kBytes>
+  __device__ __forceinline__ uint2 small_words(const unsigned char* plane, int j,
+                                               int tile_bytes) const {
+    const unsigned char* from = plane + lane_idx / 4 * kBytes;
+    const int tile = first_tile + j * 4;
+    if (!is_mixed) return load_small<kBytes>(from + tile * tile_bytes);
+    const unsigned char* gate = from + tile / 2 * tile_bytes;
+    return mix<kBytes>(load_small<kBytes>(gate),
+                       load_small<kBytes>(gate + kRowTiles / 2 * tile_bytes), tile % 2);
+  }
+
   template <int kProduct, int kAt = 0, int kCount>
   __device__ __forceinline__ void decode_scaled(int d, uint32_t (&a)[kCount][4]) {
     constexpr int kStep = kProduct / kMmaTiles, kTile = kProduct % kMmaTiles;

@@ -37,7 +37,8 @@ struct MoeQuantizedLoader : MoeLoader {
     if (is_gathered()) {
       gather(stage, slab);
     } else {
-      if (thread() == 0) sorted(stage, slab, tile);
+      if (thread() % kWarpSize == 0)
+        sorted(stage, slab, tile, thread() / kWarpSize, kProducerThreads / kWarpSize);
       mbarrier_arrive_cp_async(smem_address(&smem.full[stage]));
     }
   }

@@ -55,7 +55,7 @@ __device__ __forceinline__ void produce(MoeShared& smem, MoeLoader& load,
       if (load.is_gathered())
         load.gather(state.stage, slab);
       else
-        load.sorted(state.stage, slab, tile);
+        load.sorted(state.stage, slab, tile, 0, 1);
       state.advance();
     }
   }

@@ -9,7 +9,7 @@ struct MoeGemmQuantizedSm90Params {
   // depth. Otherwise map_data is (E, R, K), box: 64 rows x 128 columns, and the other maps are
   // unused.
   TensorMap map_data, map_high, map_scales, map_supers;
-  TensorMap map_x;            // x, box: 16 rows; used with pair_weights
+  TensorMap map_x;            // x, box: BOX_ROWS rows; used with pair_weights
   const float* scales;        // if not packed: (E, blocks of rows, blocks of columns)
   const operand_t* x;         // (T, K), or (P, K) with pair_weights
   const float* x_scales;      // WEIGHT_KIND 3: (T, ceil(K / 128)), or (P, ceil(K / 128))
@@ -31,7 +31,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
   MoeShared& smem = *reinterpret_cast<MoeShared*>(smem_raw + (-smem_address(smem_raw) & 1023));
   const int warp_idx = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0);
   const int num_gates = p.activation != kNone ? p.num_rows / 2 : 0;
-  const int tile_rows = kWarpgroups * kMmaM * (num_gates > 0 ? 1 : kMmaTiles);
+  const int tile_rows = kPartsW * kMmaM / (num_gates > 0 ? 2 : 1);
   const int columns = num_gates > 0 ? num_gates : p.num_rows;
   const bool is_gathered = p.pair_weights == nullptr;
   const MoeScheduler scheduler{smem.offsets, smem.tiles, p.num_experts,

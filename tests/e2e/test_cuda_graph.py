@@ -191,6 +191,7 @@ def test_rows_of_padding_stay_zeros_in_half_precision(half_model, num_rows):
 
 @pytest.mark.gpu
 def test_decoding_an_unchanged_batch_allocates_and_compiles_nothing():
+    late = _module.stats().compiles_after_ready  # of other tests in this process
     model = tiny_model("cuda")
     engine = make_engine(model, max_num_seqs=8, debug=False, max_num_batched_tokens=256)
     for index in range(5):
@@ -204,7 +205,6 @@ def test_decoding_an_unchanged_batch_allocates_and_compiles_nothing():
         return [(p.used_bytes(), p.total_bytes(), p.n_free_blocks()) for p in pools]
 
     before, free = state(), cp.get_default_pinned_memory_pool().n_free_blocks()
-    compiles = _module.stats().compiles_after_ready
     allocated = []
 
     class Hook(cp.cuda.MemoryHook):
@@ -218,7 +218,7 @@ def test_decoding_an_unchanged_batch_allocates_and_compiles_nothing():
             engine.step()
     assert state() == before and not allocated
     assert cp.get_default_pinned_memory_pool().n_free_blocks() == free
-    assert _module.stats().compiles_after_ready == compiles == 0
+    assert _module.stats().compiles_after_ready == late, _module.stats().late
     run(engine)
 
 

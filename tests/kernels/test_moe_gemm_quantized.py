@@ -385,13 +385,37 @@ def test_every_shape_matches_mirror(xp, tier, name, shape, dtype):
 @pytest.mark.grid("name", SAMPLES)
 def test_every_tile_matches_mirror(hopper, monkeypatch, name, config, dtype):
     """A tile may hold any number of an expert's rows."""
+    if config.mma_tiles == 1 and not FORMATS[name].is_packed:
+        pytest.skip("a tile for packed weights")
     monkeypatch.setattr(quantized_sm90, "choose_config", lambda *_, **__: config)
     for shape in ((1, 4, 2, 128, 96), (33, 7, 3, 528, 208), (150, 3, 2, 144, 288)):
         for router in ("random", "one"):
-            if config.mma_tiles == 2:
-                _check(hopper, name, shape, dtype, router, activation="swiglu")
+            for activation in ("swiglu", "swiglu_clamped", "geglu"):
+                _check(hopper, name, shape, dtype, router, activation=activation, limit=1.25)
             _check(hopper, name, shape, dtype, router)
             _check(hopper, name, shape, dtype, router, scatter=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["mxfp4", "int4_g128", "q4_k", "q6_k"])
+def test_tiles_for_many_tokens_have_the_bits_of_those_for_few(hopper, monkeypatch, name):
+    """Every width of an instruction, one and several tiles; columns past the last whole tile."""
+    weight = weight_to(hopper, _weight(name, 2, 288, 272))
+    for count in (1, 128, 129, 161, 193, 225, 256, 257, 600):
+        routing = _on(hopper, routing_of([[1]] * count + [[0]] * 3, 2, seed=count))
+        x = hopper.asarray(cases.normal((count + 3, 272), "bfloat16", seed=count))
+        bias = hopper.asarray(cases.normal((2, 288), "bfloat16", seed=3))
+        for activation in (None, "swiglu", "swiglu_clamped"):
+            results = []
+            for config in quantized_sm90.QUANTIZED_CONFIGS[2:]:
+                monkeypatch.setattr(
+                    quantized_sm90, "choose_config", lambda *_, config=config: config
+                )
+                scatter = activation is None
+                options = {"bias": bias, "activation": activation, "scatter": scatter}
+                got = kernels.moe_gemm(x, weight, routing, **options)
+                results.append(to_numpy(got).view("u2"))
+            np.testing.assert_array_equal(*results, err_msg=f"{count} {activation}")
 
 
 @pytest.mark.gpu
@@ -531,7 +555,7 @@ def test_scratch_takes_experts_in_parts(xp, monkeypatch):
 
 def test_choice_fits_shared_memory():
     for name in NAMES:
-        for config in quantized_sm90.QUANTIZED_CONFIGS:
+        for config in quantized_sm90.tiles(FORMATS[name]):
             stage = quantized_sm90._stage_bytes(config, FORMATS[name])
             assert config.stages(stage) >= 2
             assert config.blocks * (config.shared_bytes(stage) + 1024) <= 233_472
@@ -539,10 +563,11 @@ def test_choice_fits_shared_memory():
         stage = codes_sm90._bytes(config)
         assert config.stages(*stage) >= 4
         assert config.blocks * (config.shared_bytes(*stage) + 1024) <= 233_472
-    few, few_e2m1, many = quantized_sm90.QUANTIZED_CONFIGS
-    for form, wanted in ((FORMATS["q4_k"], few), (FORMATS["mxfp4"], few_e2m1)):
-        assert quantized_sm90.choose_config(256 * 128, 128, form) is wanted
-        assert quantized_sm90.choose_config(256 * 128 + 1, 128, form) is many
+    few, few_e2m1, some, many = quantized_sm90.QUANTIZED_CONFIGS
+    for name, *wanted in (("q4_k", few, some, many), ("mxfp4", few_e2m1, some, many),
+                          ("fp8", few, some, some)):  # fmt: skip
+        for tokens, config in zip((32, 64, 256), wanted, strict=True):
+            assert quantized_sm90.choose_config(tokens * 128, 128, FORMATS[name]) is config
     for quantizes_out in (False, True):
         configs = codes_sm90.QUANTIZING_CONFIGS if quantizes_out else codes_sm90.CODES_CONFIGS
         for pairs, config in zip((8, 256 * 128), configs, strict=True):

@@ -26,7 +26,6 @@ __all__ = [
 _WEIGHT_KIND = 3  # kCodes in CUDA
 _BLOCK = (128, 128)  # rows and columns of the weight per scale
 _SLAB_BYTES = 128
-_BOX_ROWS = 16
 _MMA_ROWS = 64
 
 # Tiles for few and for many tokens per expert.
@@ -104,7 +103,7 @@ def launch(
         operands,
         byte_maps(operands.weight),
         has_routing=has_routing,
-        map_x=tensor_map_2d(codes, "uint8", (_BOX_ROWS, _SLAB_BYTES)),
+        map_x=tensor_map_2d(codes, "uint8", (config.box_rows, _SLAB_BYTES)),
         x=codes,
         x_scales=scales,
     )

@@ -17,7 +17,7 @@ from engine.weights import FORMATS, Format, Weight
 from engine.weights.formats import TILE_ROWS
 
 __all__ = ["FILE", "QUANTIZED_CONFIGS", "choose_config", "is_supported", "launch", "specs"]
-__all__ += ["byte_maps", "launch_module"]
+__all__ += ["byte_maps", "launch_module", "tiles"]
 
 _KERNEL = Kernel(
     "moe_gemm_quantized_sm90",
@@ -29,13 +29,15 @@ _KERNEL = Kernel(
 FILE = "moe_gemm/moe_gemm_sm90.cu"
 _SLAB_K = 64
 _MMA_ROWS = 64
-_BOX_ROWS = 16
 
 _FEW = MoeTileConfig(2, 64, 2)
-_MANY = MoeTileConfig(2, 128, 2)
+_SOME = MoeTileConfig(2, 128, 2)
+_MANY = MoeTileConfig(2, 256, 1, mma_tiles=1)  # for packed weights only
 _FEW_E2M1 = MoeTileConfig(3, 64, 2)  # other decoders need more registers
-QUANTIZED_CONFIGS = (_FEW, _FEW_E2M1, _MANY)
-_MANY_FROM = 256  # above this average of tokens per expert, use the larger tile
+QUANTIZED_CONFIGS = (_FEW, _FEW_E2M1, _SOME, _MANY)
+# Above these averages of tokens per expert, a larger tile pays.
+_SOME_FROM = 48
+_MANY_FROM = 112
 
 
 def choose_config(num_pairs: int, num_experts: int, form: Format) -> MoeTileConfig:
@@ -46,13 +48,16 @@ def choose_config(num_pairs: int, num_experts: int, form: Format) -> MoeTileConf
     >>> choose_config(8, 128, FORMATS["mxfp4"]).rows, choose_config(8, 128, FORMATS["q4_k"]).rows
     (384, 256)
     """
+    few, some, many = tiles(form)
     if num_pairs > _MANY_FROM * num_experts:
-        return _MANY
-    return _few(form)
+        return many
+    return some if num_pairs > _SOME_FROM * num_experts else few
 
 
-def _few(form: Format) -> MoeTileConfig:
-    return _FEW_E2M1 if form.code == "e2m1" else _FEW
+def tiles(form: Format) -> tuple[MoeTileConfig, MoeTileConfig, MoeTileConfig]:
+    """Return the tiles for few, some and many tokens per expert."""
+    few = _FEW_E2M1 if form.code == "e2m1" else _FEW
+    return few, _SOME, _MANY if form.is_packed else _SOME
 
 
 def specs(dtype: str, formats: tuple[str, ...]) -> tuple[ModuleSpec, ...]:
@@ -62,8 +67,8 @@ def specs(dtype: str, formats: tuple[str, ...]) -> tuple[ModuleSpec, ...]:
     found = []
     for form in (FORMATS[name] for name in formats if not FORMATS[name].is_dense):
         for base in bases(dtype, form):
-            found += [_spec(config, base, form) for config in (_few(form), _MANY)]
-    return tuple(found)
+            found += [_spec(config, base, form) for config in tiles(form)]
+    return tuple(dict.fromkeys(found))
 
 
 def _spec(config: MoeTileConfig, base: ModuleSpec, form: Format) -> ModuleSpec:
@@ -116,7 +121,7 @@ def launch(operands: MoeOperands) -> None:
         config.shared_bytes(_stage_bytes(config, weight.format)),
         operands,
         plane_maps(weight, config.depth) if weight.format.is_packed else byte_maps(weight),
-        map_x=tensor_map_2d(x, dtype, (_BOX_ROWS, _SLAB_K)),
+        map_x=tensor_map_2d(x, dtype, (config.box_rows, _SLAB_K)),
         x=x,
         x_scales=None,
     )

@@ -23,7 +23,7 @@ _KERNEL = Kernel(
 )
 _SLAB_K = 64  # values of k per 128 bytes, the widest swizzle
 _MMA_ROWS = 64
-_BOX_ROWS = 16
+_SWIZZLE_ROWS = 8  # rows after which the swizzle repeats
 _STAGING_TOKENS = 64
 _RECORDS = 2  # tile records: the producer runs at most this many tiles ahead
 _FILE = "moe_gemm/moe_gemm_sm90.cu"
@@ -42,7 +42,8 @@ class MoeTileConfig:
     depth : int
         Slabs per stage; a slab is 64 values of k.
     mma_tiles : int
-        2, or 1 for GEMMs without a gate.
+        2, or 1 for packed weights. In gated products two m-tiles are gate and up; a single one
+        holds both, 8 rows of each alternately.
     blocks : int
         CTAs per multiprocessor.
     """
@@ -57,6 +58,18 @@ class MoeTileConfig:
     def threads(self) -> int:
         """Return the threads per CTA."""
         return self.warpgroups * 128 + 128
+
+    @property
+    def box_rows(self) -> int:
+        """Return the sorted rows of x per TMA box: at most four boxes, which are slow to issue.
+
+        Examples
+        --------
+        >>> [MoeTileConfig(2, tokens, 1).box_rows for tokens in (16, 80, 144, 256)]
+        [16, 40, 48, 64]
+        """
+        sizes = range(16, self.tokens + 1, _SWIZZLE_ROWS)
+        return next(size for size in sizes if self.tokens % size == 0 and self.tokens <= 4 * size)
 
     @property
     def rows(self) -> int:
@@ -89,6 +102,7 @@ class MoeTileConfig:
             "WARPGROUPS": self.warpgroups,
             "MMA_TILES": self.mma_tiles,
             "TOKENS": self.tokens,
+            "BOX_ROWS": self.box_rows,
             "DEPTH": self.depth,
             "STAGES": self.stages(weight_bytes, scale_bytes),
             "BLOCKS": self.blocks,
@@ -184,7 +198,7 @@ def launch(operands: MoeOperands) -> None:
         config.shared_bytes(),
         pdl=True,  # the kernel waits before it accesses memory that others write
         map_w=map_w,
-        map_x=tensor_map_2d(x, dtype, (_BOX_ROWS, _SLAB_K)),
+        map_x=tensor_map_2d(x, dtype, (config.box_rows, _SLAB_K)),
         x=x,
         scatters=operands.scatter,
         is_early=operands.pdl and operands.scatter,
