@@ -526,6 +526,8 @@ class ModelConfig:
         (OLMo hybrid).
     whole_qk_norm : bool
         Whether q and k are normalised over all heads together instead of per head (OLMo).
+    own_qk_norms : bool
+        Whether every head has a weight of QK-norm of its own; only with `layer_norm` (Command R+).
     qk_norm_after_rope : bool
         Whether q and k are rotated first, then normalised (Hunyuan).
     bare_qk_norm : bool
@@ -637,6 +639,7 @@ class ModelConfig:
     lm_head_bias: bool = False
     qk_norm: bool = False
     whole_qk_norm: bool = False
+    own_qk_norms: bool = False
     qk_norm_after_rope: bool = False
     qk_norm_eps: float = 0.0
     bare_qk_norm: bool = False

@@ -94,7 +94,8 @@ class Attention:
         Rope table: a row of [cos | sin] per position.
     q_norm, k_norm : Norm, optional
         QK-norm, applied before rope unless `params` says otherwise; both have the same eps and
-        offset. A weight (D,) normalises each head, a longer one all heads together.
+        offset. A weight (D,) normalises each head, a longer one all heads together, (H, D) each
+        head by its own (`HeadNorm`).
     sinks : (H,) float32 array, optional
         Attention sinks: one extra logit in each head's softmax, without a value.
     kv_scales : mapping of str to (k_scale, v_scale), optional
@@ -108,8 +109,8 @@ class Attention:
     """
 
     __slots__ = (
-        *("cos_sin", "k_norm", "kv_scales", "norms_whole_rows", "o", "params", "q_norm", "qkv"),
-        *("q_factors", "sinks", "v_factor", "v_norm"),
+        *("cos_sin", "k_norm", "kv_scales", "norms_first", "norms_whole_rows", "o", "params"),
+        *("q_factors", "q_norm", "qkv", "sinks", "v_factor", "v_norm"),
     )
 
     def __init__(
@@ -137,9 +138,13 @@ class Attention:
         self.q_factors = q_factors
         self.v_norm = v_norm
         self.v_factor = v_factor
-        is_whole = q_norm is not None and q_norm.weight.shape[0] != params.head_dim
-        # A limit applies to the normalised rows, also of a single head.
-        self.norms_whole_rows = is_whole or (q_norm is not None and params.clip > 0)
+        self.norms_whole_rows = self.norms_first = False
+        if q_norm is not None:
+            is_whole = q_norm.weight.shape[-1] != params.head_dim
+            # A limit applies to the normalised rows, also of a single head.
+            self.norms_whole_rows = is_whole or params.clip > 0
+            # The ops that apply rope have RMSNorms of heads alone.
+            self.norms_first = self.norms_whole_rows or q_norm.subtract_mean
 
     @property
     def input_format(self) -> Format | None:
@@ -217,8 +222,8 @@ class Attention:
         return query, key, value
 
     def _norm_heads(self, query: Any, key: Any) -> None:
-        """Apply per-head QK-norm in place, if there is one."""
-        if self.q_norm is not None and self.k_norm is not None and not self.norms_whole_rows:
+        """Apply QK-norm in place, if there is one and `_rows` has not applied it."""
+        if self.q_norm is not None and self.k_norm is not None and not self.norms_first:
             self.q_norm(query, out=query)
             self.k_norm(key, out=key)
 
@@ -238,8 +243,8 @@ class Attention:
     def _rows(self, x: Any, norm: Norm | None = None) -> tuple[Any, Any, Any, Any]:
         """Return q (T, H, D), k and v (T, K, D), not yet rotated, and the gate (T, H·D) or None.
 
-        They are views of fused rows.
-        QK-norm over all heads together is applied here; per-head QK-norm is not.
+        They are views of fused rows, or new arrays of normalised heads. A QK-norm that the ops with
+        rope do not have is applied here: LayerNorms, and norms over all heads together.
         """
         h = self.params.num_heads
         k = self.params.num_kv_heads
@@ -255,7 +260,13 @@ class Attention:
         gate = fused[:, (h + 2 * k) * d :] if self.params.gate else None
         rows = fused.reshape(x.shape[0], -1, d)
         first = h if self.params.values_from_keys else h + k
-        return rows[:, :h], rows[:, h : h + k], rows[:, first : first + k], gate
+        query = rows[:, :h]
+        key = rows[:, h : h + k]
+        if self.norms_first and not self.norms_whole_rows:
+            assert self.q_norm is not None and self.k_norm is not None
+            query = self.q_norm(query)
+            key = self.k_norm(key)
+        return query, key, rows[:, first : first + k], gate
 
     def _stores_while_decoding(self, batch: ForwardBatch) -> bool:
         """Tell whether the decode kernel also stores k and v: each sequence has one new token."""
@@ -273,7 +284,7 @@ class Attention:
 
     def _norms(self) -> dict[str, Any]:
         """Return the per-head QK-norm as keywords of the op that applies rope."""
-        if self.q_norm is None or self.k_norm is None or self.norms_whole_rows:
+        if self.q_norm is None or self.k_norm is None or self.norms_first:
             return {}
         norms = {"q_weight": self.q_norm.weight, "k_weight": self.k_norm.weight}
         if self.v_norm is not None:

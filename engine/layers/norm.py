@@ -7,10 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine import kernels
+from engine.device import array_module
 from engine.errors import ConfigError
 from engine.weights import Format
 
-__all__ = ["NoNorm", "Norm", "QuantizedRows"]
+__all__ = ["HeadNorm", "NoNorm", "Norm", "QuantizedRows"]
+
+_LARGE = 2.0**15  # float16 holds it, and float32 its square beside which 1 is lost
 
 
 @dataclass(frozen=True)
@@ -152,6 +155,41 @@ class Norm:
     def _options(self) -> dict[str, Any]:
         options = {"eps": self.eps, "weight_offset": self.offset}
         return options | {"subtract_mean": self.subtract_mean, "bias": self.bias}
+
+
+class HeadNorm(Norm):
+    """LayerNorm of heads, each with a weight of its own.
+
+    Parameters
+    ----------
+    weight : (H, D) array
+    eps : float
+        Added to the variance.
+    """
+
+    __slots__ = ("_large", "_ones")
+
+    def __init__(self, weight: Any, eps: float) -> None:
+        super().__init__(weight, eps, subtract_mean=True)
+        xp = array_module(weight)
+        self._ones = xp.ones(weight.shape[1], weight.dtype)
+        self._large = xp.full(weight.shape[1], _LARGE, weight.dtype)
+
+    def arrays(self) -> Iterator[tuple[str, Any]]:
+        """Yield (name, array) for every array of the norm."""
+        yield from super().arrays()
+        yield "ones", self._ones
+        yield "large", self._large
+
+    def __call__(self, x: Any, *, out: Any = None) -> Any:
+        """Return `x` (T, H, D) normalised, written to `out` if given, which is C-contiguous."""
+        y = kernels.rmsnorm(x, self._ones, eps=self.eps, subtract_mean=True)
+        # A gated norm that only multiplies by the weights: the mean square of y, at most 1, is lost
+        # beside such an epsilon, whose root the gate cancels, since silu(2^15) = 2^15.
+        gate = array_module(self._large).broadcast_to(self._large, y.shape)
+        return kernels.gated_norm(
+            y, gate, self.weight, eps=_LARGE**2, out=y if out is None else out
+        )
 
 
 class NoNorm(Norm):

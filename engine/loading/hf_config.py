@@ -333,6 +333,7 @@ def _switches(fields: Fields, kind: Family) -> dict[str, Any]:
         "lm_head_bias": declared(kind.lm_head_bias),
         "qk_norm": declared(kind.qk_norm),
         "whole_qk_norm": kind.whole_qk_norm,
+        "own_qk_norms": kind.own_qk_norms,
         # A norm without a weight commutes with the rotation.
         "qk_norm_after_rope": kind.qk_norm_after_rope and kind.norm_weight,
         "bare_qk_norm": kind.bare_qk_norm,

@@ -223,11 +223,12 @@ def rows_of(weights: int, width: int, multiple: int) -> int:
 
 
 def half_split(rows: Array, rotated: RotatedRows) -> Array:
-    """Reorder the rotated rows of each head from interleaved pairs to two halves."""
+    """Reorder the rotated rows, or columns, of each head from interleaved pairs to two halves."""
     order = array_module(rows).arange(rotated.period)
     turned = order[rotated.first : rotated.first + rotated.count]
     turned[:] = turned.reshape(-1, 2).T.reshape(-1)
-    heads = rows.reshape(-1, rotated.period, *rows.shape[1:])
+    rest = () if rotated.in_columns else rows.shape[1:]
+    heads = rows.reshape(-1, rotated.period, *rest)
     halves: Array = heads[:, order].reshape(rows.shape)
     return halves
 

@@ -57,7 +57,9 @@ XIELU_KINDS = ("xielu_alpha_p", "xielu_alpha_n", "xielu_beta", "xielu_eps")
 # Fused weights sharded by rows -> the parts that make up the rows.
 _ROW_PARTS = {
     "qkv": ("q", "k", "v", "attn_gate"),
-    "sinks": ("sink",),
+    "sinks": ("q_head",),
+    "q_head_norm": ("q_head",),
+    "k_head_norm": ("k_head",),
     "delta_in": (
         *("delta_q", "delta_k", "delta_v", "delta_z", "delta_a"),
         *("delta_z_latent", "delta_a_latent", "delta_b"),
@@ -196,9 +198,10 @@ class _Parts:
         self.experts = (0, 0) if config.moe is None else shard.cut_experts(config.moe.num_experts)
         heads, kv_heads = shard.cut_heads(config.num_heads, config.num_kv_heads)
         self.whole = {"q": config.num_heads * d, "k": config.num_kv_heads * d}
-        self.whole["sink"] = config.num_heads
+        self.whole |= {"q_head": config.num_heads, "k_head": config.num_kv_heads}
         self.local = {
-            "sink": heads,
+            "q_head": heads,
+            "k_head": kv_heads,
             "q": (heads[0] * d, heads[1] * d),
             "k": (kv_heads[0] * d, kv_heads[1] * d),
         }
@@ -209,6 +212,9 @@ class _Parts:
         self._kv_heads = kv_heads
         self.rotated: dict[str, RotatedRows] = {}
         self.rotated_heads = RotatedRows(d, 0, config.rope.rotary_dim)
+        self.rotated |= dict.fromkeys(
+            ("q_head", "k_head"), RotatedRows(d, 0, config.rope.rotary_dim, in_columns=True)
+        )
         # Of parts that alternate with others head by head.
         self._heads = {"q": config.num_heads, "k": config.num_kv_heads}
         if config.gated_delta is not None:
@@ -496,12 +502,16 @@ def _attention_shapes(
         shapes["qkv_bias"] = (qkv,)
     if config.whole_qk_norm:
         shapes |= {"q_norm": (parts.whole["q"],), "k_norm": (parts.whole["k"],)}
+    elif config.qk_norm and config.own_qk_norms:
+        shapes |= {f"{part}_head_norm": (parts.size(f"{part}_head"), d) for part in "qk"}
     elif config.qk_norm and not config.bare_qk_norm:
         shapes["q_norm"] = (d,)
         if has_keys:
             shapes["k_norm"] = (d,)
+        if config.norm_bias:
+            shapes |= {f"{name}_bias": (d,) for name in ("q_norm", "k_norm") if name in shapes}
     if config.sinks:
-        shapes["sinks"] = (parts.size("sink"),)
+        shapes["sinks"] = (parts.size("q_head"),)
     if config.inner_norms:
         shapes["o_norm"] = (parts.whole["heads"],)
     shapes["o"] = parts.second_shape("o", n)
@@ -687,11 +697,15 @@ def _moe_shapes(moe: MoeConfig, n: int, parts: _Parts) -> dict[str, tuple[int, .
 
 @dataclass(frozen=True)
 class RotatedRows:
-    """Rows of q and k that rope rotates: of every `period` rows, `count` from `first` on."""
+    """Rows of q and k that rope rotates: of every `period` rows, `count` from `first` on.
+
+    `in_columns`: columns instead, of a matrix with a row per head.
+    """
 
     period: int
     first: int
     count: int
+    in_columns: bool = False
 
 
 @dataclass(frozen=True)
@@ -905,10 +919,12 @@ def _all_tensors(
     shapes = weight_shapes(config)
     parts_of = cache(partial(_Parts, config, shard))
     num_experts = config.moe.num_experts if config.moe is not None else 0
+    num_rows = {"q_head": config.num_heads, "k_head": config.num_kv_heads}
     if config.tie_word_embeddings:
         del shapes["lm_head"]
     for template in table:
-        for name, target, expert in template.expand(config.num_layers, num_experts):
+        count = num_rows.get(template.part, num_experts)
+        for name, target, expert in template.expand(config.num_layers, count):
             part = template.part
             layout = template.layout
             parts = parts_of(target.layer)
@@ -931,6 +947,9 @@ def _all_tensors(
                     first, last = _third(shape[0], template.third)
                     shape = (last - first, *shape[1:])
                     places = partial(_in_range, places, first, last, shape)
+                if expert is not None:
+                    shape = shape[1:]
+                    places = partial(_as_row, places, expert, shape)
                 if layout.transposed:
                     shape = (1, *shape)
                     places = partial(_row_place, name, target, shape, layout)
@@ -1013,6 +1032,16 @@ def _in_range(
                 last=end - first,
                 start=place.start + begin - place.first,
             )
+
+
+def _as_row(
+    places: Callable[[], Iterator[Placement]], row: int, shape: tuple[int, ...]
+) -> Iterator[Placement]:
+    """Yield the placement of a vector that holds row `row` of a matrix that `places` reads."""
+    for place in places():
+        if place.first <= row < place.last:
+            start = (place.start + row - place.first) * shape[0]  # of a column's rows
+            yield replace(place, shape=shape, first=0, last=shape[0], start=start)
 
 
 def _row_place(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from engine.models.family import HF_LAYER_NAMES, HF_NAMES, Family
+from engine.models.family import HF_LAYER_NAMES, HF_NAMES, Family, own_norm_names
 
 __all__ = ["COHERE", "COHERE2"]
 
@@ -35,6 +35,7 @@ COHERE2 = Family(
 COHERE = replace(
     COHERE2,
     model_type="cohere",
+    names=own_norm_names(COHERE2.names),
     gguf_names=(),
     gguf_arch="",
     gguf_interleaved_rope=False,
@@ -48,7 +49,9 @@ COHERE = replace(
         "eos_token_id": 255001,
         "pad_token_id": 0,
     },
+    qk_norm="use_qk_norm",
+    own_qk_norms=True,
     windows="never",
     rope_layers="all",
 )
-"""The same with full attention and rope in all layers. Norms of q and k are not supported."""
+"""The same with full attention and rope in all layers; norms of heads in Command R+."""

@@ -28,7 +28,7 @@ from engine.layers.mixer import FeedForward, JointMixer, Mixer
 from engine.layers.mla import Mla
 from engine.layers.mlp import MLP
 from engine.layers.moe import DenseAndExperts, MoE
-from engine.layers.norm import NoNorm, Norm
+from engine.layers.norm import HeadNorm, NoNorm, Norm
 from engine.layers.parallel import PartialLinear
 from engine.layers.rotary import long_rope_offset
 from engine.models.altup_layer import AltUpLayer
@@ -647,12 +647,14 @@ class Decoder:
         return Embedding(self._weight("embed"), c.embed_scale, rounds_scale=c.rounds_embed_scale)
 
     def _head_norm(self, layer: int, part: str) -> Norm | None:
-        """Return the QK-norm of q or k: per head, or over all heads of the model together."""
+        """Return the QK-norm of q or k: of each head, or over all heads of the model together."""
         c = self.config
         if not c.has_qk_norm(layer):
             return None
         if c.bare_qk_norm:
             return Norm(self._unit_weight, c.qk_norm_eps or c.rms_norm_eps)
+        if c.own_qk_norms:
+            return HeadNorm(self._weight(f"layers.{layer}.{part}_head_norm").data, c.rms_norm_eps)
         norm = self._norm(f"layers.{layer}.{part}_norm", c.qk_norm_eps)
         if not self.config.whole_qk_norm:
             return norm

@@ -7,7 +7,7 @@ finds tensors by its tables of names, and `models/decoder.py` knows no families.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -33,6 +33,7 @@ __all__ = [
     "WeightName",
     "WindowRule",
     "linear_names",
+    "own_norm_names",
 ]
 
 WindowRule = Literal[
@@ -93,7 +94,8 @@ class TensorName(NamedTuple):
     Attributes
     ----------
     checkpoint : str
-        The tensor's name in the file: "{i}" is the layer, "{e}" the expert.
+        The tensor's name in the file: "{i}" is the layer, "{e}" the expert, or the row of a matrix
+        whose rows are tensors.
     kind : str
         Kind of the engine weight. See `WeightName`.
     part : str
@@ -140,6 +142,17 @@ def linear_names(checkpoint: str, kind: str, part: str = "") -> tuple[TensorName
     return (
         TensorName(f"{checkpoint}.weight", kind, part),
         TensorName(f"{checkpoint}.bias", f"{kind}_bias", part),
+    )
+
+
+def own_norm_names(names: Iterable[TensorName], norm: str = "norm") -> tuple[TensorName, ...]:
+    """Return `names` with a weight of QK-norm for every head, in tensors "q_<norm>.weight"."""
+    own = {f"{part}_norm": (f"{part}_head_norm", f"{part}_head") for part in "qk"}
+    return tuple(
+        TensorName(name.checkpoint.replace("_norm.", f"_{norm}."), *own[name.kind])
+        if name.kind in own
+        else name
+        for name in names
     )
 
 
@@ -272,6 +285,8 @@ class Family:
         See `ModelConfig.norms_by_kind`.
     whole_qk_norm : bool
         QK-norm over all heads of q or k together instead of per head.
+    own_qk_norms : bool
+        Every head has a weight of QK-norm of its own. Only for LayerNorms.
     qk_norm_after_rope : bool
         q and k are rotated first, then normalised.
     bare_qk_norm : bool
@@ -402,6 +417,7 @@ class Family:
     lm_head_bias: bool | str = False
     qk_norm: bool | str = False
     whole_qk_norm: bool = False
+    own_qk_norms: bool = False
     qk_norm_after_rope: bool = False
     bare_qk_norm: bool = False
     pre_norms: bool = True

@@ -96,6 +96,8 @@ def kernel_specs(
         chosen.append("rope")
     if config.altup is not None:
         chosen += ["altup_predict", "altup_correct", "match_rms", "gaussian_topk"]
+    if config.qk_norm and config.own_qk_norms:
+        chosen.append("gated_norm")
     if config.clip_qkv:
         chosen.append("clamp")
     if config.attn_gate or (config.mla is not None and config.mla.head_gate):

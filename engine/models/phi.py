@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.models.family import HF_LAYER_NAMES, Family, TensorName
+from engine.models.family import HF_LAYER_NAMES, Family, TensorName, linear_names
 
 __all__ = ["PHI"]
 
@@ -19,6 +19,8 @@ PHI = Family(
         TensorName(f"{_LAYER}.input_layernorm.weight", "attn_norm"),
         TensorName(f"{_LAYER}.input_layernorm.bias", "attn_norm_bias"),
         *(name for name in HF_LAYER_NAMES if name.kind in ("qkv", "qkv_bias")),
+        *linear_names(f"{_LAYER}.self_attn.q_layernorm", "q_norm"),
+        *linear_names(f"{_LAYER}.self_attn.k_layernorm", "k_norm"),
         TensorName(f"{_LAYER}.self_attn.dense.weight", "o"),
         TensorName(f"{_LAYER}.self_attn.dense.bias", "o_bias"),
         TensorName(f"{_LAYER}.mlp.fc1.weight", "up"),
@@ -40,6 +42,7 @@ PHI = Family(
     o_bias=True,
     mlp_bias=True,
     lm_head_bias=True,
+    qk_norm="qk_layernorm",
     layer_norm=True,
     norm_bias=True,
     gated_mlp=False,

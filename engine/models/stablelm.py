@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from engine.models.family import GGUF_NORM_BIASES, GGUF_SPLIT_NAMES, HF_NORM_BIASES, Family
+from engine.models.family import (
+    GGUF_NORM_BIASES,
+    GGUF_SPLIT_NAMES,
+    HF_NORM_BIASES,
+    Family,
+    own_norm_names,
+)
 from engine.models.llama import LLAMA_NAMES
 
 __all__ = ["STABLELM"]
 
 STABLELM = Family(
     model_type="stablelm",
-    names=(*LLAMA_NAMES, *HF_NORM_BIASES),
-    gguf_names=(*GGUF_SPLIT_NAMES, *GGUF_NORM_BIASES),
+    names=own_norm_names((*LLAMA_NAMES, *HF_NORM_BIASES), "layernorm.norms.{e}"),
+    gguf_names=own_norm_names((*GGUF_SPLIT_NAMES, *GGUF_NORM_BIASES)),
     gguf_arch="stablelm",
     defaults={
         "max_position_embeddings": 4096,
@@ -21,5 +27,7 @@ STABLELM = Family(
     qkv_bias="use_qkv_bias",
     layer_norm=True,
     norm_bias=True,
+    qk_norm="qk_layernorm",
+    own_qk_norms=True,
     parallel="use_parallel_residual",
 )

@@ -420,6 +420,13 @@ MODELS: dict[str, dict[str, Any]] = {
             "partial_rotary_factor": 0.75,
         },
     },
+    "stablelm_qk_norm": {
+        **_STABLELM,
+        "num_attention_heads": 4,
+        "qk_layernorm": True,
+        "use_parallel_residual": True,
+        "rope_theta": 500.0,
+    },
     "cohere2": {**_COHERE2, "rope_theta": 500.0, "sliding_window_pattern": 2},
     "cohere2_new_keys_biases": {
         **_COHERE2,
@@ -429,6 +436,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
     },
     "phi": {**_PHI, "rope_theta": 500.0},  # partial_rotary_factor 0.5 by default
+    "phi_qk_norm": {**_PHI, "qk_layernorm": True, "rope_theta": 500.0},
     "phi_new_keys": {
         **_PHI,
         "hidden_act": "gelu",
@@ -907,6 +915,7 @@ MODELS |= {
     },
     "iquestcoder": {**_TINY, "model_type": "iquestcoder", "head_dim": 24, "rope_theta": 500.0},
     "cohere": {**_COHERE, "rope_theta": 500.0},
+    "cohere_qk_norm": {**_COHERE, "use_qk_norm": True, "rope_theta": 500.0},
     "cohere_biases_new_keys": {
         **_COHERE,
         "attention_bias": True,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -96,6 +97,10 @@ CASES = {
     "olmo2": Converted(names=POST_NORMS),
     "stablelm": Converted({**LAYER_NORM, "rope.dimension_count": 8}),
     "stablelm_parallel_new_keys": Converted({**LAYER_NORM, "rope.dimension_count": 24}),
+    "stablelm_qk_norm": Converted(
+        {**LAYER_NORM, "rope.dimension_count": 4},
+        {"self_attn.q_layernorm": "attn_q_norm", "self_attn.k_layernorm": "attn_k_norm"},
+    ),
     # A file does not say which layers have no rope: every fourth.
     "smollm3": Converted(pairs=True, lost={"rope_layers": ()}),
     "gemma2": Converted(
@@ -173,7 +178,7 @@ def write(path: Path, values: dict, tensors: dict, rule: Converted, **changes) -
             adders[type(value)](f"{arch}.{name}", value)
     for name, value in {**tokens, "tokenizer.ggml.eos_token_id": 2}.items():
         writer.add_uint32(name, value)
-    for name, value in tensors.items():
+    for name, value in _with_norms_of_all_heads(tensors).items():
         for old, new in {**NAMES, **rule.names}.items():
             name = name.replace(old, new)
         if rule.pairs and ("attn_q." in name or "attn_k." in name):
@@ -187,6 +192,16 @@ def write(path: Path, values: dict, tensors: dict, rule: Converted, **changes) -
     writer.write_tensors_to_file()
     writer.close()
     return path / "m.gguf"
+
+
+def _with_norms_of_all_heads(tensors: dict) -> dict:
+    """Return the tensors with the norms of a layer's heads as the rows of one."""
+    stacked = dict(tensors)
+    for name in [name for name in tensors if ".norms.0." in name]:
+        names = (name.replace(".norms.0.", f".norms.{head}.") for head in itertools.count())
+        rows = [stacked.pop(one) for one in itertools.takewhile(tensors.__contains__, names)]
+        stacked[name.replace(".norms.0", "")] = np.stack(rows)
+    return stacked
 
 
 def rounded(config: ModelConfig) -> ModelConfig:
