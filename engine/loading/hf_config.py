@@ -50,7 +50,7 @@ _MAX_CHUNKS = 4096
 
 # For these keys null means "use the family's default". For all others it means "none":
 # `"sliding_window": null` turns the window off.
-_NULL_IS_DEFAULT = ("rope_parameters",)
+_NULL_IS_DEFAULT = ("rope_parameters", "attn_layer_indices")
 
 _SWITCHED = ("switched", "max_window_layers", "even_layers", "layers_without_rope")
 

@@ -11,6 +11,7 @@ from engine.models.apertus import APERTUS
 from engine.models.arcee import ARCEE
 from engine.models.bailing_hybrid import BAILING_HYBRID
 from engine.models.bailing_linear import BAILING_MOE_LINEAR, BAILING_MOE_V2_5
+from engine.models.bamba import BAMBA
 from engine.models.bitnet import BITNET
 from engine.models.cohere2 import COHERE, COHERE2
 from engine.models.cohere2_moe import COHERE2_MOE
@@ -138,6 +139,7 @@ _DENSE = (
     INTERNLM3,
     IQUESTCODER,
     COHERE,
+    BAMBA,
 )
 _SPARSE = (
     QWEN2_MOE,

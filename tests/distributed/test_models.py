@@ -26,7 +26,7 @@ NOT_BY_4 = {"stablelm", "stablelm_parallel_new_keys", "starcoder2", "starcoder2_
 NOT_BY_4 |= {"arcee", "apertus", "bitnet_new_keys_biases"}
 # Their key heads, or groups of Mamba-2, cannot be divided by 4, or not at all.
 HYBRIDS = ("qwen3_next", "qwen3_5", "granitemoehybrid", "nemotron_h", "olmo_hybrid", "falcon_h1")
-HYBRIDS += ("kimi_linear", "bailing_moe")
+HYBRIDS += ("kimi_linear", "bailing_moe", "bamba")
 NOT_BY_4 |= {case for case in CASES if case.startswith(HYBRIDS)}
 NOT_BY_2 = {"granitemoehybrid_dense_rope_biases", "bailing_moe_v2_5_new_keys"}
 NOT_BY_2 |= {"olmoe_clipped_one_head"}

@@ -24,6 +24,7 @@ STATES = (
     "nemotron_h_experts",
     "olmo_hybrid",
     "falcon_h1",
+    "bamba",
     "kimi_linear",
     "bailing_hybrid",
     "bailing_moe_v2_5",

@@ -105,6 +105,15 @@ _FALCON_H1 = {
     "ssm_multipliers": [0.9, 1.4, 0.7, 1.6, 0.8],
     "mlp_multipliers": [0.75, 1.25],
 }
+_BAMBA = {
+    **{key: value for key, value in _TINY.items() if not key.startswith(("linear_", "head_"))},
+    "model_type": "bamba",
+    "attn_layer_indices": [1, 3],
+    "mamba_n_heads": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 10,
+    "mamba_d_conv": 3,
+}
 _OLMO = {key: value for key, value in _TINY.items() if not key.startswith("linear_")}
 _OLMO |= {"model_type": "olmo_hybrid", "rms_norm_eps": 1e-3}
 del _OLMO["head_dim"]
@@ -289,6 +298,20 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "mamba_rms_norm": True,
         "mamba_norm_before_gate": False,
         "projectors_bias": True,
+    },
+    "bamba": {**_BAMBA, "rope_theta": 500.0},
+    "bamba_new_keys_biases": {
+        **_BAMBA,
+        "head_dim": 24,
+        "mamba_d_head": 16,
+        "mamba_expand": 1,
+        "mamba_n_heads": 4,
+        "mamba_conv_bias": False,
+        "mamba_proj_bias": True,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "tie_word_embeddings": True,
+        "rope_parameters": _NEW_ROPE,
     },
     "olmo_hybrid": {
         **_OLMO,

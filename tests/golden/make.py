@@ -192,7 +192,9 @@ def all_logits(model: Any, ids: list[int], one_by_one: bool, dtype: Any = np.flo
         return (logits.double() if dtype == np.float64 else logits.float()).numpy()
     cache, rows = DynamicCache(config=model.config), []
     for token in ids:
-        rows.append(model(torch.tensor([[token]]), past_key_values=cache).logits[0, -1].numpy())
+        where = torch.tensor([[len(rows)]])  # Bamba does not ask the cache
+        logits = model(torch.tensor([[token]]), position_ids=where, past_key_values=cache).logits
+        rows.append(logits[0, -1].numpy())
     return np.stack(rows)
 
 

@@ -29,7 +29,7 @@ def test_shapes_dtypes_and_ties(tiny, family, dtype):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_runs(tiny, family):
     values = {**tiny.config_of("llama"), "model_type": family, "num_hidden_layers": 4}
-    if family in ("granitemoehybrid", "nemotron_h", "falcon_h1"):
+    if family in ("granitemoehybrid", "nemotron_h", "falcon_h1", "bamba"):
         values |= {"mamba_n_heads": 4, "mamba_n_groups": 1, "hybrid_override_pattern": "M-*M"}
         values |= {"mamba_d_ssm": None}
     model = engine.load(config=config_from_dict(values), load_format="dummy", device="cpu")
