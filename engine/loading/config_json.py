@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
-from engine.config import ModelConfig, MoeConfig, RopeConfig
+from engine.config import ModelConfig
 
 __all__ = ["config_from_json", "config_to_json"]
 
@@ -26,15 +27,19 @@ def config_to_json(config: ModelConfig) -> dict[str, Any]:
 
 def config_from_json(fields: Mapping[str, Any]) -> ModelConfig:
     """Undo `config_to_json`."""
-    given = _with_tuples(fields)
-    for name in ("rope", "no_rope"):
-        given[name] = RopeConfig(**_with_tuples(given[name]))
-    if given["rope_local"] is not None:
-        given["rope_local"] = RopeConfig(**_with_tuples(given["rope_local"]))
-    if given["moe"] is not None:
-        given["moe"] = MoeConfig(**_with_tuples(given["moe"]))
-    return ModelConfig(**given)
+    config: ModelConfig = _restored(ModelConfig, fields)
+    return config
 
 
-def _with_tuples(fields: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()}
+def _restored(kind: Any, value: Any) -> Any:
+    """Return a JSON value as a field of type `kind`: a dataclass, a tuple, or such or None."""
+    if dataclasses.is_dataclass(kind):
+        kinds = get_type_hints(kind)
+        return kind(**{name: _restored(kinds[name], one) for name, one in value.items()})
+    parts = get_args(kind)
+    if value is None or not parts:
+        return value
+    if get_origin(kind) is not tuple:
+        return _restored(parts[0], value)
+    each = itertools.repeat(parts[0]) if parts[-1] is Ellipsis else parts
+    return tuple(map(_restored, each, value))

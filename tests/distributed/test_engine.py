@@ -16,6 +16,7 @@ import pytest
 from engine import LLM, LLMEngine, SamplingParams
 from engine.distributed import processes
 from engine.errors import ConfigError, EngineError, RankError
+from engine.loading.hf_config import config_from_dict
 from engine.speculative.costs import measure_step_costs
 from tests.distributed.engines import (
     CONFIG,
@@ -25,7 +26,7 @@ from tests.distributed.engines import (
     make_engine,
     run,
 )
-from tests.distributed.golden import write_checkpoint
+from tests.distributed.golden import GOLDEN, write_checkpoint
 
 MOE = "qwen3_moe"
 
@@ -442,5 +443,10 @@ def test_a_loaded_model_is_not_divided_afterwards():
 def test_the_config_is_the_same_in_json():
     from engine.loading.config_json import config_from_json, config_to_json
 
-    config = replace(CONFIG, rope_local=CONFIG.rope, layer_windows=(0, 5), eos_token_ids=(1, 2))
-    assert config_from_json(json.loads(json.dumps(config_to_json(config)))) == config
+    windowed = replace(CONFIG, rope_local=CONFIG.rope, layer_windows=(0, 5), eos_token_ids=(1, 2))
+    cases = ("falcon_h1", "qwen3_next", "lfm2", "bailing_moe_v2_5", "deepseek_v3", "gemma3n")
+    records = (
+        json.loads((GOLDEN / f"models/{case}.json").read_text()) for case in (*cases, "gemma4")
+    )
+    for config in (windowed, *(config_from_dict(record["config"]) for record in records)):
+        assert config_from_json(json.loads(json.dumps(config_to_json(config)))) == config
