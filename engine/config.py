@@ -487,6 +487,8 @@ class ModelConfig:
         Rope of every layer or, with `rope_local`, of the full-attention layers.
     rope_local : RopeConfig or None
         Rope of the sliding-window layers (Gemma 3).
+    rope_thetas : tuple of float
+        Per layer: base of `rope`, 0 for none; () is `rope`'s own in all layers (Granite SWA).
     interleaved_rope : bool
         Whether the checkpoint, unless a .gguf file, stores the rotated rows of q and k interleaved.
     layer_windows : tuple of int
@@ -621,6 +623,7 @@ class ModelConfig:
     norm_bias: bool = False
     rope: RopeConfig = field(default_factory=RopeConfig)
     rope_local: RopeConfig | None = None
+    rope_thetas: tuple[float, ...] = ()
     interleaved_rope: bool = False
     layer_windows: tuple[int, ...] = ()
     layer_chunks: tuple[int, ...] = ()

@@ -33,7 +33,7 @@ def config_from_json(fields: Mapping[str, Any]) -> ModelConfig:
 
 def _restored(kind: Any, value: Any) -> Any:
     """Return a JSON value as a field of type `kind`: a dataclass, a tuple, or such or None."""
-    if dataclasses.is_dataclass(kind):
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         kinds = get_type_hints(kind)
         return kind(**{name: _restored(kinds[name], one) for name, one in value.items()})
     parts = get_args(kind)

@@ -60,6 +60,7 @@ CONFIG_KEYS: Mapping[str, tuple[Any, ...]] = {
     "position_embedding_type": ("rope", "rotary", "rope_gptj", "rope_llama", "absolute"),
     "use_rope": (True,),
     "no_rope_layers": (1,),
+    "layer_rope_theta": _NONE,
     "no_rope_layer_interval": _OFF,
     "rope_interleave": (False,),
     "rope_interleaved": (False,),

@@ -31,7 +31,13 @@ from engine.loading.mixer_config import mixer_config, with_layer_types
 from engine.loading.mla_config import latent_factors, mla_config, mla_scale, rope_width
 from engine.loading.moe_config import is_dense, moe_config
 from engine.loading.quantized.scheme import scheme_of
-from engine.loading.rope_config import MAX_POSITIONS, rope_configs, scaled_max_position
+from engine.loading.rope_config import (
+    MAX_POSITIONS,
+    MAX_THETA,
+    MIN_THETA,
+    rope_configs,
+    scaled_max_position,
+)
 from engine.loading.safetensors import SafetensorsDirectory, SafetensorsFile
 from engine.loading.text_model import open_model, text_values, wrapper_of
 from engine.loading.weight_factors import weight_factors
@@ -205,8 +211,9 @@ def build_config(
     layer_windows = _layer_windows(fields, kind, rope_layers, positions)
     moe = moe_config(fields, kind.moe, sizes["num_layers"])
     rope_layers = _with_rope_in_windows(fields, kind, rope_layers, layer_windows, moe)
+    thetas = _rope_thetas(fields, kind, sizes["num_layers"])
     has_long = rope.has_two_ropes or (rope_local is not None and rope_local.has_two_ropes)
-    if has_long and (rope_local is not None or not all(rope_layers)):
+    if has_long and (rope_local is not None or thetas or not all(rope_layers)):
         key = "rope_scaling" if fields.has("rope_scaling") else "rope_parameters"
         raise fields.error(key, "not longrope, since layers differ in their rope")
     config = ModelConfig(
@@ -216,6 +223,7 @@ def build_config(
         **epsilons,
         rope=rope,
         rope_local=rope_local,
+        rope_thetas=thetas,
         layer_windows=layer_windows,
         layer_chunks=_layer_chunks(fields, kind, rope_layers, positions),
         rope_layers=() if all(rope_layers) else rope_layers,
@@ -474,6 +482,10 @@ def _rope_layers(fields: Fields, kind: Family, num_layers: int) -> tuple[bool, .
         given = fields.raw("rope_scaling") or fields.raw("rope_parameters")
         theta = {"rope_theta": fields.raw("rope_theta"), **(given or {})}["rope_theta"]
         return (theta is not None,) * num_layers
+    if kind.rope_layers == "layer_rope_theta" and (
+        thetas := _rope_thetas(fields, kind, num_layers)
+    ):
+        return tuple(map(bool, thetas))
     if kind.rope_layers != "no_rope_layers":
         return (True,) * num_layers
     if fields.raw("no_rope_layers") in (None, []):
@@ -487,6 +499,17 @@ def _rope_layers(fields: Fields, kind: Family, num_layers: int) -> tuple[bool, .
     ):
         raise fields.error("no_rope_layers", f"{num_layers} of 1 (has rope) or 0")
     return tuple(map(bool, given))
+
+
+def _rope_thetas(fields: Fields, kind: Family, num_layers: int) -> tuple[float, ...]:
+    """Return `ModelConfig.rope_thetas`."""
+    key = "layer_rope_theta"
+    if kind.rope_layers != key or not fields.has(key):
+        return ()
+    thetas = fields.reals(key, num_layers, 0.0, MAX_THETA)
+    if any(0.0 < theta < MIN_THETA for theta in thetas):
+        raise fields.error(key, f"0 or at least {MIN_THETA} in each layer")
+    return thetas
 
 
 def _no_rope(fields: Fields, kind: Family) -> RopeConfig:
@@ -574,6 +597,8 @@ def _sliding_layers(
         dense = [bool((layer + 1) % _dense_pattern(fields)) for layer in range(first)]
         return dense + _pattern(fields, num_layers - first)
     is_sliding = _pattern(fields, num_layers)
+    if kind.windows == "pattern_from_first":
+        return [False, *is_sliding[: num_layers - 1]]
     if kind.windows == "first_and_pattern":
         is_sliding[0] = False
     return is_sliding

@@ -17,9 +17,11 @@ from engine.loading._fields import REQUIRED, Fields
 from engine.loading.config_keys import refuse_unread_rope
 from engine.models.family import Family
 
-__all__ = ["MAX_POSITIONS", "rope_configs", "scaled_max_position"]
+__all__ = ["MAX_POSITIONS", "MAX_THETA", "MIN_THETA", "rope_configs", "scaled_max_position"]
 
 MAX_POSITIONS = 1 << 24
+MIN_THETA = 1.0 + 1e-6
+MAX_THETA = 1e12
 _MAX_FACTOR = 1e4
 _LAYER_KINDS = ("full_attention", "sliding_attention")
 _KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
@@ -121,7 +123,7 @@ class _RopeReader:
 
     def read(self) -> RopeConfig:
         kind = self._kind()
-        theta = self.rope.real("rope_theta", 1.0 + 1e-6, 1e12, 10000.0)
+        theta = self.rope.real("rope_theta", MIN_THETA, MAX_THETA, 10000.0)
         dim = self._rotary_dim()
         if kind == "dynamic" and self.family.rope_alpha and self.rope.has("alpha"):
             kind = "default"

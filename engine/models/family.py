@@ -47,6 +47,7 @@ WindowRule = Literal[
     "layer_types",
     "last_layers",
     "pattern_after_dense",
+    "pattern_from_first",
     "first_and_pattern",
 ]
 RopeRule = Literal[
@@ -58,6 +59,7 @@ RopeRule = Literal[
     "windows_and_dense",
     "position_embedding_type",
     "rope_theta",
+    "layer_rope_theta",
 ]
 
 
@@ -299,10 +301,11 @@ class Family:
         if `use_sliding_window`), "even_layers" (those before `max_window_layers`, if
         `use_sliding_window`), "pattern" (all but every n-th, or the L of a string such as "LLLG"),
         "pattern_after_dense" (the same, counted after the dense layers, which have a pattern of
-        their own), "layers_without_rope" (if `use_sliding_window`), "last_layers" (from
-        `max_window_layers` on, without a switch), "first_and_pattern" (all but the first and every
-        n-th) or "layer_types" (only those that key names). For all but "never" and "switched",
-        `layer_types` takes precedence if given.
+        their own), "pattern_from_first" (all but the first and every n-th after it),
+        "layers_without_rope" (if `use_sliding_window`), "last_layers" (from `max_window_layers` on,
+        without a switch), "first_and_pattern" (all but the first and every n-th) or "layer_types"
+        (only those that key names). For all but "never" and "switched", `layer_types` takes
+        precedence if given.
     past_window : str
         Key of the window without the query's own position, which takes precedence; "" for none.
     window_kv_factor : int
@@ -314,7 +317,8 @@ class Family:
         Layers that rotate q and k: "all", "none", "windows" (those with a sliding window),
         "windows_if_set" (the same, but all layers if `sliding_window` is null), "windows_and_dense"
         (the same, and the dense ones, if their pattern is 1), "position_embedding_type" (all if
-        that key is "rope", else none), "rope_theta" (none if that key is null), or
+        that key is "rope", else none), "rope_theta" (none if that key is null), "layer_rope_theta"
+        (that key lists the base of each layer's rope, or 0; without it, all layers) or
         "no_rope_layers" (that key lists 1 or 0 per layer; without it, all layers but every
         `no_rope_layer_interval`-th).
     norm_weight_offset : float

@@ -11,11 +11,11 @@ from engine.models.expert_names import (
     router_names,
 )
 from engine.models.family import GGUF_SPLIT_NAMES, Family, TensorName
-from engine.models.granite import GRANITE
+from engine.models.granite import GRANITE, SINKS, WINDOWS
 from engine.models.llama import LLAMA_NAMES
 from engine.models.moe_family import MoeFamily
 
-__all__ = ["GRANITEMOE", "GRANITEMOESHARED"]
+__all__ = ["GRANITEMOE", "GRANITEMOESHARED", "GRANITEMOE_SWA"]
 
 _BLOCK = "block_sparse_moe"
 
@@ -55,3 +55,16 @@ GRANITEMOESHARED = replace(
     moe=MoeFamily(num_experts=8, shared_width="shared_intermediate_size"),
 )
 """The same with a shared expert."""
+
+GRANITEMOE_SWA = replace(
+    GRANITEMOESHARED,
+    model_type="granitemoe_swa",
+    names=(*GRANITEMOESHARED.names, SINKS),
+    gguf_names=(),
+    gguf_interleaved_rope=False,
+    defaults={**GRANITEMOESHARED.defaults, **WINDOWS},
+    sinks=True,
+    windows="pattern_from_first",
+    rope_layers="layer_rope_theta",
+)
+"""The same with windows in most layers, attention sinks, and a rope of their own in all layers."""

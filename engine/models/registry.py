@@ -33,8 +33,8 @@ from engine.models.glm4_moe import GLM4_MOE
 from engine.models.glm4_moe_lite import GLM4_MOE_LITE
 from engine.models.gpt_neox import GPT_NEOX
 from engine.models.gpt_oss import GPT_OSS
-from engine.models.granite import GRANITE
-from engine.models.granitemoe import GRANITEMOE, GRANITEMOESHARED
+from engine.models.granite import GRANITE, GRANITE_SWA
+from engine.models.granitemoe import GRANITEMOE, GRANITEMOE_SWA, GRANITEMOESHARED
 from engine.models.granitemoehybrid import GRANITEMOEHYBRID
 from engine.models.helium import HELIUM
 from engine.models.hunyuan_v1 import HUNYUAN_V1_DENSE, HUNYUAN_V1_MOE
@@ -140,6 +140,7 @@ _DENSE = (
     IQUESTCODER,
     COHERE,
     BAMBA,
+    GRANITE_SWA,
 )
 _SPARSE = (
     QWEN2_MOE,
@@ -179,6 +180,7 @@ _SPARSE = (
     PHIMOE,
     SARVAM_MOE,
     SARVAM_MLA,
+    GRANITEMOE_SWA,
 )
 
 _OF_WRAPPERS = (

@@ -90,15 +90,24 @@ def has_q_factors(config: ModelConfig) -> bool:
 
 
 def rope_index(config: ModelConfig, layer: int) -> int:
-    """Return the index of the layer's rope table: layers with a window may use one of their own."""
+    """Return the index of the layer's rope table; it may depend on the layer, or its window."""
     if not config.has_rope(layer):
         return len(ropes(config)) - 1
+    if config.rope_thetas:
+        return _thetas(config).index(config.rope_thetas[layer])
     return int(config.rope_local is not None and config.window(layer) > 0)
+
+
+def _thetas(config: ModelConfig) -> tuple[float, ...]:
+    """Return the bases of the layers that have rope, each once."""
+    return tuple(theta for theta in dict.fromkeys(config.rope_thetas) if theta)
 
 
 def ropes(config: ModelConfig) -> tuple[RopeConfig, ...]:
     """Return the RopeConfig of each of the model's tables."""
-    own = (config.rope,) if config.rope_local is None else (config.rope, config.rope_local)
+    own = tuple(rope for rope in (config.rope, config.rope_local) if rope is not None)
+    if config.rope_thetas:
+        own = tuple(replace(config.rope, theta=theta) for theta in _thetas(config))
     if all(config.rope_layers):
         return own
     # For layers without rope, a table of zero angles is simpler than a second path through the

@@ -92,6 +92,7 @@ def local_config(config: ModelConfig, shard: Shard) -> ModelConfig:
         sizes["layer_windows"] = config.layer_windows[layers]
         sizes["layer_chunks"] = config.layer_chunks[layers]
         sizes["rope_layers"] = config.rope_layers[layers]
+        sizes["rope_thetas"] = config.rope_thetas[layers]
         sizes["layer_kinds"] = config.layer_kinds[layers]
     if (delta := config.gated_delta) is not None:
         key_heads = part(shard.cut("linear_num_key_heads", delta.num_key_heads))

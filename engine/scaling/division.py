@@ -216,6 +216,7 @@ def _layers(config: ModelConfig, first: int, last: int) -> ModelConfig:
         layer_windows=config.layer_windows[first:last],
         layer_chunks=config.layer_chunks[first:last],
         rope_layers=config.rope_layers[first:last],
+        rope_thetas=config.rope_thetas[first:last],
         layer_kinds=config.layer_kinds[first:last],
         moe=moe,
     )

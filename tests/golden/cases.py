@@ -845,6 +845,34 @@ MODELS |= {
     },
 }
 
+_GRANITE_SWA = {
+    **_GRANITE,
+    "model_type": "granite_swa",
+    "num_hidden_layers": 5,
+    "sliding_window": 8,
+}
+MODELS |= {
+    "granite_swa": {**_GRANITE_SWA, "rope_theta": 500.0, "tie_word_embeddings": True},
+    "granite_swa_thetas_new_keys_biases": {
+        **_GRANITE_SWA,
+        "layer_types": [f"{kind}_attention" for kind in ("sliding", "full", "full", "sliding")],
+        "num_hidden_layers": 4,
+        "layer_rope_theta": [70.0, 0, 500.0, 70.0],
+        "attention_bias": True,
+        "mlp_bias": True,
+        "rope_parameters": _NEW_ROPE,
+    },
+    "granitemoe_swa": {
+        **_GRANITEMOESHARED,
+        "model_type": "granitemoe_swa",
+        "num_local_experts": 5,
+        "num_experts_per_tok": 3,
+        "shared_intermediate_size": 28,
+        "sliding_window": 8,
+        "layer_rope_theta": [0, 500.0],
+    },
+}
+
 # The factor on queries: 1 for the first 8 positions, then it grows twice before the prompt ends.
 _MINISTRAL3 = {**_TINY, "model_type": "ministral3", "head_dim": 24}
 _Q_SCALE = {**_YARN_OLD, "original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.7}

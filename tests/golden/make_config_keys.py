@@ -31,6 +31,7 @@ SPARSE = (
     *("qwen3_next", "qwen3_5_moe_text", "lfm2_moe", "granitemoehybrid"),
     *("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "phimoe"),
     *("kimi_linear", "bailing_hybrid", "mistral4", "sarvam_moe", "sarvam_mla"),
+    "granitemoe_swa",
 )
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu", "longcat_flash")
 LATENT += ("minicpm3", "mistral4", "sarvam_mla")
@@ -58,7 +59,7 @@ FAMILIES = (
     *("apertus", "olmo", "nanochat", "youtu", "minicpm3", "bitnet"),
     *("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text"),
     *("qwen3_5_text", "lfm2", "nemotron_h", "olmo_hybrid", "falcon_h1", "bamba"),
-    *("exaone", "internlm3", "iquestcoder", "cohere"),
+    *("exaone", "internlm3", "iquestcoder", "cohere", "granite_swa"),
 )
 PLAIN = {
     "vocab_size": 40, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4,

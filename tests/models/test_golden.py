@@ -506,6 +506,8 @@ def _changed(config, change):
         ("exaone_moe", {"moe.top_groups": 3}),
         ("exaone_moe_layer_types_not_normalized", {"moe.renormalize": True}),
         ("granitemoeshared", {"moe.shared_size": 0}),
+        ("granite_swa", {"layer_windows": ()}),
+        ("granite_swa_thetas_new_keys_biases", {"rope_thetas": ()}),
         ("arcee", {"activation": "silu"}),
         ("nemotron", {"norm_weight_offset": 0.0}),
         ("nemotron", {"rms_norm_eps": 1e-5}),
