@@ -47,6 +47,8 @@ class Wrapper:
         Modules beside the text model, such as "visual". Their tensors are never read.
     idle_keys : tuple of str
         Keys of `text_config` that the text model alone applies, and the multimodal one does not.
+    has_adapters : bool
+        Matrices are stored beside LoRA adapters, which are for images and audio alone.
 
     Examples
     --------
@@ -61,12 +63,15 @@ class Wrapper:
     text: str
     towers: tuple[str, ...]
     idle_keys: tuple[str, ...] = ()
+    has_adapters: bool = False
 
     def text_name(self, name: str) -> str | None:
-        """Return the name of a tensor in the text model alone; None if it belongs to a tower."""
+        """Return the name of a tensor in the text model alone; None if it does not need it."""
         if name.removeprefix("model.").startswith(tuple(f"{tower}." for tower in self.towers)):
             return None
-        return text_name(name)
+        if self.has_adapters and ".lora_" in name:
+            return None
+        return text_name(name.replace(".base_layer.", ".") if self.has_adapters else name)
 
     def aliases(self, module: str) -> tuple[str, ...]:
         """Return the names by which a quantization_config may call a module of the text model.
@@ -104,6 +109,8 @@ _DECLARED = (
     Wrapper("qwen3_5", "qwen3_5_text", ("visual",)),
     Wrapper("kimi_k25", "deepseek_v3", ("vision_tower", "mm_projector")),
     Wrapper("qwen3_5_moe", "qwen3_5_moe_text", ("visual",)),
+    Wrapper("phi4_multimodal", "phi3", ("embed_tokens_extend",)),
+    Wrapper("phi4mm", "phi3", ("embed_tokens_extend",), has_adapters=True),
 )
 
 WRAPPERS: dict[str, Wrapper] = {known.model_type: known for known in _DECLARED}

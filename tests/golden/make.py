@@ -86,7 +86,8 @@ def load_config(values: dict[str, Any]) -> Any:
 def tiny_model(values: dict[str, Any], norm_mean: float) -> tuple[Any, dict[str, list[int]]]:
     """Return the model and the shapes of its tensors, by name."""
     is_wrapped = "vision_config" in values
-    auto = AutoModelForImageTextToText if is_wrapped else AutoModelForCausalLM
+    is_causal = not is_wrapped or values["model_type"] == "phi4_multimodal"
+    auto = AutoModelForCausalLM if is_causal else AutoModelForImageTextToText
     auto = Mistral4ForCausalLM if values["model_type"] == "mistral4" else auto
     model = auto.from_config(
         load_config(values), attn_implementation="eager", dtype=torch.float32

@@ -73,8 +73,46 @@ _QWEN2_5_TOWER = {**_QWEN_TOWER, "fullatt_block_indexes": [0]}
 _QWEN2_TOWER = {"depth": 1, "embed_dim": 8, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 1}
 _QWEN2_TOWER |= {"patch_size": 4}
 
+_PHI4 = {
+    **_TEXT,
+    "model_type": "phi4_multimodal",
+    "vision_config": {**_SIGLIP, "num_hidden_layers": 2, "crop_size": 28},
+    "audio_config": {
+        **_TOWER,
+        "num_blocks": 1,
+        "num_attention_heads": 2,
+        "ext_pw_out_channel": 8,
+        "depthwise_separable_out_channel": 8,
+        "nemo_conv_channels": 8,
+        "input_size": 16,
+    },
+}
+del _PHI4["vision_config"]["model_type"]
+
 # Keys of old and of new files alternate, as in `cases.py`.
 WRAPPED: dict[str, dict[str, Any]] = {
+    "phi4_multimodal": {
+        **_PHI4,
+        "tie_word_embeddings": True,
+        "rope_theta": 500.0,
+        "partial_rotary_factor": 0.75,
+        "original_max_position_embeddings": 16,
+        "rope_scaling": {
+            "type": "longrope",
+            "short_factor": [1.0, 1.2, 1.4, 1.6, 1.8, 2.0],
+            "long_factor": [2.0, 2.5, 3.0, 3.5, 4.0, 4.5],
+        },
+    },
+    "phi4_multimodal_window_new_keys": {
+        **_PHI4,
+        "sliding_window": 8,
+        "tie_word_embeddings": False,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 500.0,
+            "partial_rotary_factor": 0.5,
+        },
+    },
     "mistral3_tied": {  # as transformers does if no key says it
         "model_type": "mistral3",
         "torch_dtype": "float32",

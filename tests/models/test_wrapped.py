@@ -84,6 +84,22 @@ def test_a_shard_with_towers_alone_is_not_opened(golden, tmp_path, case):
         assert is_close(logits_of(tmp_path, want), want)
 
 
+def test_adapters_for_images_and_audio_are_left_out(golden, tmp_path):
+    """The first release of Phi-4-multimodal: each matrix stands beside two adapters."""
+    want = golden("phi4_multimodal")
+    tensors = {}
+    for name, tensor in text_tensors(want).items():
+        module = name.removesuffix("weight")
+        is_adapted = module.endswith("_proj.")
+        tensors[f"{module}base_layer.weight" if is_adapted else name] = tensor
+        if is_adapted:
+            for part, shape in (("A", (2, tensor.shape[1])), ("B", (tensor.shape[0], 2))):
+                tensors[f"{module}lora_{part}.vision.weight"] = np.ones(shape, np.float32)
+    tensors["model.embed_tokens_extend.image_embed.glb_GN"] = np.ones((1, 1, 8), np.float32)
+    config = {**want.config, "model_type": "phi4mm", "vision_lora": {"r": 2}}
+    assert is_close(logits_of(write(tmp_path, config, tensors), want), want)
+
+
 def test_weights_of_towers_are_not_counted(golden):
     want = golden("qwen3_vl")
     config = load_hf_config(want.directory)
