@@ -370,6 +370,11 @@ class ShortConvConfig:
     conv_size: int = 3
     bias: bool = False
 
+    @property
+    def state_rows(self) -> int:
+        """Inputs that a sequence keeps: with more than 4 taps, those of three convolutions."""
+        return self.conv_size - 1 if self.conv_size <= 4 else self.conv_size + 1
+
 
 @dataclass(frozen=True)
 class Mamba2Config:
@@ -554,7 +559,7 @@ class ModelConfig:
         Whether every head has an attention sink: a softmax logit without a value (gpt-oss).
     attn_gate : str
         "sigmoid" multiplies the output of attention by sigmoid(g) before its projection; a row of
-        `qkv` per feature of the heads computes g. "" for no gate.
+        `qkv` per feature of the heads computes g. "sigmoid_heads" has a g per head, "" no gate.
     activation : str
         Activation of the gate (of up, without a gate): "silu", "gelu" (erf), "gelu_tanh", "relu2"
         (the square of ReLU) or, without a gate, "xielu".
@@ -686,9 +691,14 @@ class ModelConfig:
 
     @property
     def qkv_dim(self) -> int:
-        """Rows of the fused qkv matrix, (H + 2K)·D, or (2H + 2K)·D with a gate."""
-        query_heads = 2 * self.num_heads if self.attn_gate else self.num_heads
-        return (query_heads + 2 * self.num_kv_heads) * self.head_dim
+        """Rows of the fused qkv matrix, (H + 2K)·D, and those of a gate."""
+        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim + self.gate_dim
+
+    @property
+    def gate_dim(self) -> int:
+        """Rows of the fused qkv matrix that compute the gate of the attention's output."""
+        sizes = {"": 0, "sigmoid": self.head_dim, "sigmoid_heads": 1}
+        return self.num_heads * sizes[self.attn_gate]
 
     def at(self, layer: int) -> ModelConfig:
         """Return the config with the sizes of layer `layer`."""

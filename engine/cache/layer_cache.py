@@ -160,7 +160,7 @@ def _lightning(config: ModelConfig, layer: int, dtype: str, states: str) -> Laye
 def _short_conv(config: ModelConfig, layer: int, dtype: str, states: str) -> LayerCache:
     conv = config.short_conv
     assert conv is not None
-    return LayerCache(states=(StateShape((conv.conv_size - 1, conv.num_channels), dtype),))
+    return LayerCache(states=(StateShape((conv.state_rows, conv.num_channels), dtype),))
 
 
 def _mamba2(config: ModelConfig, layer: int, dtype: str, states: str) -> LayerCache:

@@ -46,7 +46,8 @@ class AttentionParams:
     norm_after_rope : bool
         q and k are rotated first, then normalised.
     gate : str
-        "sigmoid" multiplies the heads' outputs by sigmoid(g), g from rows of `qkv`; "" for no gate.
+        "sigmoid" multiplies the heads' outputs by sigmoid(g), g from rows of `qkv`;
+        "sigmoid_heads" has a g per head, "" no gate.
     deterministic : bool
         Batch invariance: a token's bits depend on neither the batch nor the chunk size.
     pattern : BlockSparse or Periodic, optional
@@ -86,8 +87,8 @@ class Attention:
     ----------
     params : AttentionParams
     qkv : Linear
-        ((H + 2K)·D, N): the rows of q, k and v; with an output gate ((2H + 2K)·D, N), its rows
-        last; with `values_from_keys` ((H + K)·D, N).
+        ((H + 2K)·D, N): the rows of q, k and v, then H·D or H of an output gate; with
+        `values_from_keys` ((H + K)·D, N).
     o : Linear
         (N, H·D).
     cos_sin : (P, R) float32 array
@@ -241,7 +242,7 @@ class Attention:
         return heads if gate is None else kernels.sigmoid_gate(heads, gate, out=heads)
 
     def _rows(self, x: Any, norm: Norm | None = None) -> tuple[Any, Any, Any, Any]:
-        """Return q (T, H, D), k and v (T, K, D), not yet rotated, and the gate (T, H·D) or None.
+        """Return q (T, H, D), k and v (T, K, D), not yet rotated, and the gate or None.
 
         They are views of fused rows, or new arrays of normalised heads. A QK-norm that the ops with
         rope do not have is applied here: LayerNorms, and norms over all heads together.
@@ -257,7 +258,10 @@ class Attention:
             self.k_norm(key, out=key)
         if self.params.clip:
             fused = kernels.clamp(fused, -self.params.clip, self.params.clip, out=fused)
-        gate = fused[:, (h + 2 * k) * d :] if self.params.gate else None
+        gate = None
+        if self.params.gate:
+            gate = fused[:, (h + 2 * k) * d :]
+            fused = fused[:, : (h + 2 * k) * d]
         rows = fused.reshape(x.shape[0], -1, d)
         first = h if self.params.values_from_keys else h + k
         query = rows[:, :h]

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from engine import kernels
+from engine.device import array_module
 from engine.layers.arrays import arrays_of
 from engine.layers.batch import ForwardBatch
 from engine.layers.linear import Linear
@@ -16,8 +17,15 @@ from engine.weights import Format
 __all__ = ["ShortConv"]
 
 
+_NEW = 3  # taps of the convolution of the newest inputs, if there are two
+_MAX_TAPS = 4  # of `kernels.causal_conv`
+
+
 class ShortConv:
     """One layer's gated short convolution: y = o(c * conv(b * x)).
+
+    Beyond 4 taps it is the sum of two: one of the 3 newest inputs, and one of those before, which a
+    third convolution delays. Each keeps the inputs that it needs.
 
     Parameters
     ----------
@@ -35,13 +43,26 @@ class ShortConv:
     Liquid AI: LFM2 technical report, arXiv:2511.23404.
     """
 
-    __slots__ = ("bias", "in_proj", "o", "taps")
+    __slots__ = ("_all_taps", "bias", "delay", "in_proj", "o", "older", "taps")
 
     def __init__(self, in_proj: Linear, taps: Any, o: Linear, bias: Any = None) -> None:
         self.in_proj = in_proj
-        self.taps = taps
+        self.taps = self._all_taps = taps
         self.o = o
         self.bias = bias
+        self.older = self.delay = None
+        if taps.shape[1] > _MAX_TAPS:
+            xp = array_module(taps)
+            self.older = xp.ascontiguousarray(taps[:, :-_NEW])
+            self.taps = xp.ascontiguousarray(taps[:, -_NEW:])
+            self.delay = xp.zeros((len(taps), _NEW + 1), taps.dtype)
+            self.delay[:, 0] = 1
+
+    def refresh(self) -> None:
+        """Take new values of the taps, which have been overwritten."""
+        if self.older is not None:
+            self.older[...] = self._all_taps[:, :-_NEW]
+            self.taps[...] = self._all_taps[:, -_NEW:]
 
     @property
     def input_format(self) -> Format | None:
@@ -50,9 +71,9 @@ class ShortConv:
 
     def arrays(self) -> Iterator[tuple[str, Any]]:
         """Yield (name, array) for every array of the layer."""
-        yield "taps", self.taps
-        if self.bias is not None:
-            yield "bias", self.bias
+        for name in ("taps", "older", "delay", "bias"):
+            if (array := getattr(self, name)) is not None:
+                yield name, array
         yield from arrays_of(in_proj=self.in_proj, o=self.o)
 
     def __call__(
@@ -67,19 +88,26 @@ class ShortConv:
     ) -> Any:
         """Update the states, and return the output (T, N) for `x` (T, N). See `Mixer`.
 
-        `states` (S, conv_size - 1, C) holds the last inputs of the convolution in each of S slots.
+        `states` (S, R, C) holds the last inputs of each convolution in each of S slots.
         """
         projected = self.in_proj(x) if norm is None else self.in_proj.of_normed(x, norm)
-        channels = self.taps.shape[0]
-        mixed = kernels.causal_conv(
-            projected[:, 2 * channels :],
-            self.taps,
-            states=states,
-            bias=self.bias,
-            in_gate=projected[:, :channels],
-            out_gate=projected[:, channels : 2 * channels],
-            **state_places(batch),
-        )
+        mixed = self._mixed(projected, states, state_places(batch))
         if rows is not None:
             mixed = kernels.embedding(rows, mixed)
         return self.o(mixed, residual=residual)
+
+    def _mixed(self, projected: Any, states: Any, places: dict[str, Any]) -> Any:
+        """Return c * conv(b * x) (T, C) for the rows (T, 3C) of b, c and x."""
+        channels = self.taps.shape[0]
+        x = projected[:, 2 * channels :]
+        b = projected[:, :channels]
+        c = projected[:, channels : 2 * channels]
+        options = {"bias": self.bias, "in_gate": b, "out_gate": c, **places}
+        if self.older is None:
+            return kernels.causal_conv(x, self.taps, states=states, **options)
+        end = _NEW + self.older.shape[1] - 1
+        delayed = kernels.causal_conv(x, self.delay, states=states[:, :_NEW], in_gate=b, **places)
+        rows = states[:, _NEW:end]
+        older = kernels.causal_conv(delayed, self.older, states=rows, out_gate=c, **places)
+        newer = kernels.causal_conv(x, self.taps, states=states[:, end:], **options)
+        return kernels.residual_add(older, newer, out=newer)

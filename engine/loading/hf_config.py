@@ -358,9 +358,14 @@ def _switches(fields: Fields, kind: Family) -> dict[str, Any]:
         "gated_mlp": kind.gated_mlp,
         "v_head_dim": _v_head_dim(fields, kind),
         "sinks": bool(kind.sinks),
-        "attn_gate": kind.attn_gate,
+        "attn_gate": kind.attn_gate if _has_gate(fields, kind) else "",
         "activation": activations[name],
     }
+
+
+def _has_gate(fields: Fields, kind: Family) -> bool:
+    """Tell whether the output of attention has the family's gate."""
+    return not kind.attn_gate_key or fields.flag(kind.attn_gate_key, True)
 
 
 def _is_interleaved(fields: Fields, kind: Family) -> bool:
@@ -577,7 +582,9 @@ def _sliding_layers(
     """Return one flag per layer: whether it uses the sliding window."""
     num_layers = len(rope_layers)
     if fields.has("layer_types") and kind.windows != "switched":
-        return _layer_types(fields, num_layers)
+        return _layer_types(
+            fields, num_layers, known=tuple(kind.mixers.kinds if kind.mixers else ())
+        )
     if kind.windows in ("every_layer", "switched"):
         return [bool(window)] * num_layers
     if kind.windows == "layer_types":
@@ -640,10 +647,15 @@ def _dense_pattern(fields: Fields) -> int:
     return pattern
 
 
-def _layer_types(fields: Fields, num_layers: int, partial: str = "sliding_attention") -> list[bool]:
-    """Return one flag per layer: whether `layer_types` calls it `partial`, or full attention."""
+def _layer_types(
+    fields: Fields,
+    num_layers: int,
+    partial: str = "sliding_attention",
+    known: tuple[str, ...] = (),
+) -> list[bool]:
+    """Return one flag per layer: whether `layer_types` calls it `partial`, or others of `known`."""
     types = fields.raw("layer_types")
-    known = ("full_attention", partial)
+    known = known or ("full_attention", partial)
     if (
         not isinstance(types, list)
         or len(types) != num_layers

@@ -22,6 +22,7 @@ _MAX_HEAD_DIM = 1024
 _MAX_DELTA_DIM = 256  # features of a head that `kernels.gated_delta` supports
 _MAX_STATE = 256  # columns that `kernels.mamba2` supports
 _MAX_CONV = 4  # taps that `kernels.causal_conv` supports
+_MAX_SHORT_CONV = 7  # of two such convolutions, the newer of 3 taps
 _INFINITY = {"__float__": "Infinity"}  # as transformers 5 writes it
 
 
@@ -118,6 +119,8 @@ def _layer_kinds(fields: Fields, kind: MixerFamily, num_layers: int) -> tuple[st
     """Return the kind of each layer."""
     is_full = _full_layers(fields, kind, num_layers)
     if not fields.has("layer_types"):
+        if "sliding_attention" in kind.kinds:
+            raise fields.error("layer_types", f"given, {num_layers} of {' or '.join(kind.kinds)}")
         attention = kind.kinds.get(FULL_ATTENTION, "attention")
         other = next(name for name in kind.kinds.values() if name != attention)
         return tuple(attention if full else other for full in is_full)
@@ -160,7 +163,7 @@ def _check_activation(fields: Fields, kind: MixerFamily, layers: str) -> None:
 def _short_conv(fields: Fields) -> ShortConvConfig:
     return ShortConvConfig(
         fields.integer("hidden_size", 1, 1 << 20),
-        fields.integer("conv_L_cache", 2, _MAX_CONV),
+        fields.integer("conv_L_cache", 2, _MAX_SHORT_CONV),
         fields.flag("conv_bias", False),
     )
 

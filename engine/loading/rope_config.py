@@ -153,7 +153,7 @@ class _RopeReader:
         kind = self.rope.text(key, "default")
         kind = self.family.rope_aliases.get(kind, kind)
         known: tuple[str, ...] = _KINDS
-        if self.family.layers_differ:
+        if self.family.layers_differ or self.family.local_rope:
             known = (*_KINDS, "proportional")
         elif self.family.rope_mscales:
             known = ("default", "longrope")

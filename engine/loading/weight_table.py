@@ -241,9 +241,10 @@ class _Parts:
                 self.local[twin] = self.local[part]
                 if part in self._heads:
                     self._heads[twin] = self._heads[part]
-        if not config.attn_gate:
-            self.whole["attn_gate"] = 0
-            self.local["attn_gate"] = (0, 0)
+        if config.attn_gate != "sigmoid":
+            has_gate = config.attn_gate == "sigmoid_heads"
+            self.whole["attn_gate"] = self.whole["q_head"] if has_gate else 0
+            self.local["attn_gate"] = self.local["q_head"] if has_gate else (0, 0)
         if self._by_output:
             n = self.whole["hidden"] = config.hidden_size
             self.local["hidden"] = shard.cut("hidden_size", n)

@@ -429,10 +429,13 @@ class Decoder:
         """Compute anew what layers have derived from these weights, which have been overwritten."""
         for name in names:
             layer, _, kind = name.rpartition(".")
-            if kind != "router_norm" and not kind.startswith("xielu_"):
+            if kind not in ("router_norm", "conv_taps") and not kind.startswith("xielu_"):
                 continue
-            mlp: Any = self.layers[int(layer.rpartition(".")[2])].mlp
-            if kind == "router_norm":
+            one: Any = self.layers[int(layer.rpartition(".")[2])]
+            mlp = one.mlp
+            if kind == "conv_taps":
+                one.attn.refresh()
+            elif kind == "router_norm":
                 mlp.router_norm.weight[...] = scaled_router_norm(self.weights[name].data)
             else:
                 mlp.coefficients[...] = self._xielu(f"{layer}.")

@@ -387,6 +387,8 @@ class Family:
         Layers have two attentions and two MLPs. See `ModelConfig.layer_kinds`.
     attn_gate : str
         Gate of the attention's output. See `ModelConfig.attn_gate`.
+    attn_gate_key : str
+        Key of a flag, on by default, that turns the gate off; "" for none.
     moe : MoeFamily or None
         Declaration of the layers with experts.
     adjusts_width : bool
@@ -464,6 +466,7 @@ class Family:
     shortcut: bool = False
     mla_gate: bool = False
     attn_gate: str = ""
+    attn_gate_key: str = ""
     moe: MoeFamily | None = None
     adjusts_width: bool = False
     extra_layers: str = ""

@@ -35,7 +35,7 @@ _KIND_OPS: dict[str, tuple[str, ...]] = {
     "attention": (),
     "gated_delta": ("causal_conv", "gated_delta", "gated_norm"),
     "lightning": ("rope", "mamba2", "gated_norm"),
-    "short_conv": ("causal_conv",),
+    "short_conv": ("causal_conv", "residual_add"),
     "mamba2": ("causal_conv", "mamba2", "gated_norm", "swiglu"),
     "attention_mamba2": ("causal_conv", "mamba2", "gated_norm", "swiglu", "residual_add"),
     "mlp": (),

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from engine.models.expert_names import fused_expert_names, router_names, separate_expert_names
-from engine.models.family import Family, TensorName, linear_names
+from engine.models.family import HF_ATTENTION_NAMES, Family, TensorName, linear_names
 from engine.models.mixer_family import FULL_ATTENTION, MixerFamily
 from engine.models.moe_family import MoeFamily
 
-__all__ = ["LFM2", "LFM2_MOE"]
+__all__ = ["LFM2", "LFM2_MOE", "LFM3"]
 
 _LAYER = "model.layers.{i}"
 _FFN = f"{_LAYER}.feed_forward"
@@ -94,3 +94,51 @@ LFM2_MOE = replace(
         scale="routed_scaling_factor",
     ),
 )
+
+LFM3 = replace(
+    LFM2,
+    model_type="lfm3",
+    names=(
+        *(name for name in _NAMES if not name.kind.endswith(("q_norm", "k_norm", "qkv", "o"))),
+        *HF_ATTENTION_NAMES,
+        *linear_names(f"{_LAYER}.self_attn.o_proj", "o"),
+        TensorName(f"{_LAYER}.self_attn.gate_proj.weight", "qkv", "attn_gate"),
+        TensorName(f"{_LAYER}.post_operator_norm.weight", "post_attn_norm"),
+        TensorName(f"{_LAYER}.post_ffn_norm.weight", "post_mlp_norm"),
+    ),
+    defaults={
+        "max_position_embeddings": 128000,
+        "norm_eps": 1e-5,
+        "intermediate_size": 7680,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "conv_L_cache": 7,
+        "sliding_window": 256,
+        "use_sandwich_norm": True,
+        "tie_word_embeddings": True,
+        "rope_parameters": {
+            "sliding_attention": {"rope_theta": 1e4},
+            "full_attention": {
+                "rope_type": "proportional",
+                "rope_theta": 1e6,
+                "partial_rotary_factor": 0.5,
+            },
+        },
+        "bos_token_id": 124894,
+        "eos_token_id": 124900,
+        "pad_token_id": 124893,
+    },
+    key_aliases={},
+    qkv_bias="attention_bias",
+    o_bias="attention_bias",
+    post_norms="use_sandwich_norm",
+    attn_gate="sigmoid_heads",
+    attn_gate_key="use_attention_gate",
+    windows="layer_types",
+    local_rope=True,
+    mixers=MixerFamily(
+        {FULL_ATTENTION: "attention", "sliding_attention": "attention", "conv": "short_conv"}
+    ),
+    adjusts_width=False,
+)
+"""LFM3: windows in some layers, a gate per head of attention, norms of outputs."""

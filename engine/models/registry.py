@@ -43,7 +43,7 @@ from engine.models.hyperclovax import HYPERCLOVAX
 from engine.models.internlm3 import INTERNLM3, IQUESTCODER
 from engine.models.jais2 import JAIS2
 from engine.models.kimi_linear import KIMI_LINEAR
-from engine.models.lfm2 import LFM2, LFM2_MOE
+from engine.models.lfm2 import LFM2, LFM2_MOE, LFM3
 from engine.models.llama import LLAMA
 from engine.models.llama4 import LLAMA4_TEXT
 from engine.models.longcat_flash import LONGCAT_FLASH
@@ -141,6 +141,7 @@ _DENSE = (
     COHERE,
     BAMBA,
     GRANITE_SWA,
+    LFM3,
 )
 _SPARSE = (
     QWEN2_MOE,

@@ -25,6 +25,7 @@ STATES = (
     "olmo_hybrid",
     "falcon_h1",
     "bamba",
+    "lfm3",
     "kimi_linear",
     "bailing_hybrid",
     "bailing_moe_v2_5",

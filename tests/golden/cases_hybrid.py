@@ -47,6 +47,17 @@ _LFM2 = {
 for key in ("rms_norm_eps", "hidden_act", "head_dim"):
     del _LFM2[key]
 
+_LFM3 = {
+    **{key: value for key, value in _LFM2.items() if key != "conv_L_cache"},
+    "model_type": "lfm3",
+    "head_dim": 24,
+    "num_hidden_layers": 5,
+    "sliding_window": 8,
+    "layer_types": [
+        *("conv", "sliding_attention", "full_attention", "conv", "sliding_attention"),
+    ],
+}
+
 _GRANITE = {
     **{key: value for key, value in _TINY.items() if not key.startswith("linear_")},
     "model_type": "granitemoehybrid",
@@ -298,6 +309,26 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "mamba_rms_norm": True,
         "mamba_norm_before_gate": False,
         "projectors_bias": True,
+    },
+    "lfm3": {
+        **_LFM3,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 70.0},
+            "full_attention": {
+                "rope_type": "proportional",
+                "rope_theta": 500.0,
+                "partial_rotary_factor": 0.5,
+            },
+        },
+    },
+    "lfm3_plain_biases": {
+        **_LFM3,
+        "conv_L_cache": 5,
+        "conv_bias": True,
+        "attention_bias": True,
+        "use_sandwich_norm": False,
+        "use_attention_gate": False,
+        "tie_word_embeddings": True,
     },
     "bamba": {**_BAMBA, "rope_theta": 500.0},
     "bamba_new_keys_biases": {

@@ -58,7 +58,7 @@ FAMILIES = (
     *("arcee", "nemotron", "jais2", "gpt_neox", "hunyuan_v1_dense"),
     *("apertus", "olmo", "nanochat", "youtu", "minicpm3", "bitnet"),
     *("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text"),
-    *("qwen3_5_text", "lfm2", "nemotron_h", "olmo_hybrid", "falcon_h1", "bamba"),
+    *("qwen3_5_text", "lfm2", "nemotron_h", "olmo_hybrid", "falcon_h1", "bamba", "lfm3"),
     *("exaone", "internlm3", "iquestcoder", "cohere", "granite_swa"),
 )
 PLAIN = {
@@ -92,6 +92,7 @@ HYBRIDS = {
     },
     **dict.fromkeys(("kimi_linear", "bailing_hybrid"), _DELTA),
     "falcon_h1": {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_state": 8, "mamba_n_groups": 2},
+    "lfm3": {"layer_types": ["conv", "sliding_attention", "full_attention", "conv"]},
     "bamba": {"attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_state": 8},
     "nemotron_h": {
         "layers_block_type": ["linear_attention", "mlp", "full_attention", "moe"],

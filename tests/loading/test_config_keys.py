@@ -39,6 +39,7 @@ EXTRA = {name: EXPERTS for name in SPARSE} | {
 EXTRA |= {
     "granitemoehybrid": {"mamba_n_heads": 4, "num_local_experts": 8},
     "bamba": {"mamba_n_heads": 4},
+    "lfm3": {"layer_types": ["conv", "sliding_attention", "full_attention"] * 2},
     "nemotron_h": {"num_experts": 32, "hybrid_override_pattern": "ME*M-E"},
 }
 # Values that no family has by default, where 3 is none, and where a file must hold more with them.

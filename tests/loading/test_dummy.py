@@ -32,6 +32,8 @@ def test_every_family_runs(tiny, family):
     if family in ("granitemoehybrid", "nemotron_h", "falcon_h1", "bamba"):
         values |= {"mamba_n_heads": 4, "mamba_n_groups": 1, "hybrid_override_pattern": "M-*M"}
         values |= {"mamba_d_ssm": None}
+    if family == "lfm3":
+        values["layer_types"] = ["conv", "sliding_attention", "full_attention", "conv"]
     model = engine.load(config=config_from_dict(values), load_format="dummy", device="cpu")
     logits = model.step([[1, 2, 3]], model.new_cache(1, 16))
     assert logits.shape == (1, model.config.vocab_size) and np.isfinite(logits).all()
