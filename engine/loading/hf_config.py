@@ -22,7 +22,7 @@ from engine.config import MlaConfig, ModelConfig, MoeConfig, RopeConfig
 from engine.dtypes import FLOAT_NAMES
 from engine.errors import ConfigError, WeightsError
 from engine.layers.rotary import attention_factor
-from engine.loading._fields import Fields
+from engine.loading._fields import REQUIRED, Fields
 from engine.loading.classifier import is_classifier
 from engine.loading.config_keys import refuse_unread
 from engine.loading.generation_config import generation_config
@@ -59,6 +59,8 @@ _MAX_CHUNKS = 4096
 _NULL_IS_DEFAULT = ("rope_parameters", "attn_layer_indices")
 
 _SWITCHED = ("switched", "max_window_layers", "even_layers", "layers_without_rope")
+
+_NEW_FALCON = "new_decoder_architecture"
 
 _ENDS = ("embed", "lm_head")
 
@@ -294,7 +296,7 @@ def _sizes(fields: Fields, kind: Family, latent_head_dim: int) -> dict[str, Any]
     hidden = fields.integer("hidden_size", 1, _MAX_WIDTH)
     width = kind.mlp_width if fields.has(kind.mlp_width) else "intermediate_size"
     heads = fields.integer("num_attention_heads", 1, _MAX_HEADS)
-    kv_heads = fields.integer("num_key_value_heads", 1, _MAX_HEADS, heads)
+    kv_heads = _num_kv_heads(fields, kind, heads)
     if heads % kv_heads:
         raise fields.error("num_key_value_heads", f"a divisor of the {heads} query heads")
     if not latent_head_dim and not fields.has("head_dim") and hidden % heads:
@@ -310,8 +312,32 @@ def _sizes(fields: Fields, kind: Family, latent_head_dim: int) -> dict[str, Any]
         "num_heads": heads,
         "num_kv_heads": kv_heads,
         "head_dim": head_dim,
-        "intermediate_size": max(fields.per_layer(width, num_layers, 1, _MAX_WIDTH)),
+        "intermediate_size": max(
+            fields.per_layer(width, num_layers, 1, _MAX_WIDTH, kind.mlp_ratio * hidden or REQUIRED)
+        ),
     }
+
+
+def _num_kv_heads(fields: Fields, kind: Family, heads: int) -> int:
+    """Return the number of key/value heads; Falcon's old layers say it by a flag."""
+    if kind.multi_query and not fields.flag(_NEW_FALCON, False):
+        return 1 if fields.flag("multi_query", True) else heads
+    num_kv_heads: int = fields.integer("num_key_value_heads", 1, _MAX_HEADS, heads)
+    return num_kv_heads
+
+
+def _has_parallel_norms(fields: Fields, kind: Family, is_parallel: bool) -> bool:
+    """Tell whether each branch of a parallel block has a norm of its own."""
+    key = kind.parallel_norms
+    if not isinstance(key, str):
+        return is_parallel and key
+    is_new = fields.flag(_NEW_FALCON, False)
+    if is_new and not is_parallel:
+        raise fields.error("parallel_attn", f"true with {_NEW_FALCON}")
+    is_separate = fields.integer(key, 1, 2, 2 if is_new else 1) == 2 and is_parallel
+    if is_separate and not is_new:
+        raise fields.error(key, f"1 without {_NEW_FALCON}")
+    return is_separate
 
 
 def _adjusted_width(fields: Fields, width: int) -> int:
@@ -354,7 +380,7 @@ def _switches(fields: Fields, kind: Family) -> dict[str, Any]:
         "embed_norm": kind.embed_norm,
         "norm_bias": kind.norm_bias,
         "parallel": (parallel := declared(kind.parallel)),
-        "parallel_norms": parallel and kind.parallel_norms,
+        "parallel_norms": _has_parallel_norms(fields, kind, parallel),
         "gated_mlp": kind.gated_mlp,
         "v_head_dim": _v_head_dim(fields, kind),
         "sinks": bool(kind.sinks),

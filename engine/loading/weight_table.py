@@ -377,8 +377,11 @@ class _Parts:
             for part in parts:
                 size = self.whole[part] // count
                 first, last = self.local[part]
-                if first <= head * size < last:
-                    yield before, before + size, self._start(fused, part) + head * size - first
+                low = max(first - head * size, 0)
+                high = min(last - head * size, size)
+                if low < high:  # several shards may hold the queries of one key
+                    start = self._start(fused, part) + head * size + low - first
+                    yield before + low, before + high, start
                 before += size
 
     def _pieces_of_values(self, fused: tuple[str, ...]) -> Iterator[tuple[int, int, int]]:

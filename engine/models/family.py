@@ -275,12 +275,18 @@ class Family:
         The embedding is normalised.
     mlp_width : str
         Key of the MLP's intermediate size; without it, that is `intermediate_size`.
+    mlp_ratio : int
+        Without that key, the MLP has this many features per feature of the token; 0: it is needed.
+    multi_query : bool
+        `multi_query` and `new_decoder_architecture` say how many key/value heads there are
+        (Falcon).
     gated_mlp : bool
         The MLP is act(gate x) * up x; otherwise act(up x).
     parallel : bool or str
         Attention and MLP read the same input, and both are added to it; or the key of that flag.
-    parallel_norms : bool
-        Each branch of a parallel block has a norm of its own.
+    parallel_norms : bool or str
+        Each branch of a parallel block has a norm of its own; or the key of their number, by
+        default 2 with `new_decoder_architecture` and 1 without.
     inner_norms : bool
         See `ModelConfig.inner_norms`.
     norms_by_kind : bool
@@ -414,9 +420,11 @@ class Family:
     embed_norm: bool = False
     norm_bias: bool = False
     mlp_width: str = "intermediate_size"
+    mlp_ratio: int = 0
+    multi_query: bool = False
     gated_mlp: bool = True
     parallel: bool | str = False
-    parallel_norms: bool = False
+    parallel_norms: bool | str = False
     qkv_bias: bool | str = False
     o_bias: bool | str = False
     mlp_bias: bool | str = False

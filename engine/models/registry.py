@@ -20,6 +20,7 @@ from engine.models.dots1 import DOTS1
 from engine.models.ernie4_5 import ERNIE4_5, ERNIE4_5_MOE
 from engine.models.exaone import EXAONE
 from engine.models.exaone4 import EXAONE4, EXAONE_MOE
+from engine.models.falcon import FALCON
 from engine.models.falcon_h1 import FALCON_H1
 from engine.models.family import Family
 from engine.models.flex_olmo import FLEX_OLMO
@@ -62,6 +63,7 @@ from engine.models.olmo import OLMO
 from engine.models.olmo2 import OLMO2, OLMO3
 from engine.models.olmo_hybrid import OLMO_HYBRID
 from engine.models.olmoe import OLMOE
+from engine.models.persimmon import PERSIMMON
 from engine.models.phi import PHI
 from engine.models.phi3 import PHI3
 from engine.models.phimoe import PHIMOE
@@ -142,6 +144,8 @@ _DENSE = (
     BAMBA,
     GRANITE_SWA,
     LFM3,
+    PERSIMMON,
+    FALCON,
 )
 _SPARSE = (
     QWEN2_MOE,

@@ -873,6 +873,55 @@ MODELS |= {
     },
 }
 
+_PERSIMMON = {
+    **_TINY,
+    "model_type": "persimmon",
+    "num_key_value_heads": 4,
+    "layer_norm_eps": 1e-3,
+    "hidden_act": "relu2",
+}
+_FALCON = {
+    **{
+        key: value
+        for key, value in _TINY.items()
+        if not key.startswith(("intermediate", "num_k", "hidden_a"))
+    },
+    "model_type": "falcon",
+    "layer_norm_epsilon": 1e-3,
+}
+MODELS |= {
+    "persimmon": {**_PERSIMMON, "rope_theta": 500.0},
+    "persimmon_plain_new_keys": {
+        **_PERSIMMON,
+        "hidden_act": "gelu",
+        "qk_layernorm": False,
+        "tie_word_embeddings": True,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 500.0,
+            "partial_rotary_factor": 0.75,
+        },
+    },
+    "falcon": {**_FALCON, "num_kv_heads": 4, "rope_theta": 500.0},
+    "falcon_grouped_new_keys_biases": {
+        **_FALCON,
+        "new_decoder_architecture": True,
+        "num_kv_heads": 2,
+        "ffn_hidden_size": 96,
+        "activation": "gelu",
+        "bias": True,
+        "tie_word_embeddings": True,
+        "rope_parameters": _NEW_ROPE,
+    },
+    "falcon_grouped_one_norm": {
+        **_FALCON,
+        "new_decoder_architecture": True,
+        "num_ln_in_parallel_attn": 1,
+        "num_kv_heads": 2,
+    },
+    "falcon_sequential": {**_FALCON, "multi_query": False, "parallel_attn": False},
+}
+
 # The factor on queries: 1 for the first 8 positions, then it grows twice before the prompt ends.
 _MINISTRAL3 = {**_TINY, "model_type": "ministral3", "head_dim": 24}
 _Q_SCALE = {**_YARN_OLD, "original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.7}

@@ -46,7 +46,7 @@ HERE = Path(__file__).parent
 MODELS = OLDER | SWITCHES | WRAPPED | HYBRIDS | LATENTS
 # Dense families whose tensors have other names in memory than on disk
 RENAMED = ("gpt_neox", "nemotron_h", "olmo_hybrid", "kimi_linear", "bailing_hybrid")
-RENAMED += ("exaone", "lfm3")
+RENAMED += ("exaone", "lfm3", "falcon")
 # Ends of their classes' names, in small letters.
 ROUTERS = ("topkrouter", "tokenchoicerouter", "v1gate", "gemma4textrouter")
 # Families whose norms multiply by 1 + w

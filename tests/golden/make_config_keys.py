@@ -60,6 +60,7 @@ FAMILIES = (
     *("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text"),
     *("qwen3_5_text", "lfm2", "nemotron_h", "olmo_hybrid", "falcon_h1", "bamba", "lfm3"),
     *("exaone", "internlm3", "iquestcoder", "cohere", "granite_swa"),
+    *("persimmon", "falcon"),
 )
 PLAIN = {
     "vocab_size": 40, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4,
@@ -174,6 +175,8 @@ def measure(family: str) -> dict:
     values |= HYBRIDS.get(family, {})
     values |= SHARED if family in ("gemma3n_text", "gemma4_text") else {}
     values |= {"global_head_dim": 8} if family.startswith("gemma4") else {}
+    if family == "falcon":
+        values.pop("head_dim")
     model = build(family, values)
     generator = torch.Generator().manual_seed(1)
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}

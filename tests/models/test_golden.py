@@ -507,6 +507,8 @@ def _changed(config, change):
         ("exaone_moe_layer_types_not_normalized", {"moe.renormalize": True}),
         ("granitemoeshared", {"moe.shared_size": 0}),
         ("granite_swa", {"layer_windows": ()}),
+        ("falcon_grouped_new_keys_biases", {"parallel_norms": False}),
+        ("falcon_sequential", {"parallel": True}),
         ("lfm3", {"layer_windows": (0, 9, 0, 0, 9)}),
         ("lfm3", {"rope.num_frequencies": 12}),
         ("lfm3", {"post_norms": False}),
