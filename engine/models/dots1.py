@@ -16,6 +16,7 @@ DOTS1 = replace(
     gguf_names=(*GGUF_SPLIT_NAMES, *GGUF_EXPERT_NAMES, *GGUF_SHARED_EXPERT_NAMES),
     gguf_arch="dots1",
     defaults={
+        "num_key_value_heads": 32,
         "max_position_embeddings": 2048,
         "rms_norm_eps": 1e-6,
         "intermediate_size": 10944,

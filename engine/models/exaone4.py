@@ -25,6 +25,7 @@ EXAONE4 = replace(
     model_type="exaone4",
     gguf_arch="exaone4",
     defaults={
+        "num_key_value_heads": 32,
         "max_position_embeddings": 2048,
         "rms_norm_eps": 1e-5,
         "sliding_window": 4096,

@@ -12,6 +12,7 @@ GEMMA = Family(
     names=LLAMA_NAMES,
     gguf_arch="gemma",
     defaults={
+        "num_key_value_heads": 16,
         "head_dim": 256,
         "hidden_act": "gelu_pytorch_tanh",
         "max_position_embeddings": 8192,

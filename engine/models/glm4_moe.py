@@ -49,6 +49,7 @@ GLM4_MOE = Family(
     ),
     gguf_arch="glm4moe",
     defaults={
+        "num_key_value_heads": 8,
         "max_position_embeddings": 131072,
         "rms_norm_eps": 1e-5,
         "partial_rotary_factor": 0.5,

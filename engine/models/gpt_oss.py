@@ -51,6 +51,7 @@ GPT_OSS = Family(
     ),
     gguf_arch="gpt-oss",
     defaults={
+        "num_key_value_heads": 8,
         "head_dim": 64,
         "max_position_embeddings": 131072,
         "rms_norm_eps": 1e-5,

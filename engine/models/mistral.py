@@ -15,6 +15,7 @@ MISTRAL = Family(
     # NOTE: Mistral's .gguf files declare "llama", and store rows in llama's order.
     gguf_interleaved_rope=True,
     defaults={
+        "num_key_value_heads": 8,
         "max_position_embeddings": 4096 * 32,
         "rms_norm_eps": 1e-6,
         "sliding_window": 4096,

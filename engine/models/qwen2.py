@@ -12,6 +12,7 @@ QWEN2 = Family(
     names=LLAMA_NAMES,
     gguf_arch="qwen2",
     defaults={
+        "num_key_value_heads": 32,
         "max_position_embeddings": 32768,
         "rms_norm_eps": 1e-6,
         "sliding_window": 4096,

@@ -25,6 +25,7 @@ QWEN2_MOE = Family(
     ),
     gguf_names=(),
     defaults={
+        "num_key_value_heads": 16,
         "max_position_embeddings": 32768,
         "rms_norm_eps": 1e-6,
         "intermediate_size": 5632,

@@ -12,6 +12,7 @@ QWEN3 = Family(
     names=LLAMA_NAMES,
     gguf_arch="qwen3",
     defaults={
+        "num_key_value_heads": 32,
         "head_dim": 128,
         "max_position_embeddings": 32768,
         "rms_norm_eps": 1e-6,

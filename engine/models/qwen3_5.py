@@ -30,7 +30,7 @@ QWEN3_5_TEXT = replace(
     QWEN3_NEXT,
     model_type="qwen3_5_text",
     names=_NAMES,
-    defaults={**QWEN3_NEXT.defaults, "intermediate_size": 12288},
+    defaults={**QWEN3_NEXT.defaults, "num_key_value_heads": 4, "intermediate_size": 12288},
     moe=None,
     extra_layers="mtp_num_hidden_layers",
 )

@@ -25,6 +25,7 @@ QWEN3_MOE = Family(
     gguf_names=(*GGUF_SPLIT_NAMES, *GGUF_EXPERT_NAMES),
     gguf_arch="qwen3moe",
     defaults={
+        "num_key_value_heads": 4,
         "max_position_embeddings": 32768,
         "rms_norm_eps": 1e-6,
         "intermediate_size": 6144,

@@ -51,6 +51,7 @@ QWEN3_NEXT = Family(
     ),
     gguf_names=(),
     defaults={
+        "num_key_value_heads": 2,
         "max_position_embeddings": 32768,
         "rms_norm_eps": 1e-6,
         "head_dim": 256,

@@ -19,6 +19,7 @@ STABLELM = Family(
     gguf_names=own_norm_names((*GGUF_SPLIT_NAMES, *GGUF_NORM_BIASES)),
     gguf_arch="stablelm",
     defaults={
+        "num_key_value_heads": 32,
         "max_position_embeddings": 4096,
         "layer_norm_eps": 1e-5,
         "partial_rotary_factor": 0.25,

@@ -390,6 +390,24 @@ def test_bases_of_rope_that_files_may_leave_out(kind, theta):
     assert known(kind, **sizes).rope.theta == theta
 
 
+# Of transformers 5.24, where it differs from the number of query heads.
+KV_HEADS = {
+    **dict.fromkeys(("dots1", "exaone4", "exaone_moe", "mimo", "qwen2", "qwen3", "stablelm"), 32),
+    **dict.fromkeys(("gemma", "qwen2_moe"), 16),
+    **dict.fromkeys(("glm4_moe", "gpt_oss", "ministral", "mistral", "mixtral"), 8),
+    **dict.fromkeys(("qwen3_5_text", "qwen3_moe"), 4),
+    **dict.fromkeys(("qwen3_5_moe_text", "qwen3_next"), 2),
+}
+
+
+@pytest.mark.parametrize("kind", KV_HEADS)
+def test_numbers_of_key_value_heads_that_files_may_leave_out(kind):
+    values = {"model_type": kind, **SIZES, "num_attention_heads": 64, "hidden_size": 512}
+    del values["num_key_value_heads"]
+    assert config_from_dict(values).num_kv_heads == KV_HEADS[kind]
+    assert config_from_dict({**values, "num_key_value_heads": None}).num_kv_heads == 64
+
+
 def test_minimax_m2_counts_the_rotated_features():
     sizes = {"num_key_value_heads": 2, "head_dim": 16}
     assert known("minimax_m2", **sizes, rotary_dim=8).rope.rotary_dim == 8

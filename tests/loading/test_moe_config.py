@@ -14,6 +14,7 @@ SIZES = {
     "intermediate_size": 48,
     "num_hidden_layers": 1,
     "num_attention_heads": 4,
+    "num_key_value_heads": 4,
 }
 
 
