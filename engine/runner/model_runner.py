@@ -43,19 +43,12 @@ BatchT = TypeVar("BatchT", ForwardBatch, SamplingBatch)
 _NO_SAMPLE = "its logits are NaN, or leave no token to choose"
 
 
-def _no_sample(spec: SamplingSpec) -> str:
-    """Return why no token was sampled; several options may have forbidden them all."""
-    params = spec.params
-    forbidding = {
-        "structured output": spec.grammar is not None,
-        "allowed_token_ids": params.allowed_token_ids is not None,
-        "bad_words": bool(spec.bad_words),
-        "min_tokens": params.min_tokens > 0 and spec.grammar is None,  # a grammar may end earlier
-    }
-    names = [name for name, is_given in forbidding.items() if is_given]
-    if len(names) < 2:
+def _no_sample(spec: SamplingSpec, arrays: Mapping[str, Any], row: int) -> str:
+    """Return why no token was sampled from a row of logits: several options may forbid them all."""
+    names = spec.forbidding
+    if len(names) < 2 or arrays["is_unusable"][row]:
         return _NO_SAMPLE
-    return f"conflicting options: {' and '.join(names)} leave no token, or its logits are NaN"
+    return f"conflicting options: {' and '.join(names)} leave no token"
 
 
 class RunnableModel(Protocol):
@@ -474,6 +467,8 @@ class ModelRunner:
             positions = columns["positions"][chosen]
             self._sampling.history.append(history_rows, positions, sampled.token_ids[chosen])
         wanted = {"token_ids": sampled.token_ids, "status": sampled.status}
+        if self._sampling.may_conflict[rows].any():
+            wanted["is_unusable"] = ~(logits < np.inf).all(axis=1)  # some are NaN or inf
         if sampling.num_logprobs is not None:
             step.counts = [s.request.spec.num_logprobs for s in step.sampled]
             xp = self.model.device.xp
@@ -510,7 +505,7 @@ class ModelRunner:
         result.token_ids = {s.request: [i] for s, i in zip(sampled, token_ids, strict=True)}
         for index in np.flatnonzero(arrays["status"]).tolist():
             request = sampled[index].request
-            result.failed.setdefault(request, _no_sample(request.spec))
+            result.failed.setdefault(request, _no_sample(request.spec, arrays, index))
         for request in result.failed:
             result.token_ids.pop(request, None)
         for index, count in enumerate(step.counts):
@@ -549,7 +544,7 @@ class ModelRunner:
             for index, row in enumerate(accepted) if has_failures else ():
                 why = step.failed_rows.get(first + row)
                 if not why and status[first + row]:
-                    why = _no_sample(request.spec)
+                    why = _no_sample(request.spec, arrays, first + row)
                 if why:
                     result.failed[request] = why
                     accepted = accepted[:index]

@@ -67,6 +67,18 @@ class SamplingSpec:
         return bool(self.bad_words or self.params.logits_processors or has_rules)
 
     @property
+    def forbidding(self) -> list[str]:
+        """Names of the options that forbid tokens."""
+        params = self.params
+        is_given = {
+            "structured output": self.grammar is not None,
+            "allowed_token_ids": params.allowed_token_ids is not None,
+            "bad_words": bool(self.bad_words),
+            "min_tokens": params.min_tokens > 0 and self.grammar is None,  # a grammar may end it
+        }
+        return [name for name in is_given if is_given[name]]
+
+    @property
     def is_penalised(self) -> bool:
         """Tell whether any penalty changes a logit."""
         p = self.params
@@ -86,6 +98,8 @@ class SamplingTable:
 
     Attributes
     ----------
+    has_processors, may_conflict : (num_rows,) bool
+        Request rows with logits processors, and with several options that forbid tokens.
     num_prompt_scored : int
         Running requests with `prompt_logprobs`.
     version : int
@@ -98,6 +112,7 @@ class SamplingTable:
         self.history = HistoryTable(num_rows, device)
         self.is_penalised = np.zeros(num_rows, np.bool_)
         self.has_processors = np.zeros(num_rows, np.bool_)
+        self.may_conflict = np.zeros(num_rows, np.bool_)
         self._needs_host_ids = np.zeros(num_rows, np.bool_)
         self.num_prompt_scored = self.version = 0
         self._eos = tuple(eos_token_ids)
@@ -133,6 +148,7 @@ class SamplingTable:
         self._has_bias[row] = bool(has_bias or spec.dry is not None)
         self._has_filters[row] = spec.has_filters
         self.has_processors[row] = bool(params.logits_processors)
+        self.may_conflict[row] = len(spec.forbidding) > 1
         self.is_penalised[row] = spec.is_penalised
         self._needs_host_ids[row] = spec.needs_host_ids
         self.num_prompt_scored += params.prompt_logprobs is not None

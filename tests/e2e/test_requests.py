@@ -338,6 +338,22 @@ def test_a_bad_processor_fails_its_request_only(model, processor, why, late):
     assert list(outputs["good"].outputs[0].token_ids) == greedy_alone(model, [8, 9], 6)
 
 
+@pytest.mark.parametrize("drafts", [None, {"method": "ngram", "num_speculative_tokens": 3}])
+def test_options_that_forbid_every_token_are_told_from_bad_logits(model, drafts, late):
+    engine = make_engine(model, async_scheduling=late, speculative_config=drafts)
+    engine.add_request("good", [7, 8] * 20, SamplingParams(max_tokens=9, logit_bias={8: 100}))
+    both = {"allowed_token_ids": [EOS], "min_tokens": 3, "max_tokens": 5}
+    why = {"both": "conflicting options: allowed_token_ids and min_tokens leave no token"}
+    engine.add_request("both", LONG, SamplingParams(**both))
+    for name, value in (("nan", np.nan), ("inf", np.inf)):
+        processor = lambda ids, logits, value=value: logits.__setitem__(7, value)  # noqa: E731
+        engine.add_request(name, LONG, SamplingParams(**both, logits_processors=[processor]))
+        why[name] = "its logits are NaN, or leave no token to choose"
+    outputs = run(engine)
+    assert outputs.pop("good").outputs[0].token_ids == [8] * 9
+    assert {name: output.outputs[0].stop_reason for name, output in outputs.items()} == why
+
+
 # ---- timeouts and aborts
 
 
