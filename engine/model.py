@@ -44,7 +44,7 @@ from engine.layers.batch import ForwardBatch
 from engine.layers.collectives import Collectives
 from engine.layers.lora import NO_ADAPTER
 from engine.layers.sampler import Sampler, SamplingBatch
-from engine.layers.token_ids import checked_token_ids
+from engine.layers.token_ids import checked_sequence, checked_token_ids
 from engine.loading import page_calibration
 from engine.loading.attention_pattern import layer_patterns
 from engine.loading.classifier import read_classifier
@@ -757,8 +757,8 @@ class Model:
         DeviceError
             If the model is not on the CPU.
         """
-        ids = checked_token_ids([token_ids], 1, self.config.vocab_size)
-        return trace_decoder(self.decoder, ids[0])
+        ids = checked_sequence(token_ids, self.config.vocab_size)
+        return trace_decoder(self.decoder, ids)
 
     def read_residual(self, hidden: Any) -> Any:
         """Return the logits (T, V) of residual streams (T, N), as if they left the last layer."""

@@ -10,7 +10,7 @@ from engine.checks import length_of, shown
 from engine.device import cupy, is_cupy_array, to_numpy
 from engine.errors import RequestError
 
-__all__ = ["checked_token_ids"]
+__all__ = ["checked_sequence", "checked_token_ids"]
 
 _MAX_ROWS_READ = 1 << 20  # maximum number of rows; longer arguments are rejected before the copy
 
@@ -44,25 +44,61 @@ def checked_token_ids(
         raise RequestError(
             f"token_ids must have B = {batch_size} rows, as the cache; got {shown(rows)}"
         )
-    ids = _on_host(token_ids)
+    ids = _on_host("token_ids", token_ids)
     if ids.ndim != 2 or ids.shape[0] != batch_size or not ids.shape[1]:
         raise RequestError(
             f"token_ids must have shape (B, T) with B = {batch_size} (rows of the cache) and "
             f"T >= 1; got {ids.shape}"
         )
+    return _in_vocabulary("token_ids", ids, vocab_size)
+
+
+def checked_sequence(
+    token_ids: Any, vocab_size: int, name: str = "token_ids"
+) -> np.ndarray[Any, np.dtype[np.int32]]:
+    """Return the token ids of one sequence as a (T,) int32 array on the host.
+
+    Parameters
+    ----------
+    token_ids : (T,) array of any int dtype, or list
+        See `checked_token_ids`.
+    vocab_size : int
+    name : str
+        Name of the argument, for messages.
+
+    Raises
+    ------
+    RequestError
+        If the shape is not (T,), T is 0, the dtype is not an integer, or an id is outside [0, V).
+
+    Examples
+    --------
+    >>> checked_sequence([1, -1], 100, "token_ids[3]")
+    Traceback (most recent call last):
+    ...
+    engine.errors.RequestError: token_ids[3][1] must be in [0, 100), the vocabulary; got -1
+    """
+    ids = _on_host(name, token_ids)
+    if ids.ndim != 1 or not ids.size:
+        raise RequestError(f"{name} must have shape (T,) with T >= 1; got {ids.shape}")
+    return _in_vocabulary(name, ids, vocab_size)
+
+
+def _in_vocabulary(
+    name: str, ids: np.ndarray[Any, Any], vocab_size: int
+) -> np.ndarray[Any, np.dtype[np.int32]]:
     if ids.dtype.kind not in "iu":
-        raise RequestError(f"token_ids must be integers; got {ids.dtype}")
-    bad = (ids < 0) | (ids >= vocab_size)
-    if bad.any():
-        row, column = (int(i) for i in np.argwhere(bad)[0])
+        raise RequestError(f"{name} must be integers; got {ids.dtype}")
+    bad = np.argwhere((ids < 0) | (ids >= vocab_size))
+    if bad.size:
+        first = bad[0].tolist()
         raise RequestError(
-            f"token_ids[{row}, {column}] must be in [0, {vocab_size}), the vocabulary; "
-            f"got {ids[row, column]}"
+            f"{name}{first} must be in [0, {vocab_size}), the vocabulary; got {ids[tuple(first)]}"
         )
     return ids.astype(np.int32)
 
 
-def _on_host(token_ids: Any) -> np.ndarray[Any, Any]:
+def _on_host(name: str, token_ids: Any) -> np.ndarray[Any, Any]:
     if isinstance(token_ids, np.ndarray) or is_cupy_array(token_ids):
         return to_numpy(token_ids)
     if hasattr(token_ids, "__cuda_array_interface__"):
@@ -73,4 +109,4 @@ def _on_host(token_ids: Any) -> np.ndarray[Any, Any]:
     try:
         return np.asarray(token_ids)
     except ValueError as error:
-        raise RequestError(f"token_ids must be rows of equal length; got {error}") from None
+        raise RequestError(f"{name} must be rows of equal length; got {error}") from None

@@ -16,7 +16,7 @@ import numpy as np
 from engine.config import ModelConfig
 from engine.dtypes import KV_CODE_DTYPES
 from engine.errors import RequestError
-from engine.layers.token_ids import checked_token_ids
+from engine.layers.token_ids import checked_sequence
 from engine.loading.kv_scales import read_kv_scales
 from engine.models.kv_scales import KVScales
 
@@ -68,7 +68,8 @@ def checked_sequences(model: Any, sequences: Sequence[Sequence[int]]) -> list[An
         if not 1 <= len(ids) <= model.max_model_len:
             limit = model.max_model_len
             raise RequestError(f"token_ids[{index}] must have 1 to {limit} tokens; got {len(ids)}")
-    return [checked_token_ids([ids], 1, model.config.vocab_size)[0] for ids in sequences]
+    vocab = model.config.vocab_size
+    return [checked_sequence(ids, vocab, f"token_ids[{i}]") for i, ids in enumerate(sequences)]
 
 
 def fixed_sequences(config: ModelConfig, max_model_len: int) -> list[list[int]]:

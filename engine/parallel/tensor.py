@@ -35,7 +35,7 @@ from engine.kernels._override.scope import forbid_override
 from engine.kernels._override.table import Overrides
 from engine.layers.batch import ForwardBatch
 from engine.layers.collectives import Collectives
-from engine.layers.token_ids import checked_token_ids
+from engine.layers.token_ids import checked_sequence
 from engine.loading.config_json import config_to_json
 from engine.loading.download import resolve_model
 from engine.loading.load_config import expert_count
@@ -273,7 +273,7 @@ class TensorParallelModel(Model):
         """Trace a sequence on all ranks. See `Model.trace`."""
         if self.device.is_cuda:
             return super().trace(token_ids)  # raises: tracing needs the CPU
-        [ids] = checked_token_ids([token_ids], 1, self.config.vocab_size)
+        ids = checked_sequence(token_ids, self.config.vocab_size)
         self.driver.send("a trace", TRACE, arrays=[ids])
         with self.driver.together():
             return super().trace(ids)

@@ -12,7 +12,7 @@ import numpy as np
 from engine.checks import is_integer, shown
 from engine.device import Device, resolve_device
 from engine.errors import RequestError, WeightsError
-from engine.layers.token_ids import checked_token_ids
+from engine.layers.token_ids import checked_sequence
 from engine.loading.download import resolve_model
 from engine.loading.gguf import GgufFile
 from engine.loading.quantized_folder import (
@@ -123,7 +123,7 @@ def _sequences(plan: FolderPlan, calibrate: Any, count: int) -> np.ndarray[Any, 
         except UnicodeDecodeError as error:
             raise RequestError(f"{excerpt(calibrate)}: must be UTF-8 ({error.reason})") from None
         ids = _tokenizer(plan).encode(text[: count * _CHARACTERS_PER_TOKEN])
-    ids = checked_token_ids([ids], 1, plan.config.vocab_size)[0]
+    ids = checked_sequence(ids, plan.config.vocab_size, "calibrate")
     rows = min(len(ids), count) // length
     if rows < 1:
         raise RequestError(f"calibrate must have at least {length} tokens; got {len(ids)}")

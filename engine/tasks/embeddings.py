@@ -16,7 +16,7 @@ from engine.checks import items_of, shown_with_type
 from engine.device import to_numpy
 from engine.errors import ContextLengthError, RequestError
 from engine.layers.batch import ForwardBatch
-from engine.layers.token_ids import checked_token_ids
+from engine.layers.token_ids import checked_sequence
 from engine.model import Model
 
 __all__ = ["CLASSIFY", "POOLINGS", "PassSize", "embed", "embed_in_parts"]
@@ -148,7 +148,7 @@ def _checked(model: Model, index: int, ids: Sequence[int]) -> Any:
             raise ContextLengthError.of("input", len(ids), limit, num_reserved=0)
         got = f"{len(ids)} tokens" if hasattr(ids, "__len__") else shown_with_type(ids)
         raise RequestError(f"token_ids[{index}] must have 1 to {limit} tokens; got {got}")
-    return checked_token_ids([ids], 1, model.config.vocab_size)[0]
+    return checked_sequence(ids, model.config.vocab_size, f"token_ids[{index}]")
 
 
 def _parts(

@@ -21,7 +21,7 @@ from engine.device import to_numpy
 from engine.dtypes import np_dtype
 from engine.errors import RequestError
 from engine.layers.batch import ForwardBatch
-from engine.layers.token_ids import checked_token_ids
+from engine.layers.token_ids import checked_sequence
 from engine.model import Model
 from engine.tasks.embeddings import PassSize
 
@@ -148,7 +148,7 @@ def _checked(model: Model, token_ids: Sequence[int]) -> Any:
     if not 2 <= count <= limit:
         got = f"{count} tokens" if hasattr(token_ids, "__len__") else shown(token_ids)
         raise RequestError(f"token_ids must have 2 to {limit} tokens for the logit lens; got {got}")
-    return checked_token_ids([token_ids], 1, model.config.vocab_size)[0]
+    return checked_sequence(token_ids, model.config.vocab_size)
 
 
 def _check_number(name: str, value: Any, limit: int) -> None:
