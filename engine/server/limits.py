@@ -21,7 +21,15 @@ from engine.server.protocol.unknown_fields import ignore_unknown_fields
 from engine.server.server_config import ServerConfig
 from engine.server.sse import ClientGone
 
-__all__ = ["BodyMemory", "RequestSlots", "check_fields", "check_model", "decoded", "read_struct"]
+__all__ = [
+    "BodyMemory",
+    "RequestSlots",
+    "check_fields",
+    "check_model",
+    "check_query",
+    "decoded",
+    "read_struct",
+]
 
 T = TypeVar("T", bound=msgspec.Struct)
 V = TypeVar("V")
@@ -132,6 +140,14 @@ def check_model(model: str | None, request: Request, *, takes_adapters: bool = T
     names = (*names, *adapters)
     message = f"the model {model[:100]!r} does not exist; this server has {', '.join(names)}"
     raise APIError(404, message, param="model", code="model_not_found")
+
+
+def check_query(request: Request, *known: str) -> None:
+    """Raise an `APIError` if a parameter of the URL is not `known`; "name[]" is a list's item."""
+    for name, value in request.query_params.multi_items():
+        if name.removesuffix("[]") not in known:
+            message = f"{name[:50]} is not a parameter of this path; got {value[:50]!r}"
+            raise APIError(400, message, param=name[:50])
 
 
 class BodyMemory:

@@ -271,12 +271,12 @@ def test_only_its_key_reads_a_stream():
             BODY,
             "stream=true&starting_after=x",
             "starting_after",
-            "Expected `int`, got `str`",
+            "Expected `int`, got `str`; got 'x'",
         ),
-        (BODY, "stream=maybe", "stream", "stream: Expected `bool`"),
+        (BODY, "stream=maybe", "stream", "stream: Expected `bool`, got `str`; got 'maybe'"),
         (BODY, "include=file_search_call.results", "include", "include must be empty"),
         (BODY, "include_obfuscation=true", "include_obfuscation", "events are not obfuscated"),
-        (BODY, "after=x", None, "unknown field `after`"),
+        (BODY, "after=x", "after", "after is not a parameter of this path; got 'x'"),
     ],
 )
 def test_what_cannot_be_streamed_again(body, query, param, words):

@@ -10,6 +10,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from engine.errors import ConfigError
+from engine.server.limits import check_query
 from engine.server.openapi import Endpoint
 from engine.server.protocol.errors import APIError
 
@@ -60,13 +61,13 @@ def routes() -> list[Route]:
 
 async def reset_prefix_cache(request: Request) -> Response:
     """Handle POST /reset_prefix_cache, which takes neither a body nor parameters."""
-    _check_query(request)
+    check_query(request)
     return _json(PrefixCacheReset(await request.app.state.client.reset_prefix_cache()))
 
 
 async def sleep(request: Request) -> Response:
     """Handle POST /sleep?level=1; the engine must have no unfinished requests."""
-    _check_query(request, "level")
+    check_query(request, "level")
     given = request.query_params.get("level", "1")
     if given not in ("1", "2"):
         raise APIError(400, f"level must be 1 or 2; got {given[:50]!r}", param="level")
@@ -79,22 +80,15 @@ async def sleep(request: Request) -> Response:
 
 async def wake_up(request: Request) -> Response:
     """Handle POST /wake_up."""
-    _check_query(request)
+    check_query(request)
     await request.app.state.client.wake_up()
     return _json(SleepState(False))
 
 
 async def is_sleeping(request: Request) -> Response:
     """Handle GET /is_sleeping."""
-    _check_query(request)
+    check_query(request)
     return _json(SleepState(await request.app.state.client.is_sleeping()))
-
-
-def _check_query(request: Request, *known: str) -> None:
-    for name, value in request.query_params.multi_items():
-        if name not in known:
-            message = f"{name[:50]} is not a parameter of this path; got {value[:50]!r}"
-            raise APIError(400, message, param=name[:50])
 
 
 def _json(answer: Any) -> Response:

@@ -15,7 +15,7 @@ from starlette.routing import Route
 
 from engine.server.agent_stream import Answered, begin_chat, chat_request, named_frame, num_tokens
 from engine.server.event_log import EventLog
-from engine.server.limits import check_model, decoded, read_struct
+from engine.server.limits import check_model, check_query, decoded, read_struct
 from engine.server.openapi import Endpoint
 from engine.server.protocol.errors import APIError, api_error
 from engine.server.protocol.response_items import ItemPage, ItemQuery, page_of
@@ -35,7 +35,7 @@ __all__ = ["ENDPOINTS", "routes"]
 _STORED = "/v1/responses/{response_id}"
 _CANCEL = f"{_STORED}/cancel"
 _ITEMS = f"{_STORED}/input_items"
-_T = TypeVar("_T")
+_T = TypeVar("_T", bound=msgspec.Struct)
 _log = logging.getLogger("engine.server")
 _STREAM_CODES = ("rate_limit_exceeded", "context_length_exceeded")
 # Field of a chat completion -> the field of a response that it is made from.
@@ -48,6 +48,7 @@ _FIELDS = {
     "structured": "text.format",
 }
 _INCLUDED = ("reasoning.encrypted_content",)  # no effect: reasoning is plain text
+_IGNORED = ("include", "include_obfuscation")  # parameters of the URL
 
 
 class Retrieval(msgspec.Struct, forbid_unknown_fields=True):
@@ -231,23 +232,25 @@ async def _cancel(stored: StoredResponse) -> None:
 
 def _query(request: Request, kind: type[_T]) -> _T:
     """Return a request's query as a struct, after checking that all of it is supported."""
+    check_query(request, *_IGNORED, *kind.__struct_fields__)
     given: dict[str, Any] = {}
     for name, value in request.query_params.multi_items():
         name = name.removesuffix("[]")
         if name == "include" and value not in _INCLUDED:
-            message = f"include must be empty; got {value[:50]}"
+            message = f"include must be empty; got {value[:50]!r}"
             raise APIError(400, message, param="include")
         if name == "include_obfuscation" and value.lower() != "false":
-            message = f"include_obfuscation must be false: events are not obfuscated; got {value}"
-            raise APIError(400, message[:150], param=name)
-        if name not in ("include", "include_obfuscation"):
+            message = "include_obfuscation must be false: events are not obfuscated"
+            raise APIError(400, f"{message}; got {value[:50]!r}", param=name)
+        if name not in _IGNORED:
             given[name] = value
     try:
         return msgspec.convert(given, kind, strict=False)
     except msgspec.ValidationError as error:
         reason, _, path = str(error).partition(" - at `$.")
         name = path.rstrip("`")
-        raise APIError(400, f"{name or 'the query'}: {reason}", param=name or None) from None
+        message = f"{name}: {reason}; got {given[name][:50]!r}"
+        raise APIError(400, message, param=name) from None
 
 
 def _followed(request: Request, log: EventLog, after: int) -> EventStream:
