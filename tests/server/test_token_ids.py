@@ -57,6 +57,14 @@ def test_a_conversation_returns_its_ids(http, smollm2):
     assert ids == choice["token_ids"]
     text = "".join(frame["choices"][0]["delta"].get("content", "") for frame in others)
     assert text == choice["message"]["content"]
+    given |= {"prompt_logprobs": 1, "n": 2, "return_token_ids": True, "temperature": 1}
+    scored = post(http, "/v1/chat/completions", **given)
+    assert len(scored["prompt_logprobs"]) == len(found["prompt_token_ids"])
+    first, *others = frames(http, "/v1/chat/completions", **given)
+    assert first["prompt_token_ids"] == found["prompt_token_ids"]
+    assert first["prompt_logprobs"] == scored["prompt_logprobs"]
+    assert not any("prompt_logprobs" in frame for frame in others)
+    given = {"messages": QUESTION, "temperature": 0, "max_tokens": 24}
     plain = post(http, "/v1/chat/completions", **given)
     assert "prompt_token_ids" not in plain and "token_ids" not in plain["choices"][0]
     assert plain["choices"][0]["message"] == choice["message"]

@@ -376,7 +376,7 @@ class ChatChunks(Chunks):
     """
 
     _object = "chat.completion.chunk"
-    _prompt = b""  # the prompt's token ids, if they are still to be sent
+    _prompt = b""  # fields about the prompt that are still to be sent
     _plain_end = b'},"logprobs":null,"finish_reason":null}'
 
     def content(self, index: int, text: str) -> bytes:
@@ -418,9 +418,9 @@ class ChatChunks(Chunks):
             choice["token_ids"] = token_ids
         return self.choice(choice)
 
-    def show_prompt(self, token_ids: Sequence[int]) -> None:
-        """Write the prompt's token ids into the next frame that is not a plain text."""
-        self._prompt = b',"prompt_token_ids":' + _encode(token_ids)
+    def show_prompt(self, field: str, value: Any) -> None:
+        """Write a field about the prompt into the next frame that is not a plain text."""
+        self._prompt += b',"%b":%b' % (field.encode(), _encode(value))
 
     def choice(self, choice: Any) -> bytes:
         """Return the frame of an arbitrary choice."""

@@ -74,7 +74,7 @@ async def create_chat_completion(request: Request) -> Response:
         shows_usage, is_continuous = usage_options(body.stream_options)
         chunks = ChatChunks(request_id, model, created, shows_usage=shows_usage)
         if body.return_token_ids:
-            chunks.show_prompt(stream.prompt_token_ids)
+            chunks.show_prompt("prompt_token_ids", stream.prompt_token_ids)
         frames = _frames(
             stream,
             chunks,
@@ -196,6 +196,8 @@ async def _frames(
     async with contextlib.aclosing(stream.pieces()) as pieces:
         async for piece in pieces:
             index = piece.index
+            if stream.prompt_logprobs and not any(begun):
+                await asyncio.to_thread(_show_prompt_logprobs, chunks, stream)
             if is_continuous:
                 chunks.show_usage(usage_of(stream))
             if not begun[index]:
@@ -218,6 +220,10 @@ async def _frames(
                 yield chunks.delta(index, {}, None, reason, stop, ids)
     if shows_usage:
         yield chunks.usage(usage_of(stream))
+
+
+def _show_prompt_logprobs(chunks: ChatChunks, stream: ChatStream) -> None:
+    chunks.show_prompt("prompt_logprobs", prompt_logprobs(stream.prompt_logprobs))
 
 
 def _deltas(
