@@ -24,8 +24,9 @@ working.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 __all__ = [
     "CompileError",
@@ -46,6 +47,7 @@ __all__ = [
     "UnknownOptionError",
     "WeightsError",
     "did_you_mean",
+    "in_item",
     "unknown_keyword",
 ]
 
@@ -174,6 +176,28 @@ class StepTimeoutError(EngineError, TimeoutError):
 
 class OutOfMemoryError(EngineError, MemoryError):
     """Memory ran out; the message lists each use of memory, and what would fit."""
+
+
+@contextlib.contextmanager
+def in_item(name: str, index: int, count: int) -> Iterator[None]:
+    """Within the context, errors about one of `count` requests begin with it: "prompts[3]: ...".
+
+    An only request is not named: it may have been given without a list.
+
+    Examples
+    --------
+    >>> with in_item("prompts", 3, count=5):
+    ...     raise RequestError("stop[0] must be a str; got 5")
+    Traceback (most recent call last):
+    ...
+    engine.errors.RequestError: prompts[3]: stop[0] must be a str; got 5
+    """
+    try:
+        yield
+    except (RequestError, TemplateError) as error:
+        if count > 1:
+            error.args = (f"{name}[{index}]: {error}",)
+        raise
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str = "") -> str:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from engine.checks import length_of, shown_with_type
 from engine.core.stats import EngineStats
 from engine.engine_config import CONFIG_OPTIONS
-from engine.errors import RequestError, TemplateError, unknown_keyword
+from engine.errors import RequestError, TemplateError, in_item, unknown_keyword
 from engine.llm_engine import LLMEngine, Prompt
 from engine.lora_request import LoRARequest
 from engine.model import LOAD_OPTIONS
@@ -130,12 +130,25 @@ class LLM:
         RequestError
             If a prompt cannot be served; then no prompt is queued.
         """
-        batch = _as_prompts(prompts)
+        return self._generate(
+            "prompts", _as_prompts(prompts), sampling_params, priority, lora_request, progress
+        )
+
+    def _generate(
+        self,
+        name: str,
+        batch: Sequence[Prompt],
+        sampling_params: Any,
+        priority: Any,
+        lora_request: Any,
+        progress: bool,
+    ) -> list[RequestOutput]:
+        """See `generate`; errors call the prompts `name`."""
         # Only final outputs are returned, so the engine need not build intermediate ones.
         params = self._params_for(len(batch), sampling_params, RequestOutputKind.FINAL_ONLY)
         priorities = _one_per_prompt("priority", priority, len(batch), numbers.Integral)
         adapters = _one_per_prompt("lora_request", lora_request, len(batch), LoRARequest | None)
-        ids = self._add(batch, params, priorities, adapters)
+        ids = self._add(name, batch, params, priorities, adapters)
         finished: dict[str, RequestOutput] = {}
         from tqdm import tqdm
 
@@ -201,8 +214,13 @@ class LLM:
             "continue_final_message": continue_final_message,
             "allow_special_in_content": allow_special_in_content,
         }
-        prompts = [self._chat_prompt(c, template_variables | options) for c in conversations]
-        return self.generate(prompts, sampling_params, lora_request=lora_request, progress=progress)
+        options |= template_variables
+        count = len(conversations)
+        prompts = []
+        for index, conversation in enumerate(conversations):
+            with in_item("messages", index, count):
+                prompts.append(self._chat_prompt(conversation, options))
+        return self._generate("messages", prompts, sampling_params, 0, lora_request, progress)
 
     def stream(
         self, prompt: Prompt | Sequence[Message], sampling_params: SamplingParams | None = None
@@ -247,9 +265,10 @@ class LLM:
         searches: list[BeamSearch] = []
         shared = self._shared
         try:
-            for prompt in _as_prompts(prompts):
+            given = _as_prompts(prompts)
+            for index, prompt in enumerate(given):
                 name = self._next_id()
-                with shared.lock:
+                with shared.lock, in_item("prompts", index, len(given)):
                     searches.append(BeamSearch(shared.engine, prompt, params, name, shared.inbox))
             while not all(search.is_done for search in searches):
                 with shared.lock:
@@ -335,7 +354,11 @@ class LLM:
             If the model has no head, or a prompt cannot be served.
         """
         engine = self.llm_engine
-        ids = [engine.encode(prompt).token_ids for prompt in _as_prompts(prompts)]
+        given = _as_prompts(prompts)
+        ids = []
+        for index, prompt in enumerate(given):
+            with in_item("prompts", index, len(given)):
+                ids.append(engine.encode(prompt).token_ids)
         rows = self._embed(ids, CLASSIFY)
         labels = () if engine.model.classifier is None else engine.model.classifier.labels
         return [
@@ -426,6 +449,7 @@ class LLM:
 
     def _add(
         self,
+        name: str,
         prompts: Sequence[Prompt],
         params: Sequence[SamplingParams],
         priorities: Sequence[int],
@@ -437,7 +461,7 @@ class LLM:
             try:
                 for index, prompt in enumerate(prompts):
                     ids.append(self._next_id())
-                    try:
+                    with in_item(name, index, len(prompts)):
                         self.llm_engine.add_request(
                             ids[-1],
                             prompt,
@@ -445,8 +469,6 @@ class LLM:
                             priority=priorities[index],
                             lora_request=adapters[index],
                         )
-                    except RequestError as error:
-                        raise type(error)(f"prompts[{index}]: {error}") from error
             except BaseException:
                 self._shared.drop(ids)
                 self._shared.abort_dropped()

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from engine.async_engine import EngineClient
-from engine.errors import ContextLengthError
+from engine.checks import token_ids_of
+from engine.errors import ContextLengthError, RequestError
 from engine.sampling_params import SamplingParams
 from engine.server.protocol.common import SamplingFields, SamplingOptions
 from engine.server.protocol.errors import APIError
@@ -23,6 +24,7 @@ __all__ = [
     "check_num_tokens",
     "check_text_of",
     "limited_timeout",
+    "text_of_ids",
 ]
 
 _ID_BYTES = 8  # longest token id in JSON, with its comma
@@ -180,6 +182,26 @@ def check_text_of(
                 times = f", {num_copies} times" if num_copies > 1 else ""
                 message = f"{name} must have a text of at most {limit} bytes{times}"
                 raise APIError(400, f"{message} (max_body_bytes); got more", param=name)
+
+
+def text_of_ids(
+    token_ids: list[int], name: str, client: EngineClient, *, skip_special_tokens: bool = False
+) -> str:
+    """Return the text of token ids that a request has in its field `name`.
+
+    Raises
+    ------
+    RequestError
+        If an id is outside the vocabulary, or the tokenizer raises.
+    """
+    vocab_size = client.model_info.vocab_size
+    token_ids_of(name, token_ids, vocab_size, f"a token id in [0, {vocab_size})")
+    try:
+        text: str = client.tokenizer.decode(token_ids, skip_special_tokens)
+    except Exception as error:
+        got = f"{type(error).__name__} of the tokenizer: {error}"
+        raise RequestError(f"{name} must be tokens that have a text; got {got}") from error
+    return text
 
 
 def check_num_ids(

@@ -11,6 +11,8 @@ from typing import Protocol
 import numpy as np
 
 from engine.async_engine import EngineClient
+from engine.checks import shown
+from engine.errors import RequestError, in_item
 from engine.outputs import Logprob, RequestOutput
 from engine.server.field_limits import check_length, check_num_tokens, limited_timeout
 from engine.server.protocol.errors import APIError, failed_request
@@ -105,7 +107,11 @@ class _Cosine:
         if instruction is not None:
             message = "instruction needs a reranker; this model compares embeddings"
             raise APIError(400, message, param="instruction")
-        texts = {text: field for pair in pairs for text, field in zip(pair, fields, strict=True)}
+        texts: dict[str, tuple[str, int, int]] = {}
+        for field, column in zip(fields, zip(*pairs, strict=True), strict=True):
+            count = len(set(column))  # a query is the same in all pairs
+            for index, text in enumerate(column):
+                texts.setdefault(text, (field, index, count))
         size = self._client.model_info.hidden_size
         most = self._config.max_embedding_values
         if len(texts) * size > most:
@@ -121,18 +127,19 @@ class _Cosine:
         found = [float(np.dot(by_text[first], by_text[second])) for first, second in pairs]
         return [min(1.0, max(-1.0, each)) for each in found], sum(map(len, ids))
 
-    def _encoded(self, texts: Mapping[str, str]) -> list[list[int]]:
-        """Return the token ids of each text; `texts`: text -> its field."""
+    def _encoded(self, texts: Mapping[str, tuple[str, int, int]]) -> list[list[int]]:
+        """Return the token ids of each text; `texts`: text -> (field, index, number of texts)."""
         tokenizer = self._client.tokenizer
         if tokenizer is None:
             raise APIError(400, "the model has no tokenizer, and cannot compare texts")
         found = []
-        for text, field in texts.items():
-            check_length(text, field, self._client)
-            ids = tokenizer.encode(text)
-            if not ids:
-                raise APIError(400, f"{field} must not be empty", param=field)
-            check_num_tokens(len(ids), field, self._client, num_reserved=0)
+        for text, (field, index, count) in texts.items():
+            with in_item(field, index, count):
+                check_length(text, field, self._client)
+                ids = tokenizer.encode(text)
+                if not ids:
+                    raise RequestError(f"{field} must not be empty; got {shown(text)}")
+                check_num_tokens(len(ids), field, self._client, num_reserved=0)
             found.append(ids)
         return found
 
@@ -172,7 +179,7 @@ class _Texts:
         most = self._config.max_body_bytes
         num_chars = 0
         num_reserved = 0 if self._client.model_info.labels else 1
-        for query, document in pairs:
+        for index, (query, document) in enumerate(pairs):
             text = query + document
             if isinstance(self._way, RerankFormat):
                 text = self._way.prompt(tokenizer, query, document, instruction).text
@@ -180,11 +187,12 @@ class _Texts:
             if num_chars > most:  # more than the body's: each prompt repeats the query
                 message = f"the prompts of all pairs must have at most {most} characters"
                 raise APIError(400, f"{message} (max_body_bytes); got more")
-            check_length(text, name, self._client)
-            ids = pair_ids(self._way, tokenizer, query, document, instruction)
-            if not ids:
-                raise APIError(400, f"{name} must not be empty", param=name)
-            check_num_tokens(len(ids), name, self._client, num_reserved=num_reserved)
+            with in_item(fields[1], index, len(pairs)):
+                check_length(text, name, self._client)
+                ids = pair_ids(self._way, tokenizer, query, document, instruction)
+                if not ids:
+                    raise RequestError(f"{name} must not be empty; got {shown(text)}")
+                check_num_tokens(len(ids), name, self._client, num_reserved=num_reserved)
             found.append(ids)
         return found
 

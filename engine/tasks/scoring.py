@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from engine.checks import shown_with_type
-from engine.errors import RequestError
+from engine.errors import RequestError, in_item
 from engine.model import Model
 from engine.outputs import Logprob, RequestOutput, ScoringOutput, ScoringRequestOutput
 from engine.sampling_params import SamplingParams
@@ -97,7 +97,10 @@ def scored(
         return _cosines(model, pairs, embed, pooling or "last")
     if head is not None and len(head.labels) != 1:
         raise RequestError(f"a score needs a model with one label; it has {len(head.labels)}")
-    ids = [rerankers.pair_ids(way, model.tokenizer, *pair, instruction) for pair in pairs]
+    ids = []
+    for index, pair in enumerate(pairs):
+        with in_item("text_2", index, len(pairs)):
+            ids.append(rerankers.pair_ids(way, model.tokenizer, *pair, instruction))
     if head is not None:
         found = [float(score) for [score] in embed(ids, CLASSIFY)]
     else:

@@ -9,9 +9,17 @@ import numpy as np
 import pytest
 
 from engine import LLM, BeamSearchParams, SamplingParams
-from engine.errors import ConfigError, RequestError, UnknownOptionError
+from engine.errors import (
+    ConfigError,
+    ContextLengthError,
+    EngineError,
+    RequestError,
+    TemplateError,
+    UnknownOptionError,
+)
 from engine.parallel import make_engine
-from tests.e2e.tiny import CONFIG, check_drained, greedy_alone, tiny_model
+from engine.text.tokenizer import ChatPrompt
+from tests.e2e.tiny import CONFIG, Words, check_drained, greedy_alone, tiny_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
 
@@ -45,7 +53,7 @@ def test_prompts_may_be_ids_mappings_and_arrays(llm):
         (b"text", {}, "prompts must be .*; got bytes"),
         ({5, 6}, {}, "prompts must be .*; got set"),
         (np.array(5), {}, "prompts must be .*; got ndarray"),
-        ([[]], {}, r"prompts\[0\]: prompt must have 1 to 255 tokens .*; got 0"),
+        ([[]], {}, r"^prompt must have 1 to 255 tokens .*; got 0"),
         ([[5], [-1]], {}, r"prompts\[1\]: prompt\[0\] must be .* \[0, 97\); got -1"),
         ([[5]], {"sampling_params": {"n": 1}}, "sampling_params must be one value, .*; got dict"),
         ([[5]], {"sampling_params": 5}, r"sampling_params must be one value, or .* \(1\); got int"),
@@ -57,12 +65,39 @@ def test_prompts_may_be_ids_mappings_and_arrays(llm):
             r"priority must be one value, or one per prompt \(1\); got NoneType",
         ),
         ([[5]], {"priority": 1.5}, "priority must be one value, .*; got float"),
-        ([[5]], {"priority": [1.5]}, r"prompts\[0\]: priority must be a whole number .*; got 1.5"),
+        ([[5]], {"priority": [1.5]}, r"^priority must be a whole number .*; got 1.5"),
     ],
 )
 def test_bad_arguments_are_named(llm, prompts, options, message):
     with pytest.raises(RequestError, match=message):
         llm.generate(prompts, **options)
+
+
+def test_which_of_several_prompts_is_wrong(llm, monkeypatch):
+    with pytest.raises(ContextLengthError, match=r"^prompts\[1\]: This model's") as error:
+        llm.generate([[5], [6] * 300], GREEDY)
+    assert (error.value.num_tokens, error.value.most) == (300, 255)
+    with pytest.raises(RequestError, match=r"^prompts\[1\]: prompt\[0\] must be"):
+        llm.beam_search([[5], [97]], BeamSearchParams(beam_width=2, max_tokens=2))
+    with pytest.raises(RequestError, match=r"^prompts\[1\]: prompt\[0\] must be"):
+        llm.classify([[5], [97]])
+    tokenizer = Words()
+    tokenizer.encode_prompt = lambda prompt: tokenizer.encode(prompt.text)
+    tokenizer.render_chat = lambda messages, **_: ChatPrompt(_template(messages))
+    tokenizer.template_variables = lambda has_tools: ()
+    monkeypatch.setattr(LLM, "tokenizer", tokenizer)
+    one, bad, long = ([{"role": "user", "content": text}] for text in ("w5", "", "w5 " * 300))
+    for wrong, message in ((bad, "no content"), (long, "This model's")):
+        with pytest.raises(EngineError, match=rf"^messages\[1\]: {message}"):
+            llm.chat([one, wrong], GREEDY)
+        with pytest.raises(EngineError, match=f"^{message}"):
+            llm.chat(wrong, GREEDY)
+
+
+def _template(messages):
+    if not messages[0]["content"]:
+        raise TemplateError("no content")
+    return messages[0]["content"]
 
 
 def test_other_bad_arguments_are_named(llm):

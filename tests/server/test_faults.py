@@ -443,3 +443,75 @@ def test_a_tokenizer_may_raise_for_tokens_that_are_only_shown(monkeypatch, path,
             assert any(lost in {token, *top} for token, top in whole)
             shown = [["" if t == lost else t for t in (token, *top)] for token, top in whole]
             assert [sorted([t, *top]) for t, top in tokens(http)] == [*map(sorted, shown)]
+
+
+def test_a_prompt_whose_text_cannot_be_returned_is_the_clients_error(monkeypatch):
+    model, tokenizer = tiny_model(), _Broken()
+    tokenizer.bad_id = 7
+    monkeypatch.setattr(type(model), "has_tokenizer", True)
+    monkeypatch.setattr(type(model), "tokenizer", tokenizer)
+    bodies = {
+        "/v1/completions": {"prompt": [[5], [6, 7]], "echo": True},
+        "/detokenize": {"tokens": [7]},
+    }
+    with serve(lambda: AsyncEngine(make_engine(model, debug=False))) as server:
+        for path, body in bodies.items():
+            response = httpx.post(server.url + path, json=body)
+            error = response.json()["error"]
+            param = "prompt" if "prompt" in body else "tokens"
+            item = "prompt[1]: " if "prompt" in body else ""
+            assert (response.status_code, error["param"]) == (400, param)
+            assert error["message"] == (
+                f"{item}{param} must be tokens that have a text; got ValueError of the tokenizer: "
+                "no text"
+            )
+        body = {"prompt": [[5], [6]], "echo": True, "max_tokens": 0}
+        answer = httpx.post(server.url + "/v1/completions", json=body).json()
+        assert [choice["text"] for choice in answer["choices"]] == ["w5 ", "w6 "]
+
+
+# ---- one of several
+
+
+@pytest.mark.parametrize("path, body, message", [
+    ("/v1/completions", {"prompt": [[5], [6, 97]]}, "prompt[1]: prompt[1] must be "),
+    ("/v1/completions", {"prompt": ["w5", "w5 " * 256]}, "prompt[1]: This model's maximum "),
+    ("/v1/completions", {"prompt": [[97], [5]], "echo": True}, "prompt[0]: prompt[0] must be "),
+    ("/v1/completions", {"prompt": ["w5", "w" * 2000], "return_token_ids": True},
+     "prompt[1]: This model's maximum "),
+    ("/v1/completions", {"prompt": [[97]]}, "prompt[0] must be "),
+    ("/v1/embeddings", {"input": [[5], [6, 97]]}, "input[1]: input[1] must be "),
+    ("/v1/embeddings", {"input": ["w5", "w5 " * 300]}, "input[1]: This model's maximum "),
+    ("/v1/embeddings", {"input": [5, 97]}, "input[1] must be "),
+    ("/score", {"text_1": "w5", "text_2": ["w6", ""]}, "text_2[1]: text_2 must not be empty"),
+    ("/score", {"text_1": "", "text_2": ["w6", "w7"]}, "text_1 must not be empty"),
+    ("/rerank", {"query": "w5", "documents": ["w6", "w7 " * 300]}, "documents[1]: This model's "),
+])  # fmt: skip
+def test_an_error_about_one_of_several_says_which(several, path, body, message):
+    for options in [{}, {"stream": True}] if "completions" in path else [{}]:
+        response = httpx.post(several.url + path, json=body | options)
+        error = response.json()["error"]
+        assert response.status_code == 400 and error["message"].startswith(message), error
+        assert error["param"] in body
+        assert (error["code"] == "context_length_exceeded") == ("This model's" in message)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_failure_of_one_of_several_says_which(several, monkeypatch, stream):
+    monkeypatch.setattr(several.client.tokenizer, "bad_id", 9)
+    body = {"prompt": [[5], [6]], "stream": stream, "max_tokens": 1, "logit_bias": {"9": 100}}
+    text = httpx.post(several.url + "/v1/completions", json=body).text
+    assert "[0]: the request failed: the tokenizer raised ValueError" in text
+    body["prompt"] = [[5]]
+    text = httpx.post(several.url + "/v1/completions", json=body).text
+    assert '"message":"the request failed: the tokenizer raised ValueError' in text
+
+
+@pytest.fixture(scope="module")
+def several():
+    model = tiny_model()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(model), "has_tokenizer", True)
+        patch.setattr(type(model), "tokenizer", _Broken())
+        with serve(lambda: AsyncEngine(make_engine(model, debug=False))) as server:
+            yield server

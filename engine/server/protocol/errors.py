@@ -48,7 +48,8 @@ _CODES = {
 }
 _ANTHROPIC_TYPES = {500: "api_error", 503: "overloaded_error"}
 _ANTHROPIC_STATUS = {503: 529}
-_NAMED = re.compile(r"(?:prompts\[\d+\]: )?(structured(?=:)|[a-z][a-z_0-9]*(?=\[|\.| must| needs))")
+_ITEM = re.compile(r"([a-z_0-9]+)(\[\d+\]: )")  # see `in_item`
+_NAMED = re.compile(rf"(?:{_ITEM.pattern})?(structured(?=:)|[a-z][a-z_0-9]*(?=\[|\.| must| needs))")
 MAX_MESSAGE_CHARS = 2000
 
 _OF_CLIENTS = ("structured output: ", "conflicting options: ")  # beginnings of stop reasons
@@ -126,11 +127,11 @@ def error_status(error: APIError, path: str) -> int:
     return _ANTHROPIC_STATUS.get(error.status, error.status) if is_anthropic(path) else error.status
 
 
-def failed_request(why: object) -> APIError:
+def failed_request(why: object, item: str = "") -> APIError:
     """Return the error of a request that the engine could not finish.
 
     A grammar that hits a limit while its text is written is the client's (400), and so are options
-    that together forbid every token.
+    that together forbid every token. `item` begins the message: "prompt[3]: ", one of several.
 
     Examples
     --------
@@ -138,7 +139,7 @@ def failed_request(why: object) -> APIError:
     400
     """
     is_clients = isinstance(why, str) and why.startswith(_OF_CLIENTS)
-    return APIError(400 if is_clients else 500, f"the request failed: {why}")
+    return APIError(400 if is_clients else 500, f"{item}the request failed: {why}")
 
 
 def error_body(error: APIError, path: str = "", request_id: str | None = None) -> bytes:
@@ -183,7 +184,7 @@ def api_error(error: BaseException) -> APIError:
         return _too_long(error)
     if isinstance(error, RequestError | TemplateError | UnknownOptionError):
         named = _NAMED.match(str(error))
-        return APIError(400, str(error), param=named[1] if named else None)
+        return APIError(400, str(error), param=named[3] if named else None)
     if isinstance(error, EngineError):
         return APIError(503, str(error), headers={"Retry-After": "10"})
     return APIError(500, f"internal error ({type(error).__name__})")
@@ -194,6 +195,7 @@ def renamed_params(fields: Mapping[str, str]) -> Iterator[None]:
     """Within the context, errors name the request's own field instead of the one it became.
 
     A message that begins with the name is changed too, but for "messages": their places differ.
+    So is the name of one of several requests before it: see `in_item`.
 
     Parameters
     ----------
@@ -212,12 +214,18 @@ def renamed_params(fields: Mapping[str, str]) -> Iterator[None]:
         yield
     except (APIError, RequestError, TemplateError) as error:
         found = api_error(error)
+        item = ""
+        message = found.message
+        if given := _ITEM.match(message):
+            item = fields.get(given[1], given[1]) + given[2]
+            message = message[given.end() :]
         name = found.param
         if name is not None and name in fields:
             found.param = fields[name]
-            if name != "messages" and re.match(rf"{re.escape(name)}(?!\w)", found.message):
-                found.message = found.param + found.message[len(name) :]
-                found.args = (found.message,)
+            if name != "messages" and re.match(rf"{re.escape(name)}(?!\w)", message):
+                message = found.param + message[len(name) :]
+        found.message = item + message
+        found.args = (found.message,)
         raise found from error
 
 

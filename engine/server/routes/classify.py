@@ -17,7 +17,7 @@ from engine.server.openapi import Endpoint
 from engine.server.protocol.common import Usage
 from engine.server.protocol.completion import prompts_of
 from engine.server.protocol.errors import APIError, renamed_params
-from engine.server.routes.embeddings import token_ids
+from engine.server.routes.embeddings import INPUT_NAMES, token_ids
 from engine.server.sse import unless_disconnected
 from engine.tasks.embeddings import CLASSIFY
 
@@ -71,7 +71,7 @@ async def create_classification(request: Request) -> Response:
     if not labels:
         raise APIError(400, "the model has no classification head", param="model")
     prompts = prompts_of(body.input, state.config.max_prompts, "input")
-    with renamed_params({"prompt": "input", "token_ids": "input"}):
+    with renamed_params(INPUT_NAMES):
         ids = await asyncio.to_thread(token_ids, state.client, prompts)
         work = state.client.embed(ids, CLASSIFY)
         rows = await unless_disconnected(request.receive, work)

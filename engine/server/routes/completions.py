@@ -17,6 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from engine.async_engine import EngineClient
+from engine.errors import in_item
 from engine.outputs import CompletionOutput, RequestOutput
 from engine.sampling_params import SamplingDefaults, SamplingParams
 from engine.server.auth import isolate
@@ -27,6 +28,7 @@ from engine.server.field_limits import (
     check_length,
     check_num_ids,
     check_text_of,
+    text_of_ids,
 )
 from engine.server.limits import check_model, read_struct
 from engine.server.openapi import Endpoint
@@ -125,7 +127,7 @@ class CompletionJob:
             timeout=body.timeout,
             lora_request=self.client.adapter_of(self.model),
         )
-        with renamed_params(own_names(body)):
+        with renamed_params(own_names(body)), in_item("prompt", index, len(self.prompts)):
             async with contextlib.aclosing(outputs):
                 async for output in outputs:
                     yield output
@@ -154,6 +156,8 @@ async def prepare_completion(
     if is_text and (body.add_special_tokens is False or (is_counted and client.tokenizer)):
         prompts = await _encoded(client, prompts, with_special=body.add_special_tokens is not False)
     params = await _limited(client, body, prompts, params, config)
+    if body.echo and isinstance(prompts[0], list) and client.tokenizer is not None:
+        prompts = await asyncio.to_thread(_with_texts, client, prompts)
     request_id = f"cmpl-{secrets.token_hex(16)}"
     return CompletionJob(client, body, request_id, model, int(time.time()), prompts, params)
 
@@ -163,13 +167,30 @@ async def _encoded(client: EngineClient, texts: list[str], *, with_special: bool
     tokenizer = client.tokenizer
     if tokenizer is None:
         raise APIError(400, "prompt must be token ids, the model has no tokenizer")
-    for text in texts:
-        check_length(text, "prompt", client)
-    ids = await asyncio.to_thread(lambda: [tokenizer.encode(t, with_special) for t in texts])
+
+    def encoded() -> list[list[int]]:
+        found = []
+        for index, text in enumerate(texts):
+            with in_item("prompt", index, len(texts)):
+                check_length(text, "prompt", client)
+                found.append(tokenizer.encode(text, with_special))
+        return found
+
+    ids = await asyncio.to_thread(encoded)
     if not with_special:
         return ids
     pairs = zip(texts, ids, strict=True)
     return [{"prompt": text, "prompt_token_ids": each} for text, each in pairs]
+
+
+def _with_texts(client: EngineClient, prompts: list[Any]) -> list[Any]:
+    """Return token ids as prompts with their text, which `echo` returns."""
+    found = []
+    for index, ids in enumerate(prompts):
+        with in_item("prompt", index, len(prompts)):
+            text = text_of_ids(ids, "prompt", client)
+        found.append({"prompt": text, "prompt_token_ids": ids})
+    return found
 
 
 async def _limited(
@@ -255,6 +276,7 @@ class _ChoiceWriter:
     def __init__(self, job: CompletionJob, prompt_index: int) -> None:
         self._job = job
         self._first_index = prompt_index * job.params.n
+        self._item = f"prompt[{prompt_index}]: " if len(job.prompts) > 1 else ""
         self._continuations: dict[int, ChoiceLogprobs] = {}
         self._prompt_logprobs: Sequence[Any] | None = None  # only the first output has them
         self._has_logprobs = job.body.logprobs is not None
@@ -272,7 +294,7 @@ class _ChoiceWriter:
         job = self._job
         reason = completion.finish_reason
         if reason == "error":
-            raise failed_request(completion.stop_reason)
+            raise failed_request(completion.stop_reason, self._item)
         if output.prompt_logprobs is not None:
             self._prompt_logprobs = output.prompt_logprobs
         is_first = completion.index not in self._continuations
@@ -284,7 +306,7 @@ class _ChoiceWriter:
         continuation = self._continuations[completion.index]
         text = ""
         if is_first and job.body.echo:
-            text = self._prompt_text(output)
+            text = output.prompt or ""
             if self._has_logprobs:
                 ids = output.prompt_token_ids
                 entries = trimmed(ids, self._prompt_logprobs or (), job.body.logprobs or 0)
@@ -313,15 +335,6 @@ class _ChoiceWriter:
             if is_first:
                 choice.prompt_token_ids = list(output.prompt_token_ids)
         return choice
-
-    def _prompt_text(self, output: RequestOutput) -> str:
-        tokenizer = self._job.client.tokenizer
-        if output.prompt is not None:
-            return output.prompt
-        if tokenizer is None:
-            return ""
-        text: str = tokenizer.decode(output.prompt_token_ids, False)
-        return text
 
 
 # ---- streaming

@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from engine.errors import in_item
 from engine.server.field_limits import check_length, check_num_tokens
 from engine.server.limits import check_model, read_struct
 from engine.server.openapi import Endpoint
@@ -23,6 +24,7 @@ from engine.server.sse import unless_disconnected
 
 __all__ = [
     "ENDPOINTS",
+    "INPUT_NAMES",
     "EmbeddingObject",
     "EmbeddingRequest",
     "EmbeddingResponse",
@@ -98,7 +100,7 @@ async def embed(
         message = f"dimensions must be {size}, the model's; got {body.dimensions}"
         raise APIError(400, message, param="dimensions")
     normalize = body.normalize is not False
-    with renamed_params({"prompt": "input", "token_ids": "input"}):
+    with renamed_params(INPUT_NAMES):
         inputs = await asyncio.to_thread(token_ids, client, prompts)
         found = await client.embed(inputs, body.pooling or "last", normalize=normalize)
     data = await asyncio.to_thread(_objects, found, body.encoding_format)
@@ -117,16 +119,23 @@ def _check_size(num_inputs: int, size: int, config: ServerConfig) -> None:
         )
 
 
+INPUT_NAMES = {"prompt": "input", "prompts": "input", "token_ids": "input"}
+"""The request's name of what errors of the engine name otherwise."""
+
+
 def token_ids(client: Any, prompts: list[Any]) -> list[list[int]]:
     """Tokenize texts; token ids are returned unchanged."""
-    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-    if texts and client.tokenizer is None:
+    if isinstance(prompts[0], str) and client.tokenizer is None:
         raise APIError(400, "input must be token ids, as the model has no tokenizer; got text")
-    for text in texts:
-        check_length(text, "input", client)
-    found = [client.tokenizer.encode(p) if isinstance(p, str) else p for p in prompts]
-    for ids in found:
-        check_num_tokens(len(ids), "input", client, num_reserved=0)
+    found = []
+    for index, prompt in enumerate(prompts):
+        with in_item("input", index, len(prompts)):
+            ids = prompt
+            if isinstance(prompt, str):
+                check_length(prompt, "input", client)
+                ids = client.tokenizer.encode(prompt)
+            check_num_tokens(len(ids), "input", client, num_reserved=0)
+        found.append(ids)
     return found
 
 

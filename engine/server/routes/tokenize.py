@@ -11,7 +11,12 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from engine.async_engine import EngineClient
-from engine.server.field_limits import check_length, check_num_tokens, check_text_of
+from engine.server.field_limits import (
+    check_length,
+    check_num_tokens,
+    check_text_of,
+    text_of_ids,
+)
 from engine.server.limits import check_model, read_struct
 from engine.server.openapi import Endpoint
 from engine.server.protocol.chat import ChatCompletionRequest, ChatMessage
@@ -123,14 +128,9 @@ async def detokenize(request: Request) -> Response:
 
 
 def _text(client: EngineClient, body: DetokenizeRequest, config: ServerConfig) -> str:
-    vocab_size = client.model_info.vocab_size
-    for index, token_id in enumerate(body.tokens):
-        if not 0 <= token_id < vocab_size:
-            message = f"tokens[{index}] must be a token id in [0, {vocab_size}); got {token_id}"
-            raise APIError(400, message, param="tokens")
     check_text_of([body.tokens], "tokens", client.tokenizer, config)
-    text: str = client.tokenizer.decode(body.tokens, bool(body.skip_special_tokens))
-    return text
+    skip = bool(body.skip_special_tokens)
+    return text_of_ids(body.tokens, "tokens", client, skip_special_tokens=skip)
 
 
 def _tokenizer(request: Request) -> Any:
