@@ -324,9 +324,12 @@ def _check_ranks(config: EngineConfig, model: ServedModel) -> None:
 def _check_states(config: EngineConfig, model: ServedModel, geometry: KVGeometry) -> None:
     """Reject options that contradict recurrent layers."""
     if geometry.has_states and config.max_draft_tokens >= MAX_STATE_QUERY_LEN:
+        drafts = config.speculative_config
+        is_own = drafts is None or drafts.num_tokens != config.max_draft_tokens
+        name = "max_draft_tokens" if is_own else "speculative_config.num_speculative_tokens"
         raise ConfigError(
-            f"max_draft_tokens must be at most {MAX_STATE_QUERY_LEN - 1} for a model with "
-            f"recurrent layers; got {config.max_draft_tokens}"
+            f"{name} must be at most {MAX_STATE_QUERY_LEN - 1} for a model with recurrent layers; "
+            f"got {config.max_draft_tokens}"
         )
     if geometry.has_states and model.deterministic and config.state_dtype == "bfloat16":
         raise ConfigError(
@@ -400,6 +403,12 @@ def _num_host(
     room -= num_slots * geometry.bytes_per_slot
     has_pages = geometry.bytes_per_block > 0
     count = room // geometry.bytes_per_block if has_pages else num_blocks
+    if config.preemption_mode == "swap" and not count:
+        size = format_bytes(geometry.bytes_per_block)
+        raise ConfigError(
+            f"swap_space_gb must have room for a block ({size}) with preemption_mode='swap'; got "
+            f"{config.swap_space_gb:g} GiB"
+        )
     reasons["num_host_blocks"] = f"{count}: as many as fit into {config.swap_space_gb:g} GiB"
     return count, num_slots
 

@@ -195,6 +195,10 @@ def test_the_plan_counts_the_states(model):
         make_engine(model, state_dtype="bfloat16")
     with pytest.raises(ConfigError, match="max_draft_tokens must be at most 7 for a model with"):
         make_engine(model, max_draft_tokens=8)
+    with pytest.raises(ConfigError, match="num_speculative_tokens must be at most 7 for"):
+        make_engine(model, speculative_config={"method": "ngram"})
+    with pytest.raises(ConfigError, match=r"swap_space_gb must have room .*; got 1e-09 GiB"):
+        make_engine(model, swap_space_gb=1e-9, preemption_mode="swap")
     model.deterministic = False
     with make_engine(model, state_dtype="bfloat16") as engine:
         assert engine.kv_cache.geometry.bytes_per_slot == 4 * 3 + 2 * 5

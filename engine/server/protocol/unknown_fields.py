@@ -12,13 +12,21 @@ import re
 import typing
 from collections.abc import Iterator
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from engine.checks import shown
 
-__all__ = ["field_names", "ignore_unknown_fields", "is_dropped", "structs_in", "without_unknown"]
+__all__ = [
+    "field_hints",
+    "field_names",
+    "ignore_unknown_fields",
+    "is_dropped",
+    "literals_in",
+    "structs_in",
+    "without_unknown",
+]
 
 MAX_WARNINGS = 100  # per process: clients choose the names
 
@@ -69,7 +77,7 @@ def without_unknown(value: Any, kind: Any, where: str = "") -> Any:
         return [without_unknown(item, kind, f"{where}[...]") for item in value]
     if not isinstance(value, dict):
         return value
-    hints = {name: hint for struct in structs for name, hint in _hints(struct).items()}
+    hints = {name: hint for struct in structs for name, hint in field_hints(struct).items()}
     return {
         name: without_unknown(item, hints.get(name), f"{where}.{name}".lstrip("."))
         for name, item in value.items()
@@ -85,6 +93,16 @@ def structs_in(hint: Any) -> Iterator[type[msgspec.Struct]]:
         yield from structs_in(inner)
 
 
+def literals_in(hint: Any) -> Iterator[Any]:
+    """Yield the values of the `Literal`s in an annotation such as ``Literal["a", "b"] | None``."""
+    inner = typing.get_args(hint)
+    if typing.get_origin(hint) is Literal:
+        yield from inner
+        return
+    for one in inner:
+        yield from literals_in(one)
+
+
 def field_names(struct: type[msgspec.Struct]) -> list[str]:
     """Return the names of a struct's fields in JSON, with the tag's if it has one."""
     names = [field.encode_name for field in msgspec.structs.fields(struct)]
@@ -93,7 +111,8 @@ def field_names(struct: type[msgspec.Struct]) -> list[str]:
 
 
 @functools.cache
-def _hints(struct: type[msgspec.Struct]) -> dict[str, Any]:
+def field_hints(struct: type[msgspec.Struct]) -> dict[str, Any]:
+    """Return the annotation of each field by its name in JSON; None for the tag's."""
     hints = typing.get_type_hints(struct)
     found = {f.encode_name: hints[f.name] for f in msgspec.structs.fields(struct)}
     return dict.fromkeys(field_names(struct)) | found
