@@ -157,7 +157,10 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "http://x"}}
         ({"messages": []}, "messages must have 1 to"),
         ({"messages": [USER, {"role": "assistant", "content": "Hi "}]}, "must not end with"),
         ({"messages": [{"role": "user", "content": []}]}, "must not be empty"),
-        ({"messages": [{"role": "robot", "content": ""}]}, r"messages\[0\].role"),
+        (
+            {"messages": [{"role": "robot", "content": ""}]},
+            r"messages\[0\].role must be one of 'user', 'assistant'.*; got 'robot'",
+        ),
         ({"messages": ["x"]}, r"messages\[0\] must be an object"),
         (
             {"messages": [{"role": "user", "content": [IMAGE]}]},

@@ -193,7 +193,7 @@ def test_and_to_no_other(name):
         (lambda: completion_params(_completion(logprobs=21), NONE), "logprobs must be"),
         (
             lambda: completion_params(_completion(best_of=2, stream=True), NONE),
-            "best_of > n cannot",
+            r"best_of must be at most n \(1\) in a stream; got 2",
         ),
         (lambda: chat_params(_chat(top_logprobs=3), NONE), "top_logprobs needs logprobs"),
         (lambda: chat_params(_chat(logprobs=True, top_logprobs=99), NONE), "top_logprobs must"),

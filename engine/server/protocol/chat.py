@@ -243,7 +243,8 @@ def _num_logprobs(body: ChatCompletionRequest) -> int | None:
     if not body.logprobs:
         if top == 0:
             return None
-        raise APIError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
+        message = f"top_logprobs needs logprobs to be true; got {top}"
+        raise APIError(400, message, param="top_logprobs")
     return top
 
 

@@ -15,14 +15,9 @@ import msgspec
 from engine.checks import shown
 from engine.errors import RequestError, did_you_mean
 from engine.sampling_params import RequestOutputKind, SamplingDefaults, SamplingParams
+from engine.server.protocol.annotations import field_names, hints_at, structs_in, wrong_choice
 from engine.server.protocol.errors import APIError
-from engine.server.protocol.unknown_fields import (
-    field_hints,
-    field_names,
-    literals_in,
-    structs_in,
-    without_unknown,
-)
+from engine.server.protocol.unknown_fields import without_unknown
 from engine.structured.spec import StructuredOutput
 
 __all__ = [
@@ -50,10 +45,8 @@ T = TypeVar("T")
 _encode = msgspec.json.Encoder().encode
 
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*?)`(?: - at `\$(.*)`)?$", re.DOTALL)
-_CHOICE = re.compile(r"Invalid enum value ('.*')$", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(.*)`$")
 _AT = re.compile(r"^(.*) - at `(?:key in )?\$\.?(.*)`$", re.DOTALL)
-_STEP = re.compile(r"\.([A-Za-z_]\w*)|\[[^\]]*\]")
 
 NOT_GIVEN = msgspec.Raw(b"null")
 """Default of a field whose value is not read. It is of type `msgspec.Raw`: checked, not decoded."""
@@ -329,12 +322,9 @@ def _invalid(message: str, kind: Any) -> APIError:
     if unknown is None:
         at = _AT.match(message)
         param, text = (at[2], at[1]) if at else (None, message)
-        if given := _CHOICE.match(text):
-            choices = [c for hint in _hints_at(kind, f".{param}") for c in literals_in(hint)]
-            wanted = ", ".join(map(repr, choices))
-            message = f"{param} must be one of {wanted}; got {given[1][:80]}"
-            return APIError(400, message, param=param)
-        if param is not None and not param.strip("[.]"):  # in a field that is not read
+        if wanted := wrong_choice(text, kind, f".{param}"):
+            return APIError(400, f"{param} {wanted}", param=param)
+        if param is not None and param.startswith("["):  # in a field that is not read
             param = None
         where = f"{param or 'the body'} must be valid"
         if param is None and (missing := _MISSING.match(text)):
@@ -342,22 +332,12 @@ def _invalid(message: str, kind: Any) -> APIError:
         return APIError(400, f"{where}: {text[:1].lower()}{text[1:]}", param=param)
     name = unknown[1][:80]
     path = unknown[2] or ""
-    structs = [struct for hint in _hints_at(kind, path) for struct in structs_in(hint)]
+    structs = [struct for hint in hints_at(kind, path) for struct in structs_in(hint)]
     known = sorted({field for struct in structs for field in field_names(struct)})
     hint = did_you_mean(name, known, f"known fields: {', '.join(known)}")
     where = f"{path.lstrip('.')} has" if path else "the body has"
     param = f"{path}.{name}".lstrip(".")
     return APIError(400, f"{where} an unknown field {name!r}{hint}", param=param)
-
-
-def _hints_at(kind: Any, path: str) -> list[Any]:
-    """Return the annotations of the value at a path such as ``.messages[0].content``."""
-    found = [kind]
-    for step in _STEP.finditer(path):
-        if step[1] is not None:  # not an index: lists are unwrapped by those who read the hints
-            structs = [struct for hint in found for struct in structs_in(hint)]
-            found = [field_hints(struct).get(step[1]) for struct in structs]
-    return found
 
 
 # ---- sampling
@@ -387,7 +367,8 @@ def sampling_params(
         given["structured"] = structured
     given |= {name: value for name, value in overrides.items() if value is not None}
     if body.stream and (given.get("best_of") or 0) > given.get("n", 1):
-        raise APIError(400, "best_of > n cannot be streamed", param="best_of")
+        message = f"best_of must be at most n ({given.get('n', 1)}) in a stream"
+        raise APIError(400, f"{message}; got {given['best_of']}", param="best_of")
     kind = RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY
     return SamplingParams(**{**defaults.for_request(given), **given, "output_kind": kind})
 

@@ -9,6 +9,7 @@ import msgspec
 
 from engine.checks import shown
 from engine.errors import RequestError, did_you_mean
+from engine.server.protocol.annotations import wrong_choice
 from engine.server.protocol.unknown_fields import is_dropped
 
 __all__ = ["media_hint", "text_of", "typed_item", "typed_items"]
@@ -72,7 +73,10 @@ def typed_item(
         return msgspec.convert(fields, struct)
     except msgspec.ValidationError as error:
         reason, _, path = str(error).partition(" - at `$")
-        raise RequestError(f"{where}{path.rstrip('`')} ({kind}): {reason}") from None
+        path = path.rstrip("`")
+        if wanted := wrong_choice(reason, struct, path):
+            raise RequestError(f"{where}{path} {wanted}") from None
+        raise RequestError(f"{where}{path} ({kind}): {reason}") from None
 
 
 def typed_items(

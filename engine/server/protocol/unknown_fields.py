@@ -6,27 +6,15 @@ SDKs send new fields before servers know them. A null says nothing, so it is alw
 
 from __future__ import annotations
 
-import functools
 import logging
 import re
-import typing
-from collections.abc import Iterator
 from contextvars import ContextVar
-from typing import Any, Literal
-
-import msgspec
+from typing import Any
 
 from engine.checks import shown
+from engine.server.protocol.annotations import field_hints, structs_in
 
-__all__ = [
-    "field_hints",
-    "field_names",
-    "ignore_unknown_fields",
-    "is_dropped",
-    "literals_in",
-    "structs_in",
-    "without_unknown",
-]
+__all__ = ["ignore_unknown_fields", "is_dropped", "without_unknown"]
 
 MAX_WARNINGS = 100  # per process: clients choose the names
 
@@ -83,36 +71,3 @@ def without_unknown(value: Any, kind: Any, where: str = "") -> Any:
         for name, item in value.items()
         if name in hints or not is_dropped(where, name, item)
     }
-
-
-def structs_in(hint: Any) -> Iterator[type[msgspec.Struct]]:
-    """Yield the struct types in an annotation such as ``list[Tool] | None``."""
-    if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
-        yield hint
-    for inner in typing.get_args(hint):
-        yield from structs_in(inner)
-
-
-def literals_in(hint: Any) -> Iterator[Any]:
-    """Yield the values of the `Literal`s in an annotation such as ``Literal["a", "b"] | None``."""
-    inner = typing.get_args(hint)
-    if typing.get_origin(hint) is Literal:
-        yield from inner
-        return
-    for one in inner:
-        yield from literals_in(one)
-
-
-def field_names(struct: type[msgspec.Struct]) -> list[str]:
-    """Return the names of a struct's fields in JSON, with the tag's if it has one."""
-    names = [field.encode_name for field in msgspec.structs.fields(struct)]
-    tag = struct.__struct_config__.tag_field
-    return [*names, tag] if tag else names
-
-
-@functools.cache
-def field_hints(struct: type[msgspec.Struct]) -> dict[str, Any]:
-    """Return the annotation of each field by its name in JSON; None for the tag's."""
-    hints = typing.get_type_hints(struct)
-    found = {f.encode_name: hints[f.name] for f in msgspec.structs.fields(struct)}
-    return dict.fromkeys(field_names(struct)) | found
