@@ -278,7 +278,7 @@ def test_the_page_shows_the_data():
     shown = [line for line in page.splitlines() if re.match(r"\| (dense|experts|SmolLM2)", line)]
     known = []
     for stem, models, verdict in (
-        ("numerics_h200", {"dense 1b", "experts 1b"}, "GPU: {} paths by 6 metrics"),
+        ("numerics_h200", {"dense 1b", "experts 1b", "SmolLM2-135M"}, "GPU: {} paths by 6 metrics"),
         ("numerics_cpu", {"SmolLM2-135M", "dense 10m", "experts 10m"}, "CPU: {})"),
     ):
         record = json.loads((folder / f"{stem}.json").read_text())

@@ -591,21 +591,26 @@ def _numerics(stem: str) -> Picture:
 def _whole_models() -> Picture:
     record = _load("whole_models")
 
-    def panel(title: str, unit: str, key: str, digits: str) -> Bars:
-        rows = [row for row in record["rows"] if key in row]
+    def panel(card: str, title: str, unit: str, key: str, digits: str) -> Bars:
+        rows = [row for row in (record["h200"] if card == "H200" else record)["rows"] if key in row]
         series = {
             "ours": [row[key] for row in rows],
             "vLLM": [row.get(f"vllm_{key}") for row in rows],
         }
         cases = [f"{row['model']}, {row['weights']}" for row in rows]
-        return Bars(title, unit, cases, series, digits=digits)
+        return Bars(f"{title}, {card}", unit, cases, series, digits=digits)
 
     panels = [
-        panel("one request", "ms a token, less is better", "ms_per_token", ".2f"),
-        panel("256 requests", "output tokens/s", "output_tokens_per_s", ".0f"),
-        panel("16 prompts of 4,096", "prompt tokens/s", "prompt_tokens_per_s", ".0f"),
+        panel(card, *what)
+        for card in ("H100", "H200")
+        for what in (
+            ("one request", "ms a token, less is better", "ms_per_token", ".2f"),
+            ("256 requests", "output tokens/s", "output_tokens_per_s", ".0f"),
+            ("16 prompts of 4,096", "prompt tokens/s", "prompt_tokens_per_s", ".0f"),
+        )
     ]
-    return Picture("Whole models beside vLLM 0.24", _source(record), panels, 3, 3.6)
+    source = f"{_source(record)}; {_source(record['h200'])}"
+    return Picture("Whole models beside vLLM 0.24", source, panels, 3, 3.6)
 
 
 def _hybrid_model() -> Picture:
