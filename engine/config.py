@@ -371,9 +371,15 @@ class ShortConvConfig:
     bias: bool = False
 
     @property
+    def num_convolutions(self) -> int:
+        """Convolutions of at most 4 taps: beyond, of newer inputs, of older ones, and a delay."""
+        return 1 if self.conv_size <= 4 else 3
+
+    @property
     def state_rows(self) -> int:
-        """Inputs that a sequence keeps: with more than 4 taps, those of three convolutions."""
-        return self.conv_size - 1 if self.conv_size <= 4 else self.conv_size + 1
+        """Inputs that a sequence keeps, one fewer than the taps of each convolution."""
+        delay = 4 if self.num_convolutions > 1 else 0
+        return self.conv_size + delay - self.num_convolutions
 
 
 @dataclass(frozen=True)
