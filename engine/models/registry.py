@@ -202,7 +202,13 @@ FAMILIES: dict[str, Family] = {
 
 
 _SPARSE_ATTENTION = " (its sparse attention selects keys with an indexer, which is not supported)"
+_ALIBI = " (its attention has ALiBi instead of rope, which is not supported)"
+_LEARNED = " (its positions are learned, which is not supported)"
 _HINTS = {
+    **dict.fromkeys(("bloom", "mpt"), _ALIBI),
+    **dict.fromkeys(("gpt2", "opt"), _LEARNED),
+    "jamba": " (its layers are Mamba-1, which is not supported)",
+    "zamba2": " (its layers share blocks that read the embedding too, which is not supported)",
     "deepseek_v32": _SPARSE_ATTENTION,
     "glm_moe_dsa": _SPARSE_ATTENTION,
     "glm5_next": _SPARSE_ATTENTION,

@@ -50,6 +50,14 @@ def test_an_unknown_model_type_lists_the_known_ones(name):
     assert len(str(error.value)) < 2000
 
 
+@pytest.mark.parametrize(
+    ("name", "reason"), [("mpt", "has ALiBi"), ("opt", "are learned"), ("jamba", "are Mamba-1")]
+)
+def test_a_model_type_that_cannot_be_supported_says_why(name, reason):
+    with pytest.raises(ConfigError, match=f"got '{name}' .*{reason}.* is not supported"):
+        family(name)
+
+
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_architectures_of_gguf_files(arch):
     assert family_of_gguf(arch).gguf_arch == arch
