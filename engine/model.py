@@ -380,6 +380,12 @@ class Model:
         self.device.activate()
         return pinned_array(num_bytes, self.device.xp)
 
+    @property
+    def num_adapter_writes(self) -> int:
+        """Number of times that an adapter was written to a slot, by whichever engine."""
+        adapters = self.decoder.adapters
+        return 0 if adapters is None else adapters.num_writes
+
     def write_adapter(self, adapter: LoraAdapter, slot: int) -> None:
         """Copy an adapter to a slot on the device, in the order of the current stream."""
         adapters = self.decoder.adapters

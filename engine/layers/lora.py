@@ -56,6 +56,8 @@ class AdapterSlots:
     kinds : frozenset of str
         Kinds of the weights ("qkv") that an adapter in some slot has changed; the others' products
         are computed as in a model without adapters, unless a batch says otherwise.
+    num_writes : int
+        Calls of `write` so far: tells an engine that another one has changed the slots.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class AdapterSlots:
         self.products: dict[str, AdaptedProduct] = {}
         self.written: dict[int, Mapping[str, tuple[Any, Any, Any]]] = {}
         self.kinds: frozenset[str] = frozenset()
+        self.num_writes = 0
         self._bounds = dict(bounds)
         self._copied: dict[int, Any] = {}  # slot -> event after the last copy to it
         self._tokens = _SortedTokens()
@@ -114,6 +117,7 @@ class AdapterSlots:
             event.record()
             self._copied[slot] = event
         self.written[slot] = matrices
+        self.num_writes += 1
         self.kinds |= {name.rpartition(".")[2] for name in matrices}
 
     def parked(self) -> AdapterSlots:
@@ -121,6 +125,7 @@ class AdapterSlots:
         slots = AdapterSlots(self.xp, self.num_slots, self.rank, self._bounds, self.dtype)
         slots.written = dict(self.written)
         slots.kinds = self.kinds
+        slots.num_writes = self.num_writes
         return slots
 
     def restore(self, parked: AdapterSlots) -> None:
@@ -128,6 +133,7 @@ class AdapterSlots:
         for slot, matrices in parked.written.items():
             self.write(slot, matrices)
         self.kinds |= parked.kinds
+        self.num_writes += parked.num_writes
 
     @contextmanager
     def serving(self, batch: ForwardBatch) -> Iterator[None]:

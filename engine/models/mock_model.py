@@ -111,6 +111,11 @@ class MockModel:
         """No LoRA adapters."""
         raise ConfigError(f"adapter {name!r} needs a model loaded with enable_lora=True")
 
+    @property
+    def num_adapter_writes(self) -> int:
+        """No LoRA adapters."""
+        return 0
+
     def write_adapter(self, adapter: Any, slot: int) -> None:
         """No LoRA adapters."""
 

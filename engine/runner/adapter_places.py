@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from engine.errors import EngineError
@@ -27,7 +27,10 @@ class AdapterPlaces:
     --------
     >>> from types import SimpleNamespace
     >>> written = []
-    >>> model = SimpleNamespace(write_adapter=lambda adapter, slot: written.append(slot))
+    >>> def write_adapter(adapter, slot):
+    ...     written.append(slot)
+    ...     model.num_adapter_writes += 1
+    >>> model = SimpleNamespace(write_adapter=write_adapter, num_adapter_writes=0)
     >>> places = AdapterPlaces(model, 2)
     >>> first, second, third = (SimpleNamespace(serial=number) for number in (1, 2, 3))
     >>> [places.place(one, ()) for one in (first, second, first)], places.place(third, {1})
@@ -38,8 +41,24 @@ class AdapterPlaces:
 
     def __init__(self, model: Any, num_slots: int) -> None:
         self._model = model
+        self._num_slots = num_slots
+        self._num_writes = model.num_adapter_writes
         self._free = list(range(num_slots - 1, -1, -1))
         self._slots: dict[int, int] = {}  # adapter's serial -> slot; the least recently used first
+
+    def restore(self, running: Callable[[], Mapping[int, LoraAdapter]]) -> None:
+        """Write the adapters that running requests have again, if others were written since.
+
+        Another engine with the same model may have done so. `running` returns slot -> adapter.
+        """
+        if self._model.num_adapter_writes == self._num_writes:
+            return
+        kept = running()
+        self._slots = {adapter.serial: slot for slot, adapter in kept.items()}
+        self._free = [slot for slot in range(self._num_slots - 1, -1, -1) if slot not in kept]
+        for slot, adapter in kept.items():
+            self._model.write_adapter(adapter, slot)
+        self._num_writes = self._model.num_adapter_writes  # last: a failed step comes back
 
     def place(self, adapter: LoraAdapter | None, running: Collection[int]) -> int:
         """Return the slot of an adapter, after copying it there if it is in none.
@@ -63,6 +82,7 @@ class AdapterPlaces:
             try:
                 # SAFETY: steps in flight that use the slot's old adapter precede on the stream.
                 self._model.write_adapter(adapter, slot)
+                self._num_writes = self._model.num_adapter_writes
             except BaseException:
                 self._free.append(slot)
                 raise

@@ -101,6 +101,10 @@ class RunnableModel(Protocol):
     def captured_adapter_kinds(self) -> tuple[str, ...]:
         """Kinds of the weights in graphs with adapters that are captured at load; (): no graphs."""
 
+    @property
+    def num_adapter_writes(self) -> int:
+        """Number of times that an adapter was written to a slot, by whichever engine."""
+
     def write_adapter(self, adapter: LoraAdapter, slot: int) -> None:
         """Copy an adapter to a slot on the device."""
 
@@ -282,6 +286,8 @@ class ModelRunner:
         move_blocks(self.kv_cache, self._swap, output)
         if not output.sequences:
             return LaunchedStep(output)
+        if self._table.adapter_slots is not None:
+            self.adapters.restore(self._running_adapters)
         rows, starts = self._rows_and_starts(output)
         if self._is_debug:
             self._check_tables(output, rows, starts)
@@ -342,6 +348,13 @@ class ModelRunner:
         self._last_step = output.step_id, rows, starts
         return rows, starts
 
+    def _running_adapters(self) -> dict[int, LoraAdapter]:
+        """Return the adapters of running requests, by slot."""
+        slots = self._table.adapter_slots
+        assert slots is not None
+        owners = [owner for owner in self._table.owners if owner and owner.adapter]
+        return {int(slots[owner.row]): owner.adapter for owner in owners}
+
     def _row(self, request: Request) -> int:
         """Return a request's row, assigning one if the request is new or resumed."""
         if request.row >= 0:
@@ -349,8 +362,7 @@ class ModelRunner:
         slots = self._table.adapter_slots
         slot = 0
         if slots is not None:
-            owners = [owner for owner in self._table.owners if owner and owner.adapter]
-            running = {owner.adapter.serial for owner in owners}
+            running = {adapter.serial for adapter in self._running_adapters().values()}
             # Before a row is assigned, since this may raise, and a request with a row is released
             # as if it had run.
             slot = self.adapters.place(request.adapter, running)

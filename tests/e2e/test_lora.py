@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from engine import LLM, LoRARequest, SamplingParams, device
+from engine import LLM, LLMEngine, LoRARequest, SamplingParams, device, load
 from engine.errors import RequestError
 from engine.kernels._override.scope import current_overrides
 from engine.runner import cuda_graph
@@ -199,7 +199,7 @@ def test_an_adapter_that_cannot_be_copied_costs_a_step(served):
     """The request is computed again; later ones get the scores of their prompts."""
     with served.llm() as llm:
         core = llm.llm_engine
-        places, write, calls = core.runner.adapters, core.model.write_adapter, []
+        write, calls = core.model.write_adapter, []
 
         def failing(*given):
             calls.append(given)
@@ -207,7 +207,7 @@ def test_an_adapter_that_cannot_be_copied_costs_a_step(served):
                 raise MemoryError("no room for an adapter")
             write(*given)
 
-        places._model = SimpleNamespace(write_adapter=failing)
+        core.model.write_adapter = failing
         params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, prompt_logprobs=0)
         for index in (1, -1, 2):
             prompt = {"prompt_token_ids": served.prompts[0]}
@@ -235,6 +235,26 @@ def test_a_bad_adapter_is_refused_and_the_others_go_on(served, tmp_path):
         assert not llm.llm_engine.has_unfinished_requests()
         served.check(llm, served.which)
         assert "bad" not in llm.llm_engine.list_loras()
+
+
+@pytest.mark.parametrize("max_loras", [1, 2])
+def test_two_engines_of_one_model_in_turn(served, max_loras):
+    """They share the slots: each brings its adapters back where the other has written its own."""
+    options = {"device": "cpu", "dtype": "float32", "progress": False}
+    model = load(served.base, enable_lora=True, max_loras=max_loras, **options)
+    engines = [LLMEngine(model, num_blocks=32, max_num_seqs=2, debug=True) for _ in range(2)]
+    for number in range(6):
+        which = (number % 2, 2 + number % 3)
+        for engine, index in zip(engines, which, strict=True):
+            engine.add_request(
+                "r", served.prompts[number], GREEDY, lora_request=served.request(index)
+            )
+        last = [None, None]
+        while any(engine.has_unfinished_requests() for engine in engines):
+            for place, engine in enumerate(engines):
+                for output in engine.step():
+                    last[place] = list(output.outputs[0].token_ids)
+        assert last == [served.want[number, index] for index in which]
 
 
 @pytest.mark.parametrize("request_", ["a", 5, {"lora_name": "a"}])
