@@ -70,7 +70,8 @@ class Constants:
     ----------
     read, read_codes, read_packed, read_super : float
         Share of memory bandwidth that skinny GEMMs achieve with weights in 16 bits, codes with
-        quantized activations, packed codes, and packed codes with two levels of scales.
+        quantized activations or packed 8-bit codes, other packed codes, and those with two levels
+        of scales.
     read_experts, read_expert_codes, read_packed_experts : float
         Share of memory bandwidth for experts in 16 bits, as codes, and as packed codes.
     read_pages, read_page_codes, elementwise : float
@@ -107,29 +108,29 @@ class Constants:
         GB/s per GPU between two hosts, and latency in us.
     """
 
-    read: float = 0.956
-    read_codes: float = 0.857
-    read_packed: float = 0.823
-    read_super: float = 0.806
-    read_experts: float = 0.816
-    read_expert_codes: float = 0.907
-    read_packed_experts: float = 0.542
+    read: float = 0.958
+    read_codes: float = 0.862
+    read_packed: float = 0.76
+    read_super: float = 0.811
+    read_experts: float = 0.865
+    read_expert_codes: float = 0.921
+    read_packed_experts: float = 0.505
     read_pages: float = 0.95
-    read_page_codes: float = 0.758
+    read_page_codes: float = 0.762
     elementwise: float = 0.8
     tensor_16: float = 0.714
-    tensor_8: float = 0.685
-    tensor_packed: float = 0.889
-    tensor_experts: float = 0.528
+    tensor_8: float = 0.675
+    tensor_packed: float = 0.872
+    tensor_experts: float = 0.568
     tensor_attention: float = 0.6
-    packed_tile: float = 13.2
-    super_tile: float = 4.86
-    packed_rows: float = 39.3
+    packed_tile: float = 17.1
+    super_tile: float = 4.89
+    packed_rows: float = 39.0
     edge: float = 140.0
-    launch_us: float = 2.28
-    elementwise_us: float = 1.24
-    sequence_us: float = 2.72
-    route_us: float = 10.2
+    launch_us: float = 2.29
+    elementwise_us: float = 1.1
+    sequence_us: float = 2.76
+    route_us: float = 11.7
     sample_us: float = 4.0
     step_us: float = 13.3
     host_step_us: float = 66.0

@@ -52,6 +52,7 @@ _SORTED_ROWS = 16  # maximum number of rows that it sorts by expert, too
 _FEW_ROWS = 16  # maximum number of rows for skinny GEMMs, bound by reading weights
 _FEW_PAIRS = 8  # the same limit for the tokens of one expert
 _TILE_ROWS = 128  # rows of a GEMM tile
+_EXPERT_TILE_ROWS = 256  # tokens of one expert in a tile
 _LOGIT_BYTES = 4
 _DELTA_CHUNK = 64  # tokens of a chunk of the gated delta rule
 
@@ -236,7 +237,7 @@ class StepModel:
             products = self._multiply_us(operations, form) / constants.tensor_experts
             if pairs / used > _FEW_PAIRS:
                 decode = self._decode_us(used * shape[1] * shape[2], form)
-                products = math.hypot(products, decode * math.ceil(rows / _TILE_ROWS))
+                products = math.hypot(products, decode * math.ceil(rows / _EXPERT_TILE_ROWS))
             terms += self._both(reading, products)
         return terms
 
@@ -366,7 +367,7 @@ class StepModel:
         constants = self.constants
         if form.is_dense:
             return constants.read
-        if form.activations:
+        if form.activations or form.bits == 8:  # packed or not
             return constants.read_codes
         return constants.read_super if form.super_block else constants.read_packed
 

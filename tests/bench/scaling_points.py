@@ -209,6 +209,7 @@ def measured_points() -> list[Point]:
         *_few_requests(loop),
         *_steps(loop),
         *_third_round(whole),
+        *_h200(whole["h200"]),
         *_packed_batches(loop),
         *_swapped_tiles(loop),
         *_steps_of_experts(_load("moe_gemm")),
@@ -259,15 +260,18 @@ def _steps(loop: dict[str, Any]) -> Iterator[Point]:
 def _third_round(record: dict[str, Any]) -> Iterator[Point]:
     """Yield the points of whole models on one H100, and of batches of an 8B model.
 
-    With packed weights or experts in fp8_block only one request and prompts: the other kernels have
-    been replaced since.
+    With packed weights or experts in fp8_block only one request and prompts, with experts in mxfp4
+    no prompts: the other kernels have been replaced since.
     """
     source = "whole_models.json"
     for row in record["rows"]:
         weights, _, pages = row["weights"].partition(", ")
         pages = pages.removesuffix(" pages") or "bfloat16"
         is_old = weights in (*_PACKED, "fp8_block")
-        kept = {k: v for k, v in row.items() if k != "output_tokens_per_s" or not is_old}
+        old = (
+            "prompt_tokens_per_s" if weights == "mxfp4" else "output_tokens_per_s" if is_old else ""
+        )
+        kept = {key: value for key, value in row.items() if key != old}
         yield from _of_row(_Case(row["model"], weights, pages, "h100"), kept, source)
     for row in record["batches"]["rows"]:
         for weights in ("fp8", "int4_g128"):
@@ -275,6 +279,19 @@ def _third_round(record: dict[str, Any]) -> Iterator[Point]:
                 case = _Case("llama-3.1-8b", weights, card="h100")
                 ms = row[f"{weights}_ms"]
                 yield _step(case, row["requests"], _MIDDLE, ms, f"{source}, batches")
+
+
+def _h200(record: dict[str, Any]) -> Iterator[Point]:
+    """Yield the points of whole models on one H200, and of batches of an 8B model."""
+    source, tiles = "whole_models.json, h200", record["prompts_of_packed_experts"]["rows"]
+    for row in record["rows"]:
+        now = [sum(new["now"]) / len(new["now"]) for new in tiles if new["model"] == row["model"]]
+        latest = {"prompt_tokens_per_s": now[0]} if now else {}
+        yield from _of_row(_Case(row["model"], row["weights"]), {**row, **latest}, source)
+    for row in record["batches"]["rows"]:
+        for weights in ("fp8", "int4_g128"):
+            case = _Case("llama-3.1-8b", weights)
+            yield _step(case, row["requests"], _MIDDLE, row[f"{weights}_ms"], f"{source}, batches")
 
 
 def _stages(record: dict[str, Any]) -> Iterator[Point]:
@@ -343,7 +360,10 @@ def _prompts_of_two(record: dict[str, Any]) -> Iterator[Point]:
 
 
 def _steps_of_requests(loop: dict[str, Any]) -> Iterator[Point]:
-    """Yield mean step times of 256 mixed requests, by the number still running."""
+    """Yield mean step times of 256 mixed requests, by the number still running, above 64.
+
+    The products of fewer rows have been replaced since.
+    """
     key = "padding_tile_last_layer_2026_11_22"
     work = Work.mixed(256)
     running = [
@@ -354,7 +374,7 @@ def _steps_of_requests(loop: dict[str, Any]) -> Iterator[Point]:
     now = [row for row in loop[key]["rows"] if row[0] == "now"]
     for column, title in enumerate(loop[key]["columns"]):
         bounds = re.fullmatch(r"(\d+)-(\d+)", title)
-        if bounds is None:
+        if bounds is None or int(bounds[2]) <= 64:
             continue
         low, high = map(int, bounds.groups())
         steps = [contexts for contexts in running if low <= len(contexts) <= high]
