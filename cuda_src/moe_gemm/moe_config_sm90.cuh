@@ -31,13 +31,16 @@ constexpr int kProducerThreads = 128;
 constexpr int kThreads = kConsumerThreads + kProducerThreads;
 constexpr bool kMovesRegisters = kWarpgroups > 1 || kBlocks > 1;
 // Registers per thread. Their total must not exceed the launch's (168 per thread with three
-// warpgroups, else 128): requesting more would deadlock.
-constexpr bool kIsPlainLoad = WEIGHT_KIND % 2 == 0 || kMixesRows;
-constexpr int kProducerRegisters = kWarpgroups == 3 ? 80 : kBlocks > 1 || kIsPlainLoad ? 88 : 104;
-constexpr int kConsumerRegisters = kWarpgroups == 3 ? 144
-                                   : kBlocks > 1    ? 168
-                                   : kIsPlainLoad   ? 208
-                                                    : 200;
+// warpgroups, else 128): requesting more would deadlock. With 200 for the consumers of kMixesRows
+// ptxas would make each wgmma wait for the previous one.
+constexpr bool kSparesProducer = WEIGHT_KIND % 2 == 0 || kMixesRows;
+constexpr int kProducerRegisters = kWarpgroups == 3                 ? 80
+                                   : kBlocks > 1 || kSparesProducer ? 88
+                                                                    : 104;
+constexpr int kConsumerRegisters = kWarpgroups == 3  ? 144
+                                   : kBlocks > 1     ? 168
+                                   : kSparesProducer ? 208
+                                                     : 200;
 static_assert(!kMovesRegisters || kConsumerRegisters * kWarpgroups + kProducerRegisters <=
                                       (kWarpgroups == 2 ? 168 * 3 : 128 * (kWarpgroups + 1)),
               "registers");

@@ -32,6 +32,7 @@ _HIDDEN, _WIDTH, _EXPERTS, _TOP_K = MOE_LAYERS["Qwen3-30B-A3B"]
 _CHECKED = 3  # tokens compared with the mirror
 _QUANTIZED = (("Qwen3-30B-A3B", "fp8_block"), ("gpt-oss-20b", "mxfp4"))
 _QUANTIZED_TOKENS = (1, 2, 4, 8, 64, 256)
+_PROMPTS = (2048, 8192)  # tokens of prompts, for packed weights
 _CODES_FROM = 9  # minimum number of tokens to quantize x
 
 
@@ -172,15 +173,21 @@ def _quantized(model: str, name: str, num_tokens: int, *, is_down: bool) -> Benc
 
     def check(args, result):
         x, weight, *routing = args
-        experts_of, weights, *_ = map(to_numpy, routing)
-        touched, renamed = np.unique(experts_of, return_inverse=True)
-        few = routing_of(renamed.reshape(experts_of.shape), len(touched))
+        experts_of, weights, order, _ = map(to_numpy, routing)
+        tokens = np.arange(num_tokens)
+        if num_tokens > max(_QUANTIZED_TOKENS):
+            tokens = np.unique(np.linspace(0, num_tokens - 1, _CHECKED).astype(int))
+        touched, renamed = np.unique(experts_of[tokens], return_inverse=True)
+        few = routing_of(renamed.reshape(len(tokens), top_k), len(touched))
+        few = few._replace(weights=weights[tokens])
         one = take_matrices(weight, 0, 1)
         matrix = stack_matrices([_on_host(one)] * len(touched))
-        want = reference.moe_gemm(
-            to_numpy(x).astype(np.float32), matrix, few._replace(weights=weights), **options
-        )
-        assert_close(to_numpy(result), want.astype(result.dtype), reduction=k)
+        pairs_of = (tokens[:, None] * top_k + np.arange(top_k)).reshape(-1)
+        places = np.argsort(order)[pairs_of[few.order]]  # of the pairs, by expert, among all
+        given = places if is_down else tokens
+        want = reference.moe_gemm(to_numpy(x[given]).astype(np.float32), matrix, few, **options)
+        found = result[pairs_of] if is_down else result[places]
+        assert_close(to_numpy(found), want.astype(result.dtype), reduction=k)
 
     touched = len(np.unique(route(0).experts))
     nbytes = touched * FORMATS[name].num_bytes((rows, k)) + 2 * (num_inputs * k + pairs * columns)
@@ -209,6 +216,6 @@ CASES = [
         _quantized(model, name, num_tokens, is_down=is_down)
         for model, name in _QUANTIZED
         for is_down in (False, True)
-        for num_tokens in _QUANTIZED_TOKENS
+        for num_tokens in _QUANTIZED_TOKENS + (_PROMPTS if FORMATS[name].is_packed else ())
     ),
 ]
