@@ -371,15 +371,18 @@ class ShortConvConfig:
     bias: bool = False
 
     @property
-    def num_convolutions(self) -> int:
-        """Convolutions of at most 4 taps: beyond, of newer inputs, of older ones, and a delay."""
-        return 1 if self.conv_size <= 4 else 3
+    def convolutions(self) -> tuple[int, ...]:
+        """Taps of the convolutions that compute it, at most 4 each.
+
+        Beyond 4 taps: a delay by 3 inputs, the convolution of the inputs before the newest 3, which
+        reads the delayed ones, and that of the newest 3.
+        """
+        return (self.conv_size,) if self.conv_size <= 4 else (4, self.conv_size - 3, 3)
 
     @property
     def state_rows(self) -> int:
         """Inputs that a sequence keeps, one fewer than the taps of each convolution."""
-        delay = 4 if self.num_convolutions > 1 else 0
-        return self.conv_size + delay - self.num_convolutions
+        return sum(taps - 1 for taps in self.convolutions)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from engine import kernels
+from engine.config import ShortConvConfig
 from engine.device import array_module
 from engine.layers.arrays import arrays_of
 from engine.layers.batch import ForwardBatch
@@ -17,15 +18,12 @@ from engine.weights import Format
 __all__ = ["ShortConv"]
 
 
-_NEW = 3  # taps of the convolution of the newest inputs, if there are two
-_MAX_TAPS = 4  # of `kernels.causal_conv`
-
-
 class ShortConv:
     """One layer's gated short convolution: y = o(c * conv(b * x)).
 
-    Beyond 4 taps it is the sum of two: one of the 3 newest inputs, and one of those before, which a
-    third convolution delays. Each keeps the inputs that it needs.
+    Beyond 4 taps, `kernels.causal_conv` computes it as the sum of two convolutions: of the newest
+    inputs, and of the older ones, which a third convolution delays. See
+    `ShortConvConfig.convolutions`.
 
     Parameters
     ----------
@@ -50,19 +48,22 @@ class ShortConv:
         self.taps = self._all_taps = taps
         self.o = o
         self.bias = bias
-        self.older = self.delay = None
-        if taps.shape[1] > _MAX_TAPS:
+        self.older: Any = None
+        self.delay: Any = None
+        sizes = ShortConvConfig(*taps.shape).convolutions
+        if len(sizes) > 1:
             xp = array_module(taps)
-            self.older = xp.ascontiguousarray(taps[:, :-_NEW])
-            self.taps = xp.ascontiguousarray(taps[:, -_NEW:])
-            self.delay = xp.zeros((len(taps), _NEW + 1), taps.dtype)
+            self.delay = xp.zeros((len(taps), sizes[0]), taps.dtype)
             self.delay[:, 0] = 1
+            self.older = xp.ascontiguousarray(taps[:, : sizes[1]])
+            self.taps = xp.ascontiguousarray(taps[:, sizes[1] :])
 
     def refresh(self) -> None:
         """Take new values of the taps, which have been overwritten."""
         if self.older is not None:
-            self.older[...] = self._all_taps[:, :-_NEW]
-            self.taps[...] = self._all_taps[:, -_NEW:]
+            num_older = self.older.shape[1]
+            self.older[...] = self._all_taps[:, :num_older]
+            self.taps[...] = self._all_taps[:, num_older:]
 
     @property
     def input_format(self) -> Format | None:
@@ -105,9 +106,10 @@ class ShortConv:
         options = {"bias": self.bias, "in_gate": b, "out_gate": c, **places}
         if self.older is None:
             return kernels.causal_conv(x, self.taps, states=states, **options)
-        end = _NEW + self.older.shape[1] - 1
-        delayed = kernels.causal_conv(x, self.delay, states=states[:, :_NEW], in_gate=b, **places)
-        rows = states[:, _NEW:end]
+        first = self.delay.shape[1] - 1
+        last = first + self.older.shape[1] - 1
+        delayed = kernels.causal_conv(x, self.delay, states=states[:, :first], in_gate=b, **places)
+        rows = states[:, first:last]
         older = kernels.causal_conv(delayed, self.older, states=rows, out_gate=c, **places)
-        newer = kernels.causal_conv(x, self.taps, states=states[:, end:], **options)
+        newer = kernels.causal_conv(x, self.taps, states=states[:, last:], **options)
         return kernels.residual_add(older, newer, out=newer)

@@ -22,7 +22,7 @@ _MAX_HEAD_DIM = 1024
 _MAX_DELTA_DIM = 256  # features of a head that `kernels.gated_delta` supports
 _MAX_STATE = 256  # columns that `kernels.mamba2` supports
 _MAX_CONV = 4  # taps that `kernels.causal_conv` supports
-_MAX_SHORT_CONV = 7  # of two such convolutions, the newer of 3 taps
+_MAX_SHORT_CONV = 7  # taps that `ShortConvConfig.convolutions` divides among several of these
 _INFINITY = {"__float__": "Infinity"}  # as transformers 5 writes it
 
 

@@ -85,7 +85,7 @@ def activation_bytes(model: ModelConfig, dtype: str, num_tokens: int, num_rows: 
     if (lightning := model.lightning) is not None:  # projected, and the heads' outputs, gated
         attention = max(attention, 6 * lightning.inner_dim)
     if (conv := model.short_conv) is not None:
-        attention = max(attention, (3 + conv.num_convolutions) * conv.num_channels)
+        attention = max(attention, (3 + len(conv.convolutions)) * conv.num_channels)
     if (mamba := model.mamba2) is not None:
         recurrent = 2 * (mamba.conv_dim + mamba.inner_dim)
         is_joint = "attention_mamba2" in model.layer_kinds
