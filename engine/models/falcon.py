@@ -10,9 +10,12 @@ _LAYER = "transformer.h.{i}"
 
 
 def _norm_names(kind: str, *norms: str) -> tuple[TensorName, ...]:
-    """Name a norm that has another name in each kind of block."""
-    names = ((norm, name) for norm in norms for name in linear_names(f"{_LAYER}.{norm}", kind))
-    return tuple(name._replace(form=norm) for norm, name in names)
+    """Name a norm that is called one of `norms`, depending on the kind of block."""
+    return tuple(
+        name._replace(form=norm)
+        for norm in norms
+        for name in linear_names(f"{_LAYER}.{norm}", kind)
+    )
 
 
 FALCON = Family(

@@ -20,12 +20,6 @@ _NAMES: tuple[TensorName, ...] = (
     TensorName("lm_head.weight", "lm_head"),
     TensorName(f"{_LAYER}.operator_norm.weight", "attn_norm"),
     TensorName(f"{_LAYER}.ffn_norm.weight", "mlp_norm"),
-    TensorName(f"{_LAYER}.self_attn.q_proj.weight", "qkv", "q"),
-    TensorName(f"{_LAYER}.self_attn.k_proj.weight", "qkv", "k"),
-    TensorName(f"{_LAYER}.self_attn.v_proj.weight", "qkv", "v"),
-    TensorName(f"{_LAYER}.self_attn.q_layernorm.weight", "q_norm"),
-    TensorName(f"{_LAYER}.self_attn.k_layernorm.weight", "k_norm"),
-    TensorName(f"{_LAYER}.self_attn.out_proj.weight", "o"),
     *linear_names(f"{_LAYER}.conv.in_proj", "conv_in"),
     *linear_names(f"{_LAYER}.conv.conv", "conv_taps"),
     *linear_names(f"{_LAYER}.conv.out_proj", "conv_out"),
@@ -33,10 +27,19 @@ _NAMES: tuple[TensorName, ...] = (
     TensorName(f"{_FFN}.w3.weight", "gate_up", "up"),
     TensorName(f"{_FFN}.w2.weight", "down"),
 )
+"""Names outside attention."""
 
 LFM2 = Family(
     model_type="lfm2",
-    names=_NAMES,
+    names=(
+        *_NAMES,
+        TensorName(f"{_LAYER}.self_attn.q_proj.weight", "qkv", "q"),
+        TensorName(f"{_LAYER}.self_attn.k_proj.weight", "qkv", "k"),
+        TensorName(f"{_LAYER}.self_attn.v_proj.weight", "qkv", "v"),
+        TensorName(f"{_LAYER}.self_attn.q_layernorm.weight", "q_norm"),
+        TensorName(f"{_LAYER}.self_attn.k_layernorm.weight", "k_norm"),
+        TensorName(f"{_LAYER}.self_attn.out_proj.weight", "o"),
+    ),
     gguf_names=(),
     defaults={
         "max_position_embeddings": 128000,
@@ -64,7 +67,7 @@ LFM2_MOE = replace(
     LFM2,
     model_type="lfm2_moe",
     names=(
-        *_NAMES,
+        *LFM2.names,
         *router_names("feed_forward.gate"),
         TensorName(f"{_FFN}.expert_bias", "router_correction"),
         *separate_expert_names("feed_forward", gate="w1", up="w3", down="w2"),
@@ -99,7 +102,7 @@ LFM3 = replace(
     LFM2,
     model_type="lfm3",
     names=(
-        *(name for name in _NAMES if not name.kind.endswith(("q_norm", "k_norm", "qkv", "o"))),
+        *_NAMES,
         *HF_ATTENTION_NAMES,
         *linear_names(f"{_LAYER}.self_attn.o_proj", "o"),
         TensorName(f"{_LAYER}.self_attn.gate_proj.weight", "qkv", "attn_gate"),
