@@ -13,7 +13,7 @@ from engine.weights import Format
 
 __all__ = ["HeadNorm", "NoNorm", "Norm", "QuantizedRows"]
 
-_LARGE = 2.0**15  # float16 holds it, and float32 its square beside which 1 is lost
+_LARGE = 2.0**15  # a float16 number; adding 1 to its square is lost in float32
 
 
 @dataclass(frozen=True)
@@ -184,8 +184,9 @@ class HeadNorm(Norm):
     def __call__(self, x: Any, *, out: Any = None) -> Any:
         """Return `x` (T, H, D) normalised, written to `out` if given, which is C-contiguous."""
         y = kernels.rmsnorm(x, self._ones, eps=self.eps, subtract_mean=True)
-        # A gated norm that only multiplies by the weights: the mean square of y, at most 1, is lost
-        # beside such an epsilon, whose root the gate cancels, since silu(2^15) = 2^15.
+        # A row of weights per head is an argument of `gated_norm` alone, which divides by
+        # sqrt(mean(y^2) + eps) and multiplies by silu(gate). Here both are 2^15, since mean(y^2) is
+        # at most 1: only the weights remain.
         gate = array_module(self._large).broadcast_to(self._large, y.shape)
         return kernels.gated_norm(
             y, gate, self.weight, eps=_LARGE**2, out=y if out is None else out

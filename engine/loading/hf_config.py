@@ -319,7 +319,7 @@ def _sizes(fields: Fields, kind: Family, latent_head_dim: int) -> dict[str, Any]
 
 
 def _num_kv_heads(fields: Fields, kind: Family, heads: int) -> int:
-    """Return the number of key/value heads; Falcon's old layers say it by a flag."""
+    """Return the number of key/value heads: a flag decides it in Falcon's old layers."""
     if kind.multi_query and not fields.flag(_NEW_FALCON, False):
         return 1 if fields.flag("multi_query", True) else heads
     num_kv_heads: int = fields.integer("num_key_value_heads", 1, _MAX_HEADS, heads)
@@ -513,9 +513,7 @@ def _rope_layers(fields: Fields, kind: Family, num_layers: int) -> tuple[bool, .
         given = fields.raw("rope_scaling") or fields.raw("rope_parameters")
         theta = {"rope_theta": fields.raw("rope_theta"), **(given or {})}["rope_theta"]
         return (theta is not None,) * num_layers
-    if kind.rope_layers == "layer_rope_theta" and (
-        thetas := _rope_thetas(fields, kind, num_layers)
-    ):
+    if thetas := _rope_thetas(fields, kind, num_layers):
         return tuple(map(bool, thetas))
     if kind.rope_layers != "no_rope_layers":
         return (True,) * num_layers
@@ -533,7 +531,7 @@ def _rope_layers(fields: Fields, kind: Family, num_layers: int) -> tuple[bool, .
 
 
 def _rope_thetas(fields: Fields, kind: Family, num_layers: int) -> tuple[float, ...]:
-    """Return `ModelConfig.rope_thetas`."""
+    """Return the base of each layer's rope, 0 for none; () if the file does not list them."""
     key = "layer_rope_theta"
     if kind.rope_layers != key or not fields.has(key):
         return ()
@@ -679,7 +677,10 @@ def _layer_types(
     partial: str = "sliding_attention",
     known: tuple[str, ...] = (),
 ) -> list[bool]:
-    """Return one flag per layer: whether `layer_types` calls it `partial`, or others of `known`."""
+    """Return one flag per layer: whether `layer_types` calls it `partial`.
+
+    The others have full attention, or another type in `known`.
+    """
     types = fields.raw("layer_types")
     known = known or ("full_attention", partial)
     if (

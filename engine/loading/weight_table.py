@@ -197,8 +197,8 @@ class _Parts:
         self._expert_parallel = shard.expert_parallel
         self.experts = (0, 0) if config.moe is None else shard.cut_experts(config.moe.num_experts)
         heads, kv_heads = shard.cut_heads(config.num_heads, config.num_kv_heads)
-        self.whole = {"q": config.num_heads * d, "k": config.num_kv_heads * d}
-        self.whole |= {"q_head": config.num_heads, "k_head": config.num_kv_heads}
+        self.whole = {"q_head": config.num_heads, "k_head": config.num_kv_heads}
+        self.whole |= {"q": config.num_heads * d, "k": config.num_kv_heads * d}
         self.local = {
             "q_head": heads,
             "k_head": kv_heads,
@@ -210,11 +210,9 @@ class _Parts:
         self.whole["heads"] = config.num_heads * v
         self.local["heads"] = (heads[0] * v, heads[1] * v)
         self._kv_heads = kv_heads
-        self.rotated: dict[str, RotatedRows] = {}
         self.rotated_heads = RotatedRows(d, 0, config.rope.rotary_dim)
-        self.rotated |= dict.fromkeys(
-            ("q_head", "k_head"), RotatedRows(d, 0, config.rope.rotary_dim, in_columns=True)
-        )
+        columns = replace(self.rotated_heads, in_columns=True)
+        self.rotated = {"q_head": columns, "k_head": columns}
         # Of parts that alternate with others head by head.
         self._heads = {"q": config.num_heads, "k": config.num_kv_heads}
         if config.gated_delta is not None:
@@ -241,10 +239,10 @@ class _Parts:
                 self.local[twin] = self.local[part]
                 if part in self._heads:
                     self._heads[twin] = self._heads[part]
-        if config.attn_gate != "sigmoid":
-            has_gate = config.attn_gate == "sigmoid_heads"
-            self.whole["attn_gate"] = self.whole["q_head"] if has_gate else 0
-            self.local["attn_gate"] = self.local["q_head"] if has_gate else (0, 0)
+        if config.attn_gate != "sigmoid":  # a row per head, or no gate
+            gate = "q_head" if config.attn_gate else ""
+            self.whole["attn_gate"] = self.whole.get(gate, 0)
+            self.local["attn_gate"] = self.local.get(gate, (0, 0))
         if self._by_output:
             n = self.whole["hidden"] = config.hidden_size
             self.local["hidden"] = shard.cut("hidden_size", n)
@@ -703,7 +701,7 @@ def _moe_shapes(moe: MoeConfig, n: int, parts: _Parts) -> dict[str, tuple[int, .
 class RotatedRows:
     """Rows of q and k that rope rotates: of every `period` rows, `count` from `first` on.
 
-    `in_columns`: columns instead, of a matrix with a row per head.
+    `in_columns`: these are columns of a matrix with a row per head.
     """
 
     period: int
@@ -1041,10 +1039,13 @@ def _in_range(
 def _as_row(
     places: Callable[[], Iterator[Placement]], row: int, shape: tuple[int, ...]
 ) -> Iterator[Placement]:
-    """Yield the placement of a vector that holds row `row` of a matrix that `places` reads."""
+    """Yield the placement of a vector that holds row `row` of a matrix that `places` reads.
+
+    A placement counts rows of 1 element, as in all vectors, so `start` is an element.
+    """
     for place in places():
         if place.first <= row < place.last:
-            start = (place.start + row - place.first) * shape[0]  # of a column's rows
+            start = (place.start + row - place.first) * shape[0]
             yield replace(place, shape=shape, first=0, last=shape[0], start=start)
 
 

@@ -148,7 +148,7 @@ def linear_names(checkpoint: str, kind: str, part: str = "") -> tuple[TensorName
 
 
 def own_norm_names(names: Iterable[TensorName], norm: str = "norm") -> tuple[TensorName, ...]:
-    """Return `names` with a weight of QK-norm for every head, in tensors "q_<norm>.weight"."""
+    """Return `names` with QK-norms that have a weight per head, in tensors "q_<norm>.weight"."""
     own = {f"{part}_norm": (f"{part}_head_norm", f"{part}_head") for part in "qk"}
     return tuple(
         TensorName(name.checkpoint.replace("_norm.", f"_{norm}."), *own[name.kind])
@@ -276,17 +276,17 @@ class Family:
     mlp_width : str
         Key of the MLP's intermediate size; without it, that is `intermediate_size`.
     mlp_ratio : int
-        Without that key, the MLP has this many features per feature of the token; 0: it is needed.
+        Default of that key, as a multiple of `hidden_size`; 0: the key is required.
     multi_query : bool
-        `multi_query` and `new_decoder_architecture` say how many key/value heads there are
+        The flags `multi_query` and `new_decoder_architecture` decide the number of key/value heads
         (Falcon).
     gated_mlp : bool
         The MLP is act(gate x) * up x; otherwise act(up x).
     parallel : bool or str
         Attention and MLP read the same input, and both are added to it; or the key of that flag.
     parallel_norms : bool or str
-        Each branch of a parallel block has a norm of its own; or the key of their number, by
-        default 2 with `new_decoder_architecture` and 1 without.
+        Each branch of a parallel block has a norm of its own; or the key of the number of norms,
+        by default 2 with `new_decoder_architecture` and 1 without (Falcon).
     inner_norms : bool
         See `ModelConfig.inner_norms`.
     norms_by_kind : bool
@@ -294,7 +294,7 @@ class Family:
     whole_qk_norm : bool
         QK-norm over all heads of q or k together instead of per head.
     own_qk_norms : bool
-        Every head has a weight of QK-norm of its own. Only for LayerNorms.
+        Every head has a weight of QK-norm of its own; only with `layer_norm`.
     qk_norm_after_rope : bool
         q and k are rotated first, then normalised.
     bare_qk_norm : bool

@@ -11,7 +11,7 @@ __all__ = ["GRANITE", "GRANITE_SWA", "SINKS", "WINDOWS"]
 
 SINKS = TensorName("model.layers.{i}.self_attn.sinks", "sinks")
 WINDOWS = {"sliding_window": 128, "sliding_window_pattern": 4}
-"""The window of Granite SWA, and how many layers have one: all but the first of every four."""
+"""The window of Granite SWA, in all layers but the first of every four."""
 
 GRANITE = Family(
     model_type="granite",
@@ -53,4 +53,4 @@ GRANITE_SWA = replace(
     windows="pattern_from_first",
     rope_layers="layer_rope_theta",
 )
-"""The same with windows in most layers, attention sinks, and a rope of their own in all layers."""
+"""The same with windows in most layers, attention sinks, and a base of rope per layer."""

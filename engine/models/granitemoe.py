@@ -67,4 +67,4 @@ GRANITEMOE_SWA = replace(
     windows="pattern_from_first",
     rope_layers="layer_rope_theta",
 )
-"""The same with windows in most layers, attention sinks, and a rope of their own in all layers."""
+"""The same with windows in most layers, attention sinks, and a base of rope per layer."""

@@ -48,7 +48,8 @@ class Wrapper:
     idle_keys : tuple of str
         Keys of `text_config` that the text model alone applies, and the multimodal one does not.
     has_adapters : bool
-        Matrices are stored beside LoRA adapters, which are for images and audio alone.
+        The checkpoint has LoRA adapters for images and audio beside its matrices. They are never
+        read.
 
     Examples
     --------
@@ -66,7 +67,7 @@ class Wrapper:
     has_adapters: bool = False
 
     def text_name(self, name: str) -> str | None:
-        """Return the name of a tensor in the text model alone; None if it does not need it."""
+        """Return the name of a tensor in the text model alone; None for towers and adapters."""
         if name.removeprefix("model.").startswith(tuple(f"{tower}." for tower in self.towers)):
             return None
         if self.has_adapters and ".lora_" in name:
