@@ -144,7 +144,7 @@ class Attention:
             is_whole = q_norm.weight.shape[-1] != params.head_dim
             # A limit applies to the normalised rows, also of a single head.
             self.norms_whole_rows = is_whole or params.clip > 0
-            # The ops that apply rope have RMSNorms of heads alone.
+            # The ops that apply rope fuse RMSNorms of heads only.
             self.norms_first = self.norms_whole_rows or q_norm.subtract_mean
 
     @property
@@ -244,8 +244,8 @@ class Attention:
     def _rows(self, x: Any, norm: Norm | None = None) -> tuple[Any, Any, Any, Any]:
         """Return q (T, H, D), k and v (T, K, D), not yet rotated, and the gate or None.
 
-        They are views of fused rows, or new arrays of normalised heads. A QK-norm that the ops with
-        rope do not have is applied here: LayerNorms, and norms over all heads together.
+        They are views of fused rows, or new arrays of normalised heads. A QK-norm that no op fuses
+        with rope is applied here: LayerNorms, and norms over all heads together.
         """
         h = self.params.num_heads
         k = self.params.num_kv_heads

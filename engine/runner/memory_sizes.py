@@ -84,7 +84,7 @@ def activation_bytes(model: ModelConfig, dtype: str, num_tokens: int, num_rows: 
         attention = max(attention, delta.in_dim + gates + delta.conv_dim + delta.value_dim)
     if (lightning := model.lightning) is not None:  # projected, and the heads' outputs, gated
         attention = max(attention, 6 * lightning.inner_dim)
-    if (conv := model.short_conv) is not None:
+    if (conv := model.short_conv) is not None:  # projected, and the outputs of its convolutions
         attention = max(attention, (3 + len(conv.convolutions)) * conv.num_channels)
     if (mamba := model.mamba2) is not None:
         recurrent = 2 * (mamba.conv_dim + mamba.inner_dim)

@@ -193,7 +193,7 @@ def all_logits(model: Any, ids: list[int], one_by_one: bool, dtype: Any = np.flo
         return (logits.double() if dtype == np.float64 else logits.float()).numpy()
     cache, rows = DynamicCache(config=model.config), []
     for token in ids:
-        where = torch.tensor([[len(rows)]])  # Bamba does not ask the cache
+        where = torch.tensor([[len(rows)]])  # Bamba does not take it from the cache
         logits = model(torch.tensor([[token]]), position_ids=where, past_key_values=cache).logits
         rows.append(logits[0, -1].numpy())
     return np.stack(rows)
