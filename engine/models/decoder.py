@@ -431,14 +431,13 @@ class Decoder:
             layer, _, kind = name.rpartition(".")
             if kind not in ("router_norm", "conv_taps") and not kind.startswith("xielu_"):
                 continue
-            one: Any = self.layers[int(layer.rpartition(".")[2])]
-            mlp = one.mlp
+            block: Any = self.layers[int(layer.rpartition(".")[2])]
             if kind == "conv_taps":
-                one.attn.refresh()
+                block.attn.refresh()
             elif kind == "router_norm":
-                mlp.router_norm.weight[...] = scaled_router_norm(self.weights[name].data)
+                block.mlp.router_norm.weight[...] = scaled_router_norm(self.weights[name].data)
             else:
-                mlp.coefficients[...] = self._xielu(f"{layer}.")
+                block.mlp.coefficients[...] = self._xielu(f"{layer}.")
 
     def extend_ropes(self, num_positions: int) -> None:
         """Compute the rope tables for sequences of up to `num_positions` tokens."""
