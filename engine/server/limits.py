@@ -143,9 +143,9 @@ def check_model(model: str | None, request: Request, *, takes_adapters: bool = T
 
 
 def check_query(request: Request, *known: str) -> None:
-    """Raise an `APIError` if a parameter of the URL is not `known`; "name[]" is a list's item."""
+    """Raise an `APIError` if a parameter of the URL is not `known`."""
     for name, value in request.query_params.multi_items():
-        if name.removesuffix("[]") not in known:
+        if name not in known:
             message = f"{name[:50]} is not a parameter of this path; got {value[:50]!r}"
             raise APIError(400, message, param=name[:50])
 

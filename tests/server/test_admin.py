@@ -149,6 +149,7 @@ def test_only_an_admin_puts_a_server_to_sleep():
         for query, words in (
             ("?level=3", "level must be 1 or 2; got '3'"),
             ("?mode=abort", "mode is not a parameter"),
+            ("?level[]=2", "level[] is not a parameter"),
         ):
             found = post(server, "root", "/sleep" + query)
             assert found.status_code == 400 and words in found.text

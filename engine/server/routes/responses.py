@@ -49,7 +49,7 @@ _FIELDS = {
     "structured": "text.format",
 }
 _INCLUDED = ("reasoning.encrypted_content",)  # no effect: reasoning is plain text
-_IGNORED = ("include", "include_obfuscation")  # parameters of the URL
+_IGNORED = ("include", "include[]", "include_obfuscation")  # parameters of the URL
 
 
 class Retrieval(msgspec.Struct, forbid_unknown_fields=True):
@@ -236,8 +236,7 @@ def _query(request: Request, kind: type[_T]) -> _T:
     check_query(request, *_IGNORED, *kind.__struct_fields__)
     given: dict[str, Any] = {}
     for name, value in request.query_params.multi_items():
-        name = name.removesuffix("[]")
-        if name == "include" and value not in _INCLUDED:
+        if name in ("include", "include[]") and value not in _INCLUDED:
             message = f"include must be empty; got {value[:50]!r}"
             raise APIError(400, message, param="include")
         if name == "include_obfuscation" and value.lower() != "false":
