@@ -133,7 +133,7 @@ class AdapterSlots:
         for slot, matrices in parked.written.items():
             self.write(slot, matrices)
         self.kinds |= parked.kinds
-        self.num_writes += parked.num_writes
+        self.num_writes = parked.num_writes
 
     @contextmanager
     def serving(self, batch: ForwardBatch) -> Iterator[None]:
