@@ -19,7 +19,7 @@ from engine.core.input_processor import Prompt, PromptInput
 from engine.core.stats import EngineStats
 from engine.core.token_meter import METER
 from engine.engine_config import CONFIG_OPTIONS
-from engine.errors import EngineError, in_item
+from engine.errors import EngineError, map_items
 from engine.llm_engine import LLMEngine
 from engine.lora_request import LoRARequest
 from engine.model import LOAD_OPTIONS
@@ -213,18 +213,12 @@ class EngineClient(ABC):
         EngineError
             If the engine fails or is closed before all embeddings are computed.
         """
-        ids = await asyncio.to_thread(self._encode_all, prompts)
+        encode = lambda prompt: self._encode(prompt).token_ids  # noqa: E731
+        ids = await asyncio.to_thread(map_items, "prompts", prompts, encode)
         found = await self.embed_ids(ids, pooling, normalize=normalize)
         if (meter := METER.get()) is not None:
             meter.num_prompt_tokens += sum(map(len, ids))
         return found
-
-    def _encode_all(self, prompts: Sequence[Prompt]) -> list[list[int]]:
-        ids = []
-        for index, prompt in enumerate(prompts):
-            with in_item("prompts", index, len(prompts)):
-                ids.append(self._encode(prompt).token_ids)
-        return ids
 
     @abstractmethod
     async def embed_ids(

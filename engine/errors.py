@@ -26,7 +26,9 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 __all__ = [
     "CompileError",
@@ -46,10 +48,15 @@ __all__ = [
     "TemplateError",
     "UnknownOptionError",
     "WeightsError",
+    "about_item",
     "did_you_mean",
     "in_item",
+    "map_items",
     "unknown_keyword",
 ]
+
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
 
 
 class EngineError(Exception):
@@ -180,7 +187,7 @@ class OutOfMemoryError(EngineError, MemoryError):
 
 @contextlib.contextmanager
 def in_item(name: str, index: int, count: int) -> Iterator[None]:
-    """Within the context, errors about one of `count` requests begin with it: "prompts[3]: ...".
+    """Within the context, errors about one of `count` requests begin with it. See `about_item`.
 
     An only request is not named: it may have been given without a list.
 
@@ -196,8 +203,34 @@ def in_item(name: str, index: int, count: int) -> Iterator[None]:
         yield
     except (RequestError, TemplateError) as error:
         if count > 1:
-            error.args = (f"{name}[{index}]: {error}",)
+            error.args = (about_item(f"{name}[{index}]", str(error)),)
         raise
+
+
+def map_items(
+    name: str, items: Sequence[_Item], function: Callable[[_Item], _Result]
+) -> list[_Result]:
+    """Return `function` of each of the requests; errors say of which. See `in_item`."""
+    found = []
+    for index, item in enumerate(items):
+        with in_item(name, index, len(items)):
+            found.append(function(item))
+    return found
+
+
+def about_item(item: str, message: str) -> str:
+    """Return a message that begins with the request it is about, such as "prompts[3]".
+
+    Examples
+    --------
+    >>> about_item("prompts[3]", "stop[0] must be a str; got 5")
+    'prompts[3]: stop[0] must be a str; got 5'
+    >>> about_item("prompt[3]", "prompt[0] must be a token id; got 'a'")
+    "prompt[3][0] must be a token id; got 'a'"
+    """
+    name, _, _ = item.partition("[")
+    is_own = re.match(rf"{re.escape(name)}(?=[\[ ])", message)
+    return item + message[len(name) :] if is_own else f"{item}: {message}"
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str = "") -> str:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from engine.checks import length_of, shown_with_type
 from engine.core.stats import EngineStats
 from engine.engine_config import CONFIG_OPTIONS
-from engine.errors import RequestError, TemplateError, in_item, unknown_keyword
+from engine.errors import RequestError, TemplateError, in_item, map_items, unknown_keyword
 from engine.llm_engine import LLMEngine, Prompt
 from engine.lora_request import LoRARequest
 from engine.model import LOAD_OPTIONS
@@ -215,11 +215,7 @@ class LLM:
             "allow_special_in_content": allow_special_in_content,
         }
         options |= template_variables
-        count = len(conversations)
-        prompts = []
-        for index, conversation in enumerate(conversations):
-            with in_item("messages", index, count):
-                prompts.append(self._chat_prompt(conversation, options))
+        prompts = map_items("messages", conversations, lambda one: self._chat_prompt(one, options))
         return self._generate("messages", prompts, sampling_params, 0, lora_request, progress)
 
     def stream(
@@ -355,10 +351,7 @@ class LLM:
         """
         engine = self.llm_engine
         given = _as_prompts(prompts)
-        ids = []
-        for index, prompt in enumerate(given):
-            with in_item("prompts", index, len(given)):
-                ids.append(engine.encode(prompt).token_ids)
+        ids = map_items("prompts", given, lambda prompt: engine.encode(prompt).token_ids)
         rows = self._embed(ids, CLASSIFY)
         labels = () if engine.model.classifier is None else engine.model.classifier.labels
         return [

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from engine.checks import shown_with_type
-from engine.errors import RequestError, in_item
+from engine.errors import RequestError, map_items
 from engine.model import Model
 from engine.outputs import Logprob, RequestOutput, ScoringOutput, ScoringRequestOutput
 from engine.sampling_params import SamplingParams
@@ -97,10 +97,11 @@ def scored(
         return _cosines(model, pairs, embed, pooling or "last")
     if head is not None and len(head.labels) != 1:
         raise RequestError(f"a score needs a model with one label; it has {len(head.labels)}")
-    ids = []
-    for index, pair in enumerate(pairs):
-        with in_item("text_2", index, len(pairs)):
-            ids.append(rerankers.pair_ids(way, model.tokenizer, *pair, instruction))
+    ids = map_items(
+        "text_2",
+        pairs,
+        lambda pair: rerankers.pair_ids(way, model.tokenizer, *pair, instruction),
+    )
     if head is not None:
         found = [float(score) for [score] in embed(ids, CLASSIFY)]
     else:

@@ -459,11 +459,10 @@ def test_a_prompt_whose_text_cannot_be_returned_is_the_clients_error(monkeypatch
             response = httpx.post(server.url + path, json=body)
             error = response.json()["error"]
             param = "prompt" if "prompt" in body else "tokens"
-            item = "prompt[1]: " if "prompt" in body else ""
+            name = "prompt[1]" if "prompt" in body else "tokens"
             assert (response.status_code, error["param"]) == (400, param)
             assert error["message"] == (
-                f"{item}{param} must be tokens that have a text; got ValueError of the tokenizer: "
-                "no text"
+                f"{name} must be tokens that have a text; got ValueError of the tokenizer: no text"
             )
         body = {"prompt": [[5], [6]], "echo": True, "max_tokens": 0}
         answer = httpx.post(server.url + "/v1/completions", json=body).json()
@@ -474,16 +473,16 @@ def test_a_prompt_whose_text_cannot_be_returned_is_the_clients_error(monkeypatch
 
 
 @pytest.mark.parametrize("path, body, message", [
-    ("/v1/completions", {"prompt": [[5], [6, 97]]}, "prompt[1]: prompt[1] must be "),
+    ("/v1/completions", {"prompt": [[5], [6, 97]]}, "prompt[1][1] must be "),
     ("/v1/completions", {"prompt": ["w5", "w5 " * 256]}, "prompt[1]: This model's maximum "),
-    ("/v1/completions", {"prompt": [[97], [5]], "echo": True}, "prompt[0]: prompt[0] must be "),
+    ("/v1/completions", {"prompt": [[97], [5]], "echo": True}, "prompt[0][0] must be "),
     ("/v1/completions", {"prompt": ["w5", "w" * 2000], "return_token_ids": True},
      "prompt[1]: This model's maximum "),
     ("/v1/completions", {"prompt": [[97]]}, "prompt[0] must be "),
-    ("/v1/embeddings", {"input": [[5], [6, 97]]}, "input[1]: input[1] must be "),
+    ("/v1/embeddings", {"input": [[5], [6, 97]]}, "input[1][1] must be "),
     ("/v1/embeddings", {"input": ["w5", "w5 " * 300]}, "input[1]: This model's maximum "),
     ("/v1/embeddings", {"input": [5, 97]}, "input[1] must be "),
-    ("/score", {"text_1": "w5", "text_2": ["w6", ""]}, "text_2[1]: text_2 must not be empty"),
+    ("/score", {"text_1": "w5", "text_2": ["w6", ""]}, "text_2[1] must not be empty"),
     ("/score", {"text_1": "", "text_2": ["w6", "w7"]}, "text_1 must not be empty"),
     ("/rerank", {"query": "w5", "documents": ["w6", "w7 " * 300]}, "documents[1]: This model's "),
 ])  # fmt: skip

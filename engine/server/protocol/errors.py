@@ -15,6 +15,7 @@ from engine.errors import (
     RequestError,
     TemplateError,
     UnknownOptionError,
+    about_item,
 )
 from engine.scheduler.admission import QueueFullError
 
@@ -48,7 +49,7 @@ _CODES = {
 }
 _ANTHROPIC_TYPES = {500: "api_error", 503: "overloaded_error"}
 _ANTHROPIC_STATUS = {503: 529}
-_ITEM = re.compile(r"([a-z_0-9]+)(\[\d+\]: )")  # see `in_item`
+_ITEM = re.compile(r"([a-z_0-9]+)(\[\d+\]): ")  # see `about_item`
 _NAMED = re.compile(rf"(?:{_ITEM.pattern})?(structured(?=:)|[a-z][a-z_0-9]*(?=\[|\.| must| needs))")
 MAX_MESSAGE_CHARS = 2000
 
@@ -195,7 +196,7 @@ def renamed_params(fields: Mapping[str, str]) -> Iterator[None]:
     """Within the context, errors name the request's own field instead of the one it became.
 
     A message that begins with the name is changed too, but for "messages": their places differ.
-    So is the name of one of several requests before it: see `in_item`.
+    So is the name of one of several requests before it: see `about_item`.
 
     Parameters
     ----------
@@ -214,18 +215,18 @@ def renamed_params(fields: Mapping[str, str]) -> Iterator[None]:
         yield
     except (APIError, RequestError, TemplateError) as error:
         found = api_error(error)
-        item = ""
         message = found.message
         if given := _ITEM.match(message):
-            item = fields.get(given[1], given[1]) + given[2]
             message = message[given.end() :]
         name = found.param
         if name is not None and name in fields:
             found.param = fields[name]
             if name != "messages" and re.match(rf"{re.escape(name)}(?!\w)", message):
                 message = found.param + message[len(name) :]
-        found.message = item + message
-        found.args = (found.message,)
+        if given:
+            message = about_item(fields.get(given[1], given[1]) + given[2], message)
+        found.message = message
+        found.args = (message,)
         raise found from error
 
 

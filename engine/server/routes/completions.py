@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from engine.async_engine import EngineClient
-from engine.errors import in_item
+from engine.errors import in_item, map_items
 from engine.outputs import CompletionOutput, RequestOutput
 from engine.sampling_params import SamplingDefaults, SamplingParams
 from engine.server.auth import isolate
@@ -97,7 +97,8 @@ class CompletionJob:
     request_id, model : str
     created : int
         Unix time, seconds.
-    prompts : list of str or list of int
+    prompts : list of str, list of int, or mapping
+        A mapping has a text and its token ids.
     params : SamplingParams
     """
 
@@ -157,7 +158,8 @@ async def prepare_completion(
         prompts = await _encoded(client, prompts, with_special=body.add_special_tokens is not False)
     params = await _limited(client, body, prompts, params, config)
     if body.echo and isinstance(prompts[0], list) and client.tokenizer is not None:
-        prompts = await asyncio.to_thread(_with_texts, client, prompts)
+        with_text = functools.partial(_with_text, client)
+        prompts = await asyncio.to_thread(map_items, "prompt", prompts, with_text)
     request_id = f"cmpl-{secrets.token_hex(16)}"
     return CompletionJob(client, body, request_id, model, int(time.time()), prompts, params)
 
@@ -168,29 +170,21 @@ async def _encoded(client: EngineClient, texts: list[str], *, with_special: bool
     if tokenizer is None:
         raise APIError(400, "prompt must be token ids, the model has no tokenizer")
 
-    def encoded() -> list[list[int]]:
-        found = []
-        for index, text in enumerate(texts):
-            with in_item("prompt", index, len(texts)):
-                check_length(text, "prompt", client)
-                found.append(tokenizer.encode(text, with_special))
-        return found
+    def encode(text: str) -> list[int]:
+        check_length(text, "prompt", client)
+        ids: list[int] = tokenizer.encode(text, with_special)
+        return ids
 
-    ids = await asyncio.to_thread(encoded)
+    ids = await asyncio.to_thread(map_items, "prompt", texts, encode)
     if not with_special:
         return ids
     pairs = zip(texts, ids, strict=True)
     return [{"prompt": text, "prompt_token_ids": each} for text, each in pairs]
 
 
-def _with_texts(client: EngineClient, prompts: list[Any]) -> list[Any]:
-    """Return token ids as prompts with their text, which `echo` returns."""
-    found = []
-    for index, ids in enumerate(prompts):
-        with in_item("prompt", index, len(prompts)):
-            text = text_of_ids(ids, "prompt", client)
-        found.append({"prompt": text, "prompt_token_ids": ids})
-    return found
+def _with_text(client: EngineClient, ids: list[int]) -> dict[str, Any]:
+    """Return token ids as a prompt with its text, which `echo` returns."""
+    return {"prompt": text_of_ids(ids, "prompt", client), "prompt_token_ids": ids}
 
 
 async def _limited(

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from engine.errors import in_item
+from engine.errors import map_items
 from engine.server.field_limits import check_length, check_num_tokens
 from engine.server.limits import check_model, read_struct
 from engine.server.openapi import Endpoint
@@ -127,16 +127,17 @@ def token_ids(client: Any, prompts: list[Any]) -> list[list[int]]:
     """Tokenize texts; token ids are returned unchanged."""
     if isinstance(prompts[0], str) and client.tokenizer is None:
         raise APIError(400, "input must be token ids, as the model has no tokenizer; got text")
-    found = []
-    for index, prompt in enumerate(prompts):
-        with in_item("input", index, len(prompts)):
+
+    def checked(prompt: str | list[int]) -> list[int]:
+        if isinstance(prompt, str):
+            check_length(prompt, "input", client)
+            ids: list[int] = client.tokenizer.encode(prompt)
+        else:
             ids = prompt
-            if isinstance(prompt, str):
-                check_length(prompt, "input", client)
-                ids = client.tokenizer.encode(prompt)
-            check_num_tokens(len(ids), "input", client, num_reserved=0)
-        found.append(ids)
-    return found
+        check_num_tokens(len(ids), "input", client, num_reserved=0)
+        return ids
+
+    return map_items("input", prompts, checked)
 
 
 def _objects(vectors: list[Any], encoding: str | None) -> list[EmbeddingObject]:
