@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from engine.checks import shown_with_type
-from engine.errors import RequestError, map_items
+from engine.checks import shown, shown_with_type
+from engine.errors import ContextLengthError, RequestError, map_items
 from engine.model import Model
 from engine.outputs import Logprob, RequestOutput, ScoringOutput, ScoringRequestOutput
 from engine.sampling_params import SamplingParams
@@ -97,17 +98,30 @@ def scored(
         return _cosines(model, pairs, embed, pooling or "last")
     if head is not None and len(head.labels) != 1:
         raise RequestError(f"a score needs a model with one label; it has {len(head.labels)}")
-    ids = map_items(
-        "text_2",
-        pairs,
-        lambda pair: rerankers.pair_ids(way, model.tokenizer, *pair, instruction),
-    )
+
+    def encode(pair: tuple[str, str]) -> list[int]:
+        ids = rerankers.pair_ids(way, model.tokenizer, *pair, instruction)
+        return _fitting(model, ids, "text_1 and text_2", pair, 0 if head is not None else 1)
+
+    ids = map_items("text_2", pairs, encode)
     if head is not None:
         found = [float(score) for [score] in embed(ids, CLASSIFY)]
     else:
         assert isinstance(way, RerankFormat)  # `PAIR` needs a head
         found = _answers(ids, way.answers(model.tokenizer, model.name), generate)
     return [_output(*each) for each in zip(found, ids, strict=True)]
+
+
+def _fitting(
+    model: Model, ids: list[int], name: str, given: str | tuple[str, str], num_reserved: int
+) -> list[int]:
+    """Return token ids after checking their number; errors name the text, or the texts."""
+    if not ids:
+        raise RequestError(f"{name} must not be empty; got {shown(given)}")
+    if len(ids) > model.max_model_len - num_reserved:
+        limit = model.max_model_len
+        raise ContextLengthError.of(name, len(ids), limit, num_reserved=num_reserved)
+    return ids
 
 
 def _output(score: float, token_ids: Sequence[int]) -> ScoringRequestOutput:
@@ -118,9 +132,16 @@ def _cosines(
     model: Model, pairs: Sequence[tuple[str, str]], embed: Embed, pooling: str
 ) -> list[ScoringRequestOutput]:
     """Return cosines of embeddings; a text in several pairs is computed once."""
-    texts = list(dict.fromkeys(text for pair in pairs for text in pair))
-    ids = {text: model.tokenizer.encode(text) for text in texts}
-    vectors = dict(zip(texts, embed([ids[text] for text in texts], pooling), strict=True))
+    ids: dict[str, list[int]] = {}
+
+    def encode(name: str, text: str) -> None:
+        if text not in ids:
+            ids[text] = _fitting(model, model.tokenizer.encode(text), name, text, 0)
+
+    for name, column in zip(("text_1", "text_2"), zip(*pairs, strict=True), strict=True):
+        given = column if len(set(column)) > 1 else column[:1]  # one text may be in all pairs
+        map_items(name, given, functools.partial(encode, name))
+    vectors = dict(zip(ids, embed(list(ids.values()), pooling), strict=True))
     found = []
     for first, second in pairs:
         cosine = float(np.dot(vectors[first], vectors[second]))

@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from engine import LLM, LLMEngine, SamplingParams, load
-from engine.errors import ConfigError, RequestError, WeightsError
+from engine.errors import ConfigError, ContextLengthError, RequestError, WeightsError
 from engine.quantization.quantize_model import quantize
 from engine.tasks.embeddings import CLASSIFY, embed, embed_in_parts
 from tests.classifier_files import CASES, GOLDEN, WORDS, write_model, write_tokenizer
@@ -146,6 +146,14 @@ def test_a_head_scores_pairs(tmp_path):
         assert other[0].outputs.score != other[1].outputs.score
         cosine = llm.score("what", "what", reranker="cosine")
         assert cosine[0].outputs.score == pytest.approx(1)
+        long = "cats " * 200
+        for reranker, names in ((None, "text_1 and text_2"), ("cosine", "text_2")):
+            for texts, item in (([*["cats"] * 2, long], r"text_2\[2\]: "), (long, "")):
+                message = f"^{item}This model's .* your {names} resulted in"
+                with pytest.raises(ContextLengthError, match=message):
+                    llm.score("what", texts, reranker=reranker)
+        with pytest.raises(ContextLengthError, match=r"^This model's .* your text_1 resulted in"):
+            llm.score(long, ["what", "cats"], reranker="cosine")
         with pytest.raises(RequestError, match="instruction needs a reranker with a prompt"):
             llm.score("what", "cats", instruction="x")
         with pytest.raises(RequestError, match="pooling needs a model of embeddings"):
