@@ -223,9 +223,10 @@ struct RowScales {
 
 // ---- gate and up --------------------------------------------------------------------------------
 //
-// In a gated product of a tile for many tokens (kStoresHalves), a warp multiplies 8 rows of gate
-// (as its rows g) and the same 8 rows of up (as its rows g + 8): rows 8 `half` to 8 `half` + 7 of
-// one row tile of each. Other tiles do not mix rows: gate and up meet in the epilogue.
+// In a gated product of a tile for many tokens (kStoresHalves; kMixesRows in moe_gemm), a warp
+// multiplies 8 rows of gate (as its rows g) and the same 8 rows of up (as its rows g + 8): rows
+// 8 `half` to 8 `half` + 7 of one row tile of each. Other tiles do not mix rows: gate and up meet
+// in the epilogue.
 
 template <int kShift, uint32_t kLow>
 __device__ __forceinline__ uint32_t mix_words(uint32_t gate, uint32_t up, int half) {

@@ -84,7 +84,7 @@ struct MoeDecoder {
   int first_row, g, t;  // this lane's row g in the warpgroup's first m-tile
   float scales[kMmaTiles][2];
 
-  __device__ __forceinline__ MoeDecoder(int warpgroup, bool)
+  __device__ __forceinline__ MoeDecoder(int warpgroup, bool /*is_gated*/)
       : first_row(warpgroup * kMmaTiles * kMmaM + threadIdx.x / kWarpSize % 4 * 16 +
                   threadIdx.x % kWarpSize / 4),
         g(threadIdx.x % kWarpSize / 4),

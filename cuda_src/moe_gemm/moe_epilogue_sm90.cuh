@@ -32,8 +32,8 @@ struct MoeEpilogue {
 
 using MoeSums = float[kMmaTiles][kTokens / 2];
 
-// Bytes of a row of staging, and the place in it of features 8 * part to 8 * part + 7 of a row,
-// where the lanes of a warp use different banks.
+// Bytes per row of staging, and the byte offset of features 8 * part to 8 * part + 7 of a row: a
+// swizzle, so that the lanes of a warp use different banks.
 template <bool kIsMixed>
 constexpr int kStagingRow = kIsMixed ? kSlabRowBytes / 2 : kSlabRowBytes;
 template <bool kIsMixed>
@@ -43,8 +43,8 @@ __device__ __forceinline__ int staging_place(int row, int part) {
 }
 
 // Writes 64 features of the tile's tokens, from token `first` on, to staging, which transposes them
-// into rows; with kIsMixed 32 features, the results in rows g. Ends with a barrier of the
-// warpgroup.
+// into rows. With kIsMixed it writes 32 features, which are in each lane's rows g. Ends with a
+// barrier of the warpgroup.
 template <bool kIsMixed = false>
 __device__ __forceinline__ void stage(MoeShared& smem, int warpgroup, int first, int count,
                                       const float (&acc)[kTokens / 2]) {

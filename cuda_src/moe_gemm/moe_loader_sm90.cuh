@@ -94,7 +94,7 @@ struct MoeLoader {
   }
 
   // Loads every `step`th box of sorted rows, from box `first` on. Called by one thread, or by one
-  // of each of `step` warps.
+  // thread of each of `step` warps.
   __device__ __forceinline__ void sorted(int stage, int slab, const MoeTile& tile, int first,
                                          int step) const {
     const unsigned full = smem_address(&smem.full[stage]), to = smem_address(smem.x[stage]);
