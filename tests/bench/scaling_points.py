@@ -34,6 +34,11 @@ _GROUPS = (
 _LATENCY, _MIDDLE = 128 + 512 / 2, 512 + 256 / 2
 _PROMPT, _MAX_MODEL_LEN = 4096, 4096
 _PACKED = "int4_g128", "q4_k"
+# Weights -> figure of the H100's rows that was measured with kernels replaced since.
+_REPLACED = {
+    **dict.fromkeys((*_PACKED, "fp8_block"), "output_tokens_per_s"),
+    "mxfp4": "prompt_tokens_per_s",
+}
 
 
 @dataclass(frozen=True)
@@ -267,11 +272,7 @@ def _third_round(record: dict[str, Any]) -> Iterator[Point]:
     for row in record["rows"]:
         weights, _, pages = row["weights"].partition(", ")
         pages = pages.removesuffix(" pages") or "bfloat16"
-        is_old = weights in (*_PACKED, "fp8_block")
-        old = (
-            "prompt_tokens_per_s" if weights == "mxfp4" else "output_tokens_per_s" if is_old else ""
-        )
-        kept = {key: value for key, value in row.items() if key != old}
+        kept = {key: value for key, value in row.items() if key != _REPLACED.get(weights)}
         yield from _of_row(_Case(row["model"], weights, pages, "h100"), kept, source)
     for row in record["batches"]["rows"]:
         for weights in ("fp8", "int4_g128"):
@@ -283,11 +284,12 @@ def _third_round(record: dict[str, Any]) -> Iterator[Point]:
 
 def _h200(record: dict[str, Any]) -> Iterator[Point]:
     """Yield the points of whole models on one H200, and of batches of an 8B model."""
-    source, tiles = "whole_models.json, h200", record["prompts_of_packed_experts"]["rows"]
+    source = "whole_models.json, h200"
+    retimed = {row["model"]: row["now"] for row in record["prompts_of_packed_experts"]["rows"]}
     for row in record["rows"]:
-        now = [sum(new["now"]) / len(new["now"]) for new in tiles if new["model"] == row["model"]]
-        latest = {"prompt_tokens_per_s": now[0]} if now else {}
-        yield from _of_row(_Case(row["model"], row["weights"]), {**row, **latest}, source)
+        if now := retimed.get(row["model"]):
+            row = row | {"prompt_tokens_per_s": sum(now) / len(now)}
+        yield from _of_row(_Case(row["model"], row["weights"]), row, source)
     for row in record["batches"]["rows"]:
         for weights in ("fp8", "int4_g128"):
             case = _Case("llama-3.1-8b", weights)
