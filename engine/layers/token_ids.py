@@ -89,9 +89,9 @@ def _in_vocabulary(
 ) -> np.ndarray[Any, np.dtype[np.int32]]:
     if ids.dtype.kind not in "iu":
         raise RequestError(f"{name} must be integers; got {ids.dtype}")
-    bad = np.argwhere((ids < 0) | (ids >= vocab_size))
-    if bad.size:
-        first = bad[0].tolist()
+    bad = (ids < 0) | (ids >= vocab_size)
+    if bad.any():
+        first = np.argwhere(bad)[0].tolist()
         raise RequestError(
             f"{name}{first} must be in [0, {vocab_size}), the vocabulary; got {ids[tuple(first)]}"
         )
