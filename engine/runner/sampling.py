@@ -74,8 +74,8 @@ class SamplingSpec:
             "structured output": self.grammar is not None,
             "allowed_token_ids": params.allowed_token_ids is not None,
             "bad_words": bool(self.bad_words),
-            "min_tokens": params.min_tokens > 0
-            and self.grammar is None,  # a grammar may end earlier
+            # A text that is complete by its grammar may end before min_tokens.
+            "min_tokens": params.min_tokens > 0 and self.grammar is None,
         }
         return [name for name in is_given if is_given[name]]
 
