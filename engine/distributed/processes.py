@@ -155,7 +155,10 @@ def _end(group: Group, processes: list[subprocess.Popen[bytes]]) -> None:
 
 
 def end_processes(processes: Iterable[subprocess.Popen[bytes]], seconds: float) -> None:
-    """Close the processes' pipes, so that they end; kill those still alive after `seconds`."""
+    """Close the processes' pipes, so that they end; kill those still alive after `seconds`.
+
+    Those that they have started are killed with them.
+    """
     processes = list(processes)
     for process in processes:
         assert process.stdin is not None
@@ -166,7 +169,7 @@ def end_processes(processes: Iterable[subprocess.Popen[bytes]], seconds: float) 
         try:
             process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
-            process.kill()
+            child_process.kill_tree(process.pid)
             process.wait()
         assert process.stdout is not None
         process.stdout.close()
@@ -198,8 +201,12 @@ def run_rank() -> None:
 
 
 def exit_at_once(status: int) -> None:
-    """Exit without cleanup: nothing is left to write, and a CUDA driver may hang on exit."""
+    """Exit without cleanup: nothing is left to write, and a CUDA driver may hang on exit.
+
+    Ranks of this process that have not ended by now are killed.
+    """
     drain_stderr()
+    child_process.kill_descendants()
     os._exit(status)
 
 

@@ -415,7 +415,8 @@ class StageGroup:
         for stage, peer in sorted(self._peers.items()):
             if now - peer.heard > silence:
                 if stage in self._processes:
-                    self._processes[stage].kill()  # it hangs, and would not end by itself
+                    # It hangs, and would not end by itself.
+                    child_process.kill_tree(self._processes[stage].pid)
                 return (
                     f"{peer.name} has not been heard of for {silence:g} s; it was last in: "
                     f"{peer.doing}"

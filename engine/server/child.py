@@ -20,8 +20,9 @@ from typing import IO, Any
 
 from engine.distributed.log_stream import drain_stderr, use_bounded_stderr
 from engine.errors import EngineError
+from engine.text.child_process import kill_descendants
 
-__all__ = ["ChildConfig", "Report", "duration", "run_child", "say"]
+__all__ = ["ChildConfig", "Report", "duration", "end_now", "run_child", "say"]
 
 _MAX_LINE = 1 << 20
 
@@ -113,7 +114,7 @@ def run_child(main: Callable[[ChildConfig, Report], None]) -> None:
         sys.excepthook(*sys.exc_info())
     drain_stderr()
     # Not `sys.exit`, which waits for library threads; there is nothing left to save.
-    os._exit(status)
+    end_now(status)
 
 
 def say(text: str) -> None:
@@ -141,7 +142,13 @@ def duration(seconds: float) -> str:
     return " ".join(parts[:2])
 
 
+def end_now(status: int) -> None:
+    """Exit without cleanup, and kill the processes that this one has started."""
+    kill_descendants()
+    os._exit(status)
+
+
 def _end_with_parent() -> None:
     while os.read(0, 4096):
         pass
-    os._exit(1)
+    end_now(1)

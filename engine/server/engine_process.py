@@ -14,7 +14,7 @@ import numpy.random  # noqa: F401
 from engine.device import resolve_device
 from engine.errors import ConfigError
 from engine.llm_engine import LLMEngine
-from engine.server.child import ChildConfig, Report
+from engine.server.child import ChildConfig, Report, end_now
 from engine.server.engine_loop import EngineLoop
 from engine.server.gpus import engine_gpus, replica_gpus
 from engine.server.load_log import LoadLog, totals_of
@@ -29,7 +29,7 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 def main(config: ChildConfig, report: Report) -> None:
     """Serve until SIGTERM."""
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))  # there is no request to finish yet
+    signal.signal(signal.SIGTERM, lambda *_: end_now(0))  # there is no request to finish yet
     server = ServerConfig.from_options(config.server)
     configure_logging(server.log_level, json_logs=server.json_logs, access_log=False)
     socket = bound_socket(config.addresses[config.number], config.token)

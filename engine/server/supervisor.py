@@ -32,6 +32,7 @@ from engine.server.listeners import listening_sockets
 from engine.server.messages import BEAT_SECONDS
 from engine.server.running import PREFIX, ServerRecord
 from engine.server.server_config import ServerConfig
+from engine.text.child_process import kill_tree
 
 __all__ = ["Supervisor", "supervise"]
 
@@ -359,7 +360,10 @@ class Supervisor:
         self._is_ending.set()
 
     def _kill(self, children: list[_Child] | None = None) -> None:
-        _signal(list(self._children) if children is None else children, signal.SIGKILL)
+        """Kill these children, by default all, with the processes that they have started."""
+        for child in list(self._children) if children is None else children:
+            if child.process.returncode is None:
+                kill_tree(child.process.pid)
 
 
 class _Ended(EngineError):

@@ -10,6 +10,7 @@ Messages are frames: an 8-byte little-endian length, followed by that many bytes
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -30,7 +31,10 @@ if sys.platform != "win32":  # the other modules can be imported there; a worker
 __all__ = [
     "Worker",
     "WorkerEndedError",
+    "descendants",
     "incoming",
+    "kill_descendants",
+    "kill_tree",
     "memory_gauge",
     "receive",
     "reply",
@@ -81,6 +85,40 @@ def start(
         pass_fds=descriptors,
         start_new_session=True,  # Ctrl-C in the terminal interrupts only the parent
     )
+
+
+def kill_tree(pid: int) -> None:
+    """Kill a process that this one has started and not waited for, and all that it has started.
+
+    They would end by themselves once it is gone, but for one that is stopped.
+    """
+    below = descendants(pid)  # once it is dead, they have another parent
+    for each in (pid, *below):
+        _kill(each)
+
+
+def kill_descendants() -> None:
+    """Kill all that this process has started. See `kill_tree`."""
+    for each in descendants(os.getpid()):
+        _kill(each)
+
+
+def _kill(pid: int) -> None:
+    with contextlib.suppress(OSError):  # it has ended
+        os.kill(pid, signal.SIGKILL)
+
+
+def descendants(pid: int) -> list[int]:
+    """Return the ids of a process's children, and of theirs; none on a system without /proc."""
+    children: dict[int, list[int]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            parent = int(path.read_text(errors="replace").rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(path.parent.name))
+    found = [pid]
+    for parent in found:
+        found += children.get(parent, [])
+    return found[1:]
 
 
 def send(pipe: Any, frame: bytes) -> None:

@@ -25,6 +25,7 @@ from engine.errors import ConfigError, EngineError, RankError, RequestError, Ste
 from engine.layers.batch import ForwardBatch
 from engine.parallel.stage import HELLO, LINK, run_stage
 from engine.parallel.stage_group import StageGroup
+from engine.text.child_process import descendants
 from engine.weights import Stage
 from tests.distributed.engines import CONFIG as TWO_LAYERS
 from tests.distributed.engines import (
@@ -404,6 +405,19 @@ def test_a_stopped_stage_is_named_and_killed():
     with pytest.raises(RankError, match=r"stage 0 .*(did not send|has not been heard of)"):
         _steps_until_error(engine)
     assert not is_alive(pid)
+    engine.close()
+
+
+@pytest.mark.kills
+def test_a_stopped_rank_of_another_stage_is_killed_with_it():
+    """It cannot see that its stage has ended."""
+    engine = _started(2, tensor_parallel_size=2, collective_timeout=1.5)
+    [stage] = engine.model.group.pids
+    [rank] = descendants(stage)
+    os.kill(rank, signal.SIGSTOP)
+    with pytest.raises(RankError, match=r"stage 0 (?s:.)*rank 1 "):
+        _steps_until_error(engine)
+    assert not is_alive(stage) and not is_alive(rank)
     engine.close()
 
 

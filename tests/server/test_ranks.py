@@ -93,6 +93,20 @@ def test_a_killed_engine_leaves_no_rank(small):
 
 
 @pytest.mark.kills
+@pytest.mark.parametrize("hangs", [True, False])
+def test_a_stopped_rank_is_killed_with_its_engine(small, hangs):
+    """It cannot see that the engine has ended: killed since it hangs, or without a supervisor."""
+    with serving(*small, "-tp", "2", "--hang-timeout", "1") as server:
+        response = _stream(server, 16000) if hangs else None
+        engine, rank = _rank_1(server)
+        os.kill(rank, signal.SIGSTOP)
+        if response is None:
+            os.kill(server.process.pid, signal.SIGKILL)
+        _end(server)
+        _wait_until(lambda: not (_is_alive(engine) or _is_alive(rank)), 10)
+
+
+@pytest.mark.kills
 def test_a_killed_stage_ends_an_idle_server_with_its_last_words(deeper):
     options = ("--deterministic", "--served-model-name", "tiny", "-pp", "2")
     with serving(deeper, *SMALL, *options) as server:
