@@ -414,12 +414,15 @@ class Model:
         """
         if self.classifier is not None:
             raise WeightsError("the weights of a model with a classification head cannot change")
-        update = self._opened_update(source)
+        return self.write_update(self.opened_update(source))
+
+    def write_update(self, update: WeightUpdate) -> tuple[str, ...]:
+        """Write checked weights, and return their names. See `update_weights`."""
         update.write()
         self.decoder.refresh(update.names)
         return update.names
 
-    def _opened_update(self, source: str | PathLike[str] | Mapping[str, Any]) -> WeightUpdate:
+    def opened_update(self, source: str | PathLike[str] | Mapping[str, Any]) -> WeightUpdate:
         """Check new weights; see `update_weights`."""
         decoder = self.decoder
         config, shard = decoder.parts.whole(self.config)

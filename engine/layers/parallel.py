@@ -448,4 +448,6 @@ def _gathered(collectives: Collectives, x: Any, share: int) -> Any:
     if share == 1:
         return whole
     parts = whole.reshape(x.shape[0], collectives.size, x.shape[1])[:, ::share]
-    return array_module(x).ascontiguousarray(parts).reshape(x.shape[0], -1)
+    # Not -1: a step that ends no prompt has no rows here, and -1 would not be known.
+    width = parts.shape[1] * x.shape[1]
+    return array_module(x).ascontiguousarray(parts).reshape(x.shape[0], width)

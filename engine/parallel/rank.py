@@ -34,7 +34,14 @@ from engine.runner.cuda_graph import GraphKey
 from engine.runner.worker_graphs import WorkerGraphs
 from engine.weights import Stage
 
-__all__ = ["RankWorker", "compare_ranks", "make_collectives", "num_threads", "run"]
+__all__ = [
+    "RankWorker",
+    "compare_ranks",
+    "exchange_errors",
+    "make_collectives",
+    "num_threads",
+    "run",
+]
 
 TARGET = "engine.parallel.rank:run"
 
@@ -242,7 +249,15 @@ class RankWorker:
 
     def _update(self, numbers: list[int], arrays: list[Any]) -> None:
         self._group.set_doing("reading new weights")
-        self._model.update_weights(from_text(arrays[0]))
+        error = ""
+        try:
+            update = self._model.opened_update(from_text(arrays[0]))
+        except Exception as failure:
+            error = str(failure) or type(failure).__name__
+        if exchange_errors(self._group, error):
+            return
+        self._model.write_update(update)
+        exchange_errors(self._group, "")
 
     def _move_blocks(self, numbers: list[int], arrays: list[Any]) -> None:
         move_blocks(self._the_pages(), self._swap, moves_from_arrays(arrays))
@@ -288,6 +303,14 @@ def make_collectives(group: Group, device: Device) -> Collectives:
         return shared
     device.activate()
     return CudaCollectives(group.rank, group.size, shared.exchange, timeout=group.timeout)
+
+
+def exchange_errors(group: Group, error: str) -> dict[str, str]:
+    """Wait for all ranks; return the errors that are not "", by the name of the rank."""
+    texts = SharedMemoryCollectives(group).exchange(error.encode("utf-8", "replace")[:4096])
+    return {
+        f"rank {rank}": text.decode("utf-8", "replace") for rank, text in enumerate(texts) if text
+    }
 
 
 def compare_ranks(group: Group, model: str, loading: Mapping[str, Any]) -> None:

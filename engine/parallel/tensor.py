@@ -9,6 +9,7 @@ log-probabilities and drafts need no multi-rank code.
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple
@@ -70,6 +71,7 @@ from engine.parallel.rank import (
     WANTS_STAGE,
     batch_to_message,
     compare_ranks,
+    exchange_errors,
     make_collectives,
     num_threads,
 )
@@ -301,21 +303,32 @@ class TensorParallelModel(Model):
     def update_weights(self, source: Any) -> tuple[str, ...]:
         """Write new weights on all ranks; each reads its part of the files. See `Model`.
 
+        Once it returns, no rank reads the files any more.
+
         Raises
         ------
         WeightsError
-            If `source` is a mapping: arrays are not sent to other ranks.
+            If `source` is a mapping: arrays are not sent to other ranks. Or if a rank cannot use
+            the files; then no rank writes anything.
+        RankError
+            If a rank fails while it writes.
         """
         if isinstance(source, Mapping):
             raise WeightsError(
                 f"source must be a folder with tensor_parallel_size={self.num_ranks}: arrays are "
                 "not sent to other ranks; got a mapping"
             )
-        update = self._opened_update(source)
-        self.driver.send("new weights", UPDATE, arrays=[to_text(str(source))])
-        update.write()
-        self.decoder.refresh(update.names)
-        return update.names
+        update = self.opened_update(source)
+        path = os.path.abspath(source)  # this process may have changed its folder since the start
+        self.driver.send("new weights", UPDATE, arrays=[to_text(path)])
+        with self.driver.together():
+            errors = exchange_errors(self.driver.processes.group, "")
+            if not errors:
+                names = self.write_update(update)
+                exchange_errors(self.driver.processes.group, "")
+        for who, error in errors.items():
+            raise WeightsError(f"{error} ({who})")
+        return names
 
     @property
     def captured_adapter_kinds(self) -> tuple[str, ...]:

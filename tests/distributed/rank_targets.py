@@ -9,8 +9,9 @@ import numpy as np
 
 from engine.distributed.collectives import SharedMemoryCollectives
 from engine.distributed.messages import Messages
-from engine.errors import OutOfMemoryError
-from engine.parallel.rank import compare_ranks
+from engine.errors import OutOfMemoryError, WeightsError
+from engine.model import Model
+from engine.parallel.rank import compare_ranks, run
 
 
 def array_of(rank, dtype, count=1000):
@@ -79,3 +80,13 @@ def out_of_memory(group, options):
     """Find no room for the weights."""
     compare_ranks(group, options["model"], options["loading"])
     raise OutOfMemoryError("cuda:1 has no room for 8.00 GiB of weights in bfloat16")
+
+
+def without_new_files(group, options):
+    """Serve as a rank that sees no files of new weights."""
+
+    def opened_update(model, source):
+        raise WeightsError(f"{source} is not on this disk")
+
+    Model.opened_update = opened_update
+    run(group, options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -12,10 +13,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from engine import LLM, LLMEngine, SamplingParams
 from engine.distributed import processes
-from engine.errors import ConfigError, EngineError, RankError
+from engine.errors import ConfigError, EngineError, RankError, RequestError
 from engine.loading.hf_config import config_from_dict
 from engine.speculative.costs import measure_step_costs
 from tests.distributed.engines import (
@@ -232,6 +234,58 @@ def test_llm_generates_with_two_ranks_that_have_whole_experts(moe_folder):
     assert two.expert_load == one.expert_load and one.rank_load == {}
     for layer, load in two.expert_load.items():
         assert two.rank_load[layer] == (sum(load[:3]), sum(load[3:]))
+
+
+def test_chunks_that_end_no_prompt():
+    """No row leaves the last layer in such a step; each KV head is on two of the ranks."""
+    found = {}
+    for size in (1, 4):
+        with _engine(size, max_num_batched_tokens=8) as engine:
+            params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+            engine.add_request("a", list(range(20)), params)
+            found[size] = run(engine)
+    assert found[4] == found[1]
+
+
+def _greedy(engine):
+    params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+    engine.add_request("a", [5, 17, 3], params)
+    return run(engine)
+
+
+def test_new_weights_are_read_when_the_call_returns(tmp_path, monkeypatch):
+    """Their folder may be gone then. Its path is that of this process, which changed its folder."""
+    base = write_checkpoint("llama", _folder(tmp_path / "base"))
+    found = {}
+    for size in (1, 2):
+        with _engine(size, model=str(base)) as engine:
+            new = write_checkpoint("llama", _folder(tmp_path / "new"))
+            tensors = load_file(new / "model.safetensors")
+            halves = {name: tensor / 2 for name, tensor in tensors.items()}
+            save_file(halves, new / "model.safetensors")
+            old = _greedy(engine)
+            monkeypatch.chdir(tmp_path)
+            engine.update_weights("new")
+            shutil.rmtree(new)
+            found[size] = old, _greedy(engine)
+    assert found[2] == found[1]
+    assert found[1][0] != found[1][1]
+
+
+def test_new_weights_that_one_rank_cannot_read_change_nothing(tmp_path, monkeypatch):
+    base = write_checkpoint("llama", tmp_path)
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    monkeypatch.setattr("engine.parallel.tensor.TARGET", "rank_targets:without_new_files")
+    with _engine(2, model=str(base)) as engine:
+        old = _greedy(engine)
+        with pytest.raises(RequestError, match=r"is not on this disk \(rank 1\)"):
+            engine.update_weights(base)
+        assert _greedy(engine) == old
+
+
+def _folder(path):
+    path.mkdir(exist_ok=True)
+    return path
 
 
 # ---- faults
