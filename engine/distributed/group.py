@@ -13,7 +13,7 @@ from typing import Any
 from engine.distributed.segment import Segment
 from engine.errors import ConfigError, RankError
 
-__all__ = ["Group", "GroupEnded"]
+__all__ = ["STOPPED_SECONDS", "Group", "GroupEnded"]
 
 # Fields of a rank in `Segment.ranks`. SIZES is two fields, one for each of the rank's buffers.
 STATE = 0
@@ -23,6 +23,7 @@ SIZES = 3
 WORDS = 5
 PID = 6
 ANSWERED = 7
+BEAT = 8
 # Field of `Segment.group`.
 _CLOSING = 0
 # States of a rank.
@@ -34,6 +35,8 @@ _SHORTEST = 20e-6  # first pause between two polls, in seconds
 _LONGEST = 1e-3  # longest pause, in seconds
 _SOON = 0.1  # seconds after which pauses grow
 _CHECK_SECONDS = 0.02  # interval at which a waiting rank checks the states of the others
+_SILENT_SECONDS = 60.0  # time without a heartbeat after which a rank is not waited for any longer
+STOPPED_SECONDS = 2.0  # a longer pause between two looks: this process was stopped meanwhile
 
 
 class GroupEnded(RankError):
@@ -181,15 +184,19 @@ class Group:
         what : str
             Name of the awaited event, for errors.
         timeout : float, optional
-            Seconds, instead of the group's timeout. Infinity waits while all ranks are alive.
+            Seconds, instead of the group's timeout. Infinity waits while all ranks are alive; then
+            rank 0 gives up on one that does not run, and has no heartbeat.
 
         Raises
         ------
         RankError
-            If a rank has failed, or is still missing after `timeout`.
+            If a rank has failed, or is still missing after `timeout`. Time in which this process
+            was stopped does not count: the others may have been stopped, too.
         """
         seconds = self.timeout if timeout is None else timeout
-        start = looked = time.monotonic()
+        start = looked = last = time.monotonic()
+        watches = seconds == math.inf and self.rank == 0
+        heartbeats = _Heartbeats(self.segment.ranks[:, BEAT])
         turns = 0
         pause = _SHORTEST
         while absent := list(missing()):
@@ -198,8 +205,18 @@ class Group:
                 os.sched_yield() if hasattr(os, "sched_yield") else time.sleep(0)
                 continue
             now = time.monotonic()
+            if now - last > STOPPED_SECONDS:
+                start += now - last
+                heartbeats = _Heartbeats(self.segment.ranks[:, BEAT])
+            last = now
             if now - looked > _CHECK_SECONDS or turns == _TURNS:
                 looked = now
+                if watches and (silent := heartbeats.silent(absent, now)):
+                    who = ", ".join(f"rank {r} (in: {self.doing(r)})" for r in silent)
+                    raise RankError(
+                        f"{who} has not been heard of for {_SILENT_SECONDS:g} s; it did not come "
+                        f"to {what}"
+                    )
                 self.check()
                 if self.is_closing:  # this is rank 0, which has told the others to end
                     raise GroupEnded(f"the group has ended; nobody comes to {what}")
@@ -251,6 +268,26 @@ class Group:
         count = int(self.segment.ranks[rank, WORDS])
         words: bytes = self.segment.words[rank, :count].tobytes()
         return words.decode("utf-8", "replace").strip()
+
+
+class _Heartbeats:
+    """Finds the ranks whose heartbeat has stopped since this object was made.
+
+    `beats` (size,) int64: a counter of each rank.
+    """
+
+    def __init__(self, beats: Any) -> None:
+        self._beats = beats
+        self._seen = beats.tolist()
+        self._heard = [time.monotonic()] * len(beats)  # time of each rank's last heartbeat
+
+    def silent(self, ranks: Iterable[int], now: float) -> list[int]:
+        """Return those of `ranks` without a heartbeat for `_SILENT_SECONDS`."""
+        for rank, beat in enumerate(self._beats.tolist()):
+            if beat != self._seen[rank]:
+                self._seen[rank] = beat
+                self._heard[rank] = now
+        return [rank for rank in ranks if now - self._heard[rank] > _SILENT_SECONDS]
 
 
 def _write(row: Any, text: str) -> None:

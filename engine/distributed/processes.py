@@ -20,7 +20,7 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-from engine.distributed.group import PID, Group, GroupEnded
+from engine.distributed.group import BEAT, PID, Group, GroupEnded
 from engine.distributed.log_stream import drain_stderr, use_bounded_stderr
 from engine.distributed.segment import Segment
 from engine.errors import RankError
@@ -39,6 +39,7 @@ _CODE = "from engine.distributed.processes import run_rank; run_rank()"
 _START_SECONDS = 120.0  # startup timeout of an interpreter on a busy machine
 _END_SECONDS = 5.0  # grace period before ranks are killed
 _WATCH_SECONDS = 0.25  # polling interval of the failure watcher
+_BEAT_SECONDS = 0.5  # interval of a rank's heartbeats
 _THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
@@ -187,10 +188,13 @@ def run_rank() -> None:
     segment = Segment.attach(task["descriptor"], task["size"])
     segment.close()
     group = Group(segment, task["rank"], timeout=task["timeout"])
-    segment.ranks[group.rank, PID] = os.getpid()
+    threading.Thread(target=_beat, args=(group,), daemon=True).start()
     module, name = task["target"].split(":")
     try:
-        getattr(import_module(module), name)(group, task["options"])
+        function = getattr(import_module(module), name)
+        # Only now: from here on, the group's timeout applies, which is not meant for imports.
+        segment.ranks[group.rank, PID] = os.getpid()
+        function(group, task["options"])
         group.end()
     except GroupEnded:
         group.end()
@@ -198,6 +202,13 @@ def run_rank() -> None:
         group.fail(error)
         exit_at_once(1)
     exit_at_once(0)
+
+
+def _beat(group: Group) -> None:
+    """Show that this process runs, whatever its main thread waits for."""
+    while True:
+        group.segment.ranks[group.rank, BEAT] += 1
+        time.sleep(_BEAT_SECONDS)
 
 
 def exit_at_once(status: int) -> None:

@@ -29,6 +29,7 @@ from engine.cache.state_plan import CacheSizes
 from engine.cache.swap import SwapSpace, move_blocks
 from engine.core.resolve import resolve
 from engine.distributed.connection import Address, Connection, Listener, connect
+from engine.distributed.group import STOPPED_SECONDS
 from engine.distributed.links import Links, SlotShape, join_links, num_fused_tokens, open_links
 from engine.distributed.log_stream import use_bounded_stderr
 from engine.distributed.messages import from_text, to_text
@@ -504,13 +505,16 @@ class StageWorker:
     def _beat(self) -> None:
         """Send heartbeats to the engine; end this process once the engine has ended."""
         engine = self._engine
+        looked = awake = time.monotonic()  # awake: since when this process runs without a pause
         while not self._has_ended:
             ranks = self._model.describe_ranks() if self._model is not None else ""
             with contextlib.suppress(OSError):
                 self._connection.send(PING, (), [to_text(self._doing + ranks)])
             now = time.monotonic()
+            awake = now if now - looked > STOPPED_SECONDS else awake
+            looked = now
             is_late = engine.lost and now - engine.lost_since > _END_SECONDS
-            if is_late or now - engine.heard > _SILENT_SECONDS:
+            if is_late or now - max(engine.heard, awake) > _SILENT_SECONDS:
                 exit_at_once(1)
             time.sleep(PING_SECONDS)
 

@@ -19,6 +19,7 @@ from typing import Any
 from engine._version import __version__
 from engine.checks import parse_object
 from engine.distributed.connection import Address, Connection, Listener, Message
+from engine.distributed.group import STOPPED_SECONDS
 from engine.distributed.messages import from_text, to_text
 from engine.distributed.peer import FAIL, PING, PING_SECONDS, Peer
 from engine.distributed.processes import describe_ending, end_processes, thread_environment
@@ -83,6 +84,7 @@ class StageGroup:
         self._link: Peer | None = None  # receives activations from the stage before the last
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._is_ready = self._is_closing = False
+        self._looked = self._awake = time.monotonic()  # _awake: since when we run without a pause
         self._finding = threading.Lock()
         self._ending = threading.Lock()
         self._accepting = threading.Lock()
@@ -373,7 +375,8 @@ class StageGroup:
 
     def _wait_for(self, peer: Peer, what: str, timeout: float, kind: int | None = None) -> Message:
         """Return a stage's next message (`Peer.next`); end the group if none comes in time."""
-        deadline = time.monotonic() + timeout
+        looked = time.monotonic()
+        deadline = looked + timeout
         while True:
             try:
                 message = peer.next(_WAIT_SECONDS, kind)
@@ -383,7 +386,11 @@ class StageGroup:
             if message is not None:
                 return message
             self.check()
-            if time.monotonic() > deadline:
+            now = time.monotonic()
+            if now - looked > STOPPED_SECONDS:
+                deadline += now - looked
+            looked = now
+            if now > deadline:
                 raise self.fail(
                     f"{peer.name} did not send {what} within {timeout:g} s{self.describe()}"
                 )
@@ -403,6 +410,9 @@ class StageGroup:
                 doing = self._peers[stage].doing if stage in self._peers else "starting"
                 return f"stage {stage} {describe_ending(code)}; it was last in: {doing}"
         now = time.monotonic()
+        if now - self._looked > STOPPED_SECONDS:  # this process was stopped, and others may be
+            self._awake = now
+        self._looked = now
         silence = max(2.0, min(self.timeout, _SILENT_SECONDS))
         silence = silence if self._is_ready else _LOADING_SECONDS
         for peer in (*peers, *filter(None, [self._link])):
@@ -413,7 +423,7 @@ class StageGroup:
                     f"in: {peer.doing}"
                 )
         for stage, peer in sorted(self._peers.items()):
-            if now - peer.heard > silence:
+            if now - max(peer.heard, self._awake) > silence:
                 if stage in self._processes:
                     # It hangs, and would not end by itself.
                     child_process.kill_tree(self._processes[stage].pid)

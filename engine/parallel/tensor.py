@@ -137,7 +137,8 @@ class DriverRank:
         RankError
             If a rank has failed.
         """
-        errors = self._group.answers(serial, "an adapter")
+        with self.together():
+            errors = self._group.answers(serial, "an adapter")
         return {f"rank {rank}": error for rank, error in errors.items()}
 
     @contextlib.contextmanager

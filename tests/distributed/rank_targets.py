@@ -90,3 +90,10 @@ def without_new_files(group, options):
 
     Model.opened_update = opened_update
     run(group, options)
+
+
+def answer_late(group, options):
+    """End a background task after some seconds."""
+    time.sleep(options["seconds"])
+    group.answer(7, "late")
+    time.sleep(60)

@@ -344,6 +344,19 @@ def test_steps_overlap(in_threads, monkeypatch):
     assert max(e for _, e in spans[1]) - min(s for s, _ in spans[0]) < 0.9 * total
 
 
+def test_stages_that_were_all_stopped_go_on(in_threads, monkeypatch):
+    """As in a container that is paused: none has heard of another for long, and none is lost."""
+    real, jumped = time.monotonic, [0.0]
+    with _engine(2) as engine:
+        monkeypatch.setattr(time, "monotonic", lambda: real() + sum(jumped))
+        for _ in range(2):
+            jumped.append(100.0)
+            time.sleep(1.2)  # all processes look
+            engine.add_request("a", [1, 2, 3], SamplingParams(max_tokens=4, temperature=0.0))
+            assert run(engine)
+        engine.model.check_ranks()
+
+
 # ---- processes
 
 
@@ -411,7 +424,7 @@ def test_a_stopped_stage_is_named_and_killed():
 @pytest.mark.kills
 def test_a_stopped_rank_of_another_stage_is_killed_with_it():
     """It cannot see that its stage has ended."""
-    engine = _started(2, tensor_parallel_size=2, collective_timeout=1.5)
+    engine = _started(2, tensor_parallel_size=2, collective_timeout=3.0)
     [stage] = engine.model.group.pids
     [rank] = descendants(stage)
     os.kill(rank, signal.SIGSTOP)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import subprocess
@@ -13,9 +14,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from engine.distributed import group
 from engine.distributed.collectives import SharedMemoryCollectives
 from engine.distributed.messages import Messages
 from engine.distributed.processes import RankProcesses
+from engine.distributed.segment import Segment
 from engine.errors import RankError
 from tests.distributed.engines import is_alive
 
@@ -91,6 +94,36 @@ def test_a_dead_or_stuck_rank_is_named(targets, kind, words):
 
 
 @pytest.mark.kills
+def test_a_rank_that_does_not_run_is_not_waited_for_without_end(targets, monkeypatch):
+    """While it loads, or reads an adapter, which may take any time."""
+    monkeypatch.setattr(group, "_SILENT_SECONDS", 1.5)
+    with _ranks("answer_late", 2, {"seconds": 3}) as processes:
+        assert processes.group.answers(7, "an adapter") == {1: "late"}
+        os.kill(processes.pids[0], signal.SIGSTOP)
+        words = r"rank 1 \(in: starting\) has not been heard of for 1.5 s; it did not come to the s"
+        with pytest.raises(RankError, match=words):
+            processes.group.wait_until_ready(math.inf)
+
+
+def test_time_in_which_all_were_stopped_does_not_count(monkeypatch):
+    """As that of a container that is paused."""
+    jumped, real, turns = [0.0], time.monotonic, iter(range(10_000))
+    monkeypatch.setattr(group.time, "monotonic", lambda: real() + sum(jumped))
+    one = group.Group(Segment.in_process(2), 0, timeout=5.0)
+
+    def missing():
+        turn = next(turns)
+        if turn == 300:
+            jumped.append(100.0)
+        return [1] if turn < 400 else []
+
+    one.wait(missing, "a step")
+    one.wait(lambda: [1] if next(turns) < 800 else [], "the start", math.inf)
+    with pytest.raises(RankError, match=r"rank 1 .* did not come to a step within 0.1 s"):
+        one.wait(lambda: [1], "a step", 0.1)
+
+
+@pytest.mark.kills
 def test_ranks_that_call_different_operations_are_told(targets):
     with (
         _ranks("disagree", 2, {}, timeout=5.0) as processes,
@@ -110,10 +143,22 @@ def test_nobody_is_waited_for_after_the_end(targets):
 
 def test_a_target_that_is_not_there_is_told(targets):
     with (
-        _ranks("nothing", 2, {}, timeout=5.0) as processes,
         pytest.raises(RankError, match="no attribute 'nothing'"),
+        _ranks("nothing", 2, {}, timeout=5.0),
     ):
-        SharedMemoryCollectives(processes.group).barrier("start")
+        pass
+
+
+def test_imports_of_a_rank_have_more_time_than_a_collective(targets, tmp_path, monkeypatch):
+    (tmp_path / "slow_target.py").write_text(
+        "import time\ntime.sleep(2)\nfrom rank_targets import rounds\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    processes = RankProcesses("slow_target:rounds", 2, {"count": 8}, timeout=1.0)
+    try:
+        targets.rounds(processes.group, {"count": 8})
+    finally:
+        processes.close()
 
 
 @pytest.mark.kills
