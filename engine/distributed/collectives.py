@@ -116,11 +116,11 @@ class SharedMemoryCollectives:
         """Wait until all ranks have called it."""
         self._announce(f"barrier {name}", np.zeros(0, np.uint8))
 
-    def exchange(self, data: bytes) -> list[bytes]:
-        """Return the `data` of every rank; lengths may differ."""
+    def exchange(self, data: bytes, timeout: float | None = None) -> list[bytes]:
+        """Return the `data` of every rank; lengths may differ. `timeout`: see `Group.wait`."""
         if len(data) > self._room:
             raise ContractError(f"data must be at most {self._room} bytes; got {len(data)}")
-        turn = self._announce("exchange", np.frombuffer(data, np.uint8))
+        turn = self._announce("exchange", np.frombuffer(data, np.uint8), timeout)
         sizes = self._segment.ranks[:, SIZES + turn].tolist()
         return [self._segment.data[r, turn, :n].tobytes() for r, n in enumerate(sizes)]
 
@@ -151,7 +151,7 @@ class SharedMemoryCollectives:
             theirs = self._segment.data[:, turn, :num_bytes]
             yield part, [row.view(flat.dtype) for row in theirs]
 
-    def _announce(self, what: str, own: Array) -> int:
+    def _announce(self, what: str, own: Array, timeout: float | None = None) -> int:
         """Write this rank's data, wait for all ranks, and return the index of the buffer used."""
         self._group.count += 1  # shared by all collectives of the group
         count = self._group.count
@@ -164,7 +164,8 @@ class SharedMemoryCollectives:
         group.fence()
         ranks[group.rank, COUNT] = count
         counts = ranks[:, COUNT]
-        group.wait(lambda: (counts < count).nonzero()[0].tolist(), f"{what} (number {count})")
+        where = f"{what} (number {count})"
+        group.wait(lambda: (counts < count).nonzero()[0].tolist(), where, timeout)
         self._compare(what, count, turn)
         return turn
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -306,8 +307,9 @@ def make_collectives(group: Group, device: Device) -> Collectives:
 
 
 def exchange_errors(group: Group, error: str) -> dict[str, str]:
-    """Wait for all ranks; return the errors that are not "", by the name of the rank."""
-    texts = SharedMemoryCollectives(group).exchange(error.encode("utf-8", "replace")[:4096])
+    """Wait for all ranks, which may read files; return each error but "" by its rank's name."""
+    data = error.encode("utf-8", "replace")[:4096]
+    texts = SharedMemoryCollectives(group).exchange(data, math.inf)
     return {
         f"rank {rank}": text.decode("utf-8", "replace") for rank, text in enumerate(texts) if text
     }
@@ -322,7 +324,7 @@ def compare_ranks(group: Group, model: str, loading: Mapping[str, Any]) -> None:
         If a rank differs from rank 0; the message names the rank and the difference.
     """
     own = fingerprint(model, loading)
-    answers = SharedMemoryCollectives(group).exchange(json.dumps(own).encode())
+    answers = SharedMemoryCollectives(group).exchange(json.dumps(own).encode(), math.inf)
     first = json.loads(answers[0])
     for rank, answer in enumerate(answers):
         theirs = json.loads(answer)

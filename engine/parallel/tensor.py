@@ -137,8 +137,11 @@ class DriverRank:
         RankError
             If a rank has failed.
         """
-        with self.together():
+        try:
             errors = self._group.answers(serial, "an adapter")
+        except RankError:
+            with self.together():  # not for Ctrl-C: the workers can go on
+                raise
         return {f"rank {rank}": error for rank, error in errors.items()}
 
     @contextlib.contextmanager

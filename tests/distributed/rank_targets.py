@@ -92,6 +92,18 @@ def without_new_files(group, options):
     run(group, options)
 
 
+def write_late(group, options):
+    """Serve as a rank that reads new weights from a slow disk."""
+    write_update = Model.write_update
+
+    def late(model, update):
+        time.sleep(3)
+        return write_update(model, update)
+
+    Model.write_update = late
+    run(group, options)
+
+
 def answer_late(group, options):
     """End a background task after some seconds."""
     time.sleep(options["seconds"])

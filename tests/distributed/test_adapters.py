@@ -22,11 +22,12 @@ from engine.cache.kv_cache import KVCache, KVGeometry
 from engine.distributed.group import Group, GroupEnded
 from engine.distributed.messages import Messages, pack, unpack
 from engine.distributed.segment import Segment
-from engine.errors import ConfigError, RequestError, WeightsError
+from engine.errors import ConfigError, RankError, RequestError, WeightsError
 from engine.layers.batch import ForwardBatch
 from engine.layers.lora import NO_ADAPTER
 from engine.loading.lora import LoraAdapter
 from engine.parallel.adapters import HeldAdapters, SharedAdapters
+from engine.parallel.tensor import DriverRank
 from engine.weights import Stage
 from tests.distributed.golden import write_checkpoint
 from tests.lora_files import (
@@ -336,6 +337,22 @@ def test_an_interrupted_call_is_forgotten(ranks, monkeypatch):
     assert list(ranks.held._held) == [2]
     ranks.adapters.write(adapter, 0)
     until(lambda: ranks.written == [("b of /adapters/b", 0)])
+
+
+@pytest.mark.parametrize(("error", "ends"), [(KeyboardInterrupt, False), (RankError, True)])
+def test_only_a_failed_rank_ends_the_group_of_a_read(ranks, monkeypatch, error, ends):
+    closed = []
+    processes = SimpleNamespace(group=ranks.group, close=lambda: closed.append(True))
+    collectives = SimpleNamespace(abort=tuple, close=tuple)
+    driver = DriverRank(processes, collectives)
+
+    def fail(*_):
+        raise error("rank 1 has not been heard of")
+
+    monkeypatch.setattr(ranks.group, "answers", fail)
+    with pytest.raises(error, match="rank 1 has not been heard of"):
+        driver.adapter_errors(1)
+    assert bool(closed) == bool(ranks.group.failure) == ends
 
 
 def test_a_driver_that_ends_does_not_wait(ranks):

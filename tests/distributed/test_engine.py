@@ -283,6 +283,17 @@ def test_new_weights_that_one_rank_cannot_read_change_nothing(tmp_path, monkeypa
         assert _greedy(engine) == old
 
 
+def test_new_weights_may_take_longer_than_a_collective(tmp_path, monkeypatch):
+    base = write_checkpoint("llama", tmp_path)
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    monkeypatch.setattr("engine.parallel.tensor.TARGET", "rank_targets:write_late")
+    with _engine(2, model=str(base), collective_timeout=2.0) as engine:
+        start = time.monotonic()
+        engine.update_weights(base)
+        assert time.monotonic() - start > 2.5
+        assert _greedy(engine)
+
+
 def _folder(path):
     path.mkdir(exist_ok=True)
     return path
