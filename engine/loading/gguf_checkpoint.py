@@ -116,8 +116,10 @@ class GgufCheckpoint:
         """Write the rows of `place` to `out`, all rows of a tensor."""
         rows = out[place.first : place.last]
         for source in self._sources[str(place.target)]:
-            first = max(source.start, place.start)
-            last = min(source.start + source.num_rows, place.start + place.num_rows)
+            size = source.width // place.width  # over 1 where the folder's vectors are its rows
+            begin = source.start * size
+            first = max(begin, place.start)
+            last = min(begin + source.num_rows * size, place.start + place.num_rows)
             if first >= last:
                 continue
             own = rows[first - place.start : last - place.start]
@@ -125,9 +127,9 @@ class GgufCheckpoint:
             if len(own) == source.num_rows:
                 self._reader.read_into(own, source)
             else:  # the file packs several tensors into one
-                packed = np.empty((source.num_rows, *out.shape[1:]), out.dtype)
-                self._reader.read_into(packed, source)
-                own[:] = packed[first - source.start : last - source.start]
+                packed = np.empty((source.num_rows * size, *out.shape[1:]), out.dtype)
+                self._reader.read_into(packed.reshape(source.num_rows, -1), source)
+                own[:] = packed[first - begin : last - begin]
         if place.rotated is not None and self.config.interleaved_rope:
             rows[half_split(np.arange(len(rows)), place.rotated)] = rows.copy()
 

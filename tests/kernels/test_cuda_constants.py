@@ -68,7 +68,6 @@ CONSTANTS = [
     ("moe_combine._THREADS", "moe_combine.cu", "kThreads"),
     ("moe_gemm.few_tokens.MAX_PAIRS", "moe_gemm", "kMaxPairs"),
     ("moe_gemm.portable._ROW_BYTES", "common", "kTileRowBytes"),
-    ("moe_gemm.sm90._BOX_ROWS", "moe_gemm", "kBoxRows"),
     ("moe_gemm.sm90._RECORDS", "moe_gemm", "kRecords"),
     ("moe_route.MAX_EXPERTS", "moe_gemm", "kMaxExperts"),
     ("moe_route.MAX_TOP_K", "common/moe_route.cuh", "kMaxTopK"),

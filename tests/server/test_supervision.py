@@ -29,7 +29,8 @@ def watched(monkeypatch):
     async def wait():
         watcher._children.clear()
 
-    process = SimpleNamespace(send_signal=found.append, returncode=0, wait=wait)
+    monkeypatch.setattr(supervisor, "kill_tree", lambda pid: found.append(signal.SIGKILL))
+    process = SimpleNamespace(send_signal=found.append, returncode=None, pid=0, wait=wait)
     ready = SimpleNamespace(wait=lambda: asyncio.sleep(0), is_set=lambda: False)
     engine = supervisor._Child(supervisor._ENGINE, 0, process, [], ready, seen=time.monotonic())
     watcher._children.add(engine)
