@@ -196,7 +196,7 @@ class Group:
         seconds = self.timeout if timeout is None else timeout
         start = looked = last = time.monotonic()
         watches = seconds == math.inf and self.rank == 0
-        heartbeats = _Heartbeats(self.segment.ranks[:, BEAT])
+        heartbeats = None
         turns = 0
         pause = _SHORTEST
         while absent := list(missing()):
@@ -207,11 +207,13 @@ class Group:
             now = time.monotonic()
             if now - last > STOPPED_SECONDS:
                 start += now - last
-                heartbeats = _Heartbeats(self.segment.ranks[:, BEAT])
+                heartbeats = None
             last = now
             if now - looked > _CHECK_SECONDS or turns == _TURNS:
                 looked = now
-                if watches and (silent := heartbeats.silent(absent, now)):
+                if watches and heartbeats is None:
+                    heartbeats = _Heartbeats(self.segment.ranks[:, BEAT])
+                if heartbeats is not None and (silent := heartbeats.silent(absent, now)):
                     who = ", ".join(f"rank {r} (in: {self.doing(r)})" for r in silent)
                     raise RankError(
                         f"{who} has not been heard of for {_SILENT_SECONDS:g} s; it did not come "

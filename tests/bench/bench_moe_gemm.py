@@ -183,7 +183,8 @@ def _quantized(model: str, name: str, num_tokens: int, *, is_down: bool) -> Benc
         one = take_matrices(weight, 0, 1)
         matrix = stack_matrices([_on_host(one)] * len(touched))
         pairs_of = (tokens[:, None] * top_k + np.arange(top_k)).reshape(-1)
-        places = np.argsort(order)[pairs_of[few.order]]  # of the pairs, by expert, among all
+        # Places of these pairs, by expert, in the sorted order of all pairs.
+        places = np.argsort(order)[pairs_of[few.order]]
         given = places if is_down else tokens
         want = reference.moe_gemm(to_numpy(x[given]).astype(np.float32), matrix, few, **options)
         found = result[pairs_of] if is_down else result[places]

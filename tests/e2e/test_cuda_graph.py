@@ -191,7 +191,7 @@ def test_rows_of_padding_stay_zeros_in_half_precision(half_model, num_rows):
 
 @pytest.mark.gpu
 def test_decoding_an_unchanged_batch_allocates_and_compiles_nothing():
-    late = _module.stats().compiles_after_ready  # of other tests in this process
+    late = _module.stats().compiles_after_ready  # includes other tests' compilations
     model = tiny_model("cuda")
     engine = make_engine(model, max_num_seqs=8, debug=False, max_num_batched_tokens=256)
     for index in range(5):
