@@ -330,7 +330,8 @@ class TensorParallelModel(Model):
             if not errors:
                 names = self.write_update(update)
                 exchange_errors(self.driver.processes.group, "")
-        for who, error in errors.items():
+        if errors:
+            who, error = next(iter(errors.items()))
             raise WeightsError(f"{error} ({who})")
         return names
 
