@@ -9,8 +9,10 @@
 // split.
 // Parallelisation: a CTA, or two or four with some columns of V each, per pair. Of its warps some
 // load, some compute P of different key tiles, and some add up O
-// (attention_prefill_few_tokens_warps_sm90.cuh). No patterns, no quantized pages.
-// Mirror: engine/reference/attention_prefill.py
+// (attention_prefill_few_tokens_warps_sm90.cuh). No patterns, no quantized pages. With NEW_TOKEN it
+// serves attention_decode with `deterministic`, and first runs qk_norm_rope_store on the newest
+// token of each sequence (attention_prefill_new_token_sm90.cuh).
+// Mirror: engine/reference/attention_prefill.py, engine/reference/attention_decode.py
 #include "attention_prefill/attention_prefill_few_tokens_warps_sm90.cuh"
 
 static_assert(FewTokensMemory::kFixedBytes == FIXED_BYTES,
@@ -41,7 +43,27 @@ struct AttentionPrefillFewTokensSm90Params {
   int window;    // 0: no window
   int is_early;  // no kernel that still runs writes lengths, tables or older keys
   float score_inner, score_factor;  // ScoreRule
+  // With NEW_TOKEN, which does not use q_map: see NewTokens.
+  const scalar_t* new_q;
+  scalar_t *k_pages, *v_pages;
+  int64_t q_stride_b, q_stride_h;
+  int row_elements;
+  const scalar_t *new_k, *new_v;
+  const int* positions;
+  const float* cos_sin;
+  const int64_t* slot_mapping;
+  const scalar_t *q_weight, *k_weight;
+  int64_t k_stride_b, k_stride_h, v_stride_b, v_stride_h;
+  int num_positions;
+  float eps, weight_offset;
 };
+
+__device__ __forceinline__ NewTokens new_tokens_of(const AttentionPrefillFewTokensSm90Params& p) {
+  return {p.new_q,        p.new_k,         p.new_v,        p.positions,  p.cos_sin,
+          p.slot_mapping, p.q_weight,      p.k_weight,     p.k_pages,    p.v_pages,
+          p.q_stride_b,   p.q_stride_h,    p.k_stride_b,   p.k_stride_h, p.v_stride_b,
+          p.v_stride_h,   p.num_positions, p.row_elements, p.eps,        p.weight_offset};
+}
 
 __device__ __forceinline__ Problem make_problem(const AttentionPrefillFewTokensSm90Params& p) {
   return {p.cu_seqlens_q,
@@ -96,7 +118,8 @@ __device__ __forceinline__ void prefill(const AttentionPrefillFewTokensSm90Param
     pdl_wait();  // a later kernel's wait must also cover the kernels before this one
     return;
   }
-  const int new_tile = p.causal ? ::max(tile.last_key_of_first_token, 0) / kKeys : 0;
+  int new_tile = p.causal ? ::max(tile.last_key_of_first_token, 0) / kKeys : 0;
+  if (kNewToken) new_tile = tile.end;  // the new row of the last tile is written below
   const int first_column = blockIdx.x * p.value_columns;
   const Cta cta{smem,          problem,    tile,         tile.end - tile.begin,
                 new_tile,      p.stages,   first_column, p.value_columns,
@@ -113,7 +136,7 @@ __device__ __forceinline__ void prefill(const AttentionPrefillFewTokensSm90Param
   } else {
     const Epilogue epilogue{problem,        p.sinks,        p.out,       p.lse,       nullptr,
                             p.out_stride_t, p.out_stride_h, p.num_heads, p.value_dim, nullptr};
-    ValueWarp(cta, warp_idx - kFirstValueWarp).run(epilogue);
+    ValueWarp(cta, warp_idx - kFirstValueWarp).run(epilogue, new_tokens_of(p));
   }
 }
 

@@ -9,6 +9,11 @@
 constexpr int kHeadDim = HEAD_DIM;    // columns of Q and K, padded
 constexpr int kValueDim = VALUE_DIM;  // columns of V, padded
 constexpr int kKeys = TILE_KEYS;
+#ifdef NEW_TOKEN
+constexpr bool kNewToken = NEW_TOKEN;  // norm, rotation and store of the newest tokens are fused
+#else
+constexpr bool kNewToken = false;
+#endif
 
 constexpr int kRows = 16;
 constexpr int kLoaders = 2;  // warps that load K; as many load V
@@ -96,7 +101,7 @@ struct FewTokensMemory {
     if (warp_idx == 0) mbarrier_init(top_full + 8 * i, 32);
     if (warp_idx == 1) mbarrier_init(prob_used + 8 * i, 32 * value_warps);
     if (warp_idx == 2) {
-      if (i == 0) mbarrier_init(q_full, 1);
+      if (i == 0) mbarrier_init(q_full, kNewToken ? 32 * value_warps : 1);
       if (i < kProbStages) mbarrier_init(prob_full + 8 * i, 32);
       if (i < kScoreWarps) mbarrier_init(k_full + 8 * i, 1);
       if (i < kMaxStages) mbarrier_init(k_empty + 8 * i, 32);
@@ -108,9 +113,10 @@ struct FewTokensMemory {
     mbarrier_init_fence();
   }
 
-  // Zeroes Q if some rows never hold a query (kRows is not a multiple of the group).
+  // Zeroes Q if some rows never hold a query: kRows is not a multiple of the group, or there is one
+  // token.
   __device__ __forceinline__ void init_queries(const Problem& problem) const {
-    if (problem.group * problem.tile_tokens == kRows) return;
+    if (!kNewToken && problem.group * problem.tile_tokens == kRows) return;
     for (int i = threadIdx.x * 16; i < kQBytes; i += blockDim.x * 16)
       st_shared_v4(q + i, 0u, 0u, 0u, 0u);
     fence_async_proxy();

@@ -8,24 +8,10 @@
 // tile to tile: every value warp adds up its own columns of O.
 #pragma once
 
-#include "attention_prefill/attention_prefill_few_tokens_smem_sm90.cuh"
 #include "attention_prefill/attention_prefill_epilogue_sm90.cuh"
+#include "attention_prefill/attention_prefill_new_token_sm90.cuh"
 #include "common/mma.cuh"
 #include "common/pdl.cuh"
-
-// What all warps of a CTA know. Tiles are counted from the last one: tile t is key tile
-// tile.end - 1 - t.
-struct Cta {
-  const FewTokensMemory& smem;
-  const Problem& problem;
-  const WorkTile& tile;
-  int num_tiles;
-  int new_tile;  // key tiles from this one on may hold keys that the preceding kernel writes
-  int stages;    // stages of K, and as many of V
-  int first_column, value_columns;  // the CTA's columns of V
-  int value_chunk;                  // columns that a TMA box of V has: 32 or 64
-  int value_bytes;                  // bytes of a stage of V
-};
 
 // The boxes that a loader's lanes copy: those of as many tiles as 32 lanes have boxes for. Their
 // rows are read from the block table at once, one group of tiles ahead.
@@ -66,7 +52,7 @@ class Boxes {
   }
 };
 
-// Loads every kLoaders-th key tile; warp 0 also loads Q.
+// Loads every kLoaders-th key tile; warp 0 also loads Q, unless it is that of new tokens.
 __device__ __forceinline__ void load_queries_and_keys(const Cta& cta, int warp_idx,
                                                       const TensorMap* q_map,
                                                       const TensorMap* k_map) {
@@ -74,8 +60,8 @@ __device__ __forceinline__ void load_queries_and_keys(const Cta& cta, int warp_i
   const FewTokensMemory& smem = cta.smem;
   const Problem& problem = cta.problem;
   Boxes boxes(cta, warp_idx);
-  if (warp_idx == 0) pdl_wait();
-  if (warp_idx == 0 && lane_idx == 0) {
+  if (!kNewToken && warp_idx == 0) pdl_wait();
+  if (!kNewToken && warp_idx == 0 && lane_idx == 0) {
     mbarrier_arrive_expect_tx(smem.q_full, problem.q_bytes);
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk)
@@ -275,7 +261,11 @@ class ValueWarp {
     }
   }
 
-  __device__ __forceinline__ void run(Epilogue epilogue) {
+  __device__ __forceinline__ void run(Epilogue epilogue, const NewTokens& new_tokens) {
+    if constexpr (kNewToken) {
+      NewToken(cta_, new_tokens).run(warp_idx_ * 32 + lane_idx_, cta_.value_columns);
+      mbarrier_arrive(smem_.q_full);
+    }
     pdl_wait();  // the preceding kernel may read what the result overwrites
     float base[2] = {kInf, kInf};
     if (cta_.num_tiles > 0) {

@@ -76,8 +76,10 @@ class AttentionParams:
     @property
     def decodes(self) -> bool:
         """Whether the decode kernel supports the layer's rule for one new token per sequence."""
+        if self.deterministic:
+            return self.pattern is None and not self.chunk
         has_chunks = self.chunk > 0 and self.chunk & (self.chunk - 1) == 0
-        return not self.deterministic and (self.pattern is None or has_chunks)
+        return self.pattern is None or has_chunks
 
 
 class Attention:
@@ -182,7 +184,7 @@ class Attention:
         (R, N).
         """
         q, k, v, gate = self._rows(x, norm)
-        if self._stores_while_decoding(batch):
+        if self._stores_while_decoding(batch, q):
             new = {"k": k[:, None], "v": v[:, None], "positions": batch.rope_positions}
             new |= {"cos_sin": self.cos_sin, "slot_mapping": batch.slot_mapping}
             new["quantize_out"] = rows is None and self._quantizes(len(q))
@@ -272,18 +274,24 @@ class Attention:
             key = self.k_norm(key)
         return query, key, rows[:, first : first + k], gate
 
-    def _stores_while_decoding(self, batch: ForwardBatch) -> bool:
+    def _decodes(self, q: Any) -> bool:
+        """Tell whether the decode kernel computes decodes; `deterministic` needs the GPU's."""
+        p = self.params
+        return p.decodes and not (p.deterministic and array_module(q) is np)
+
+    def _stores_while_decoding(self, batch: ForwardBatch, q: Any) -> bool:
         """Tell whether the decode kernel also stores k and v: each sequence has one new token."""
         is_all = batch.num_decodes == batch.num_sequences and batch.query_len == 1
         p = self.params
         is_plain = not p.norm_after_rope and self.q_factors is None and self.v_norm is None
-        return is_all and p.decodes and is_plain
+        return is_all and self._decodes(q) and is_plain
 
     def _quantizes(self, num_tokens: int) -> bool:
         """Tell whether the decode kernel quantizes its result for the output projection."""
         form = self.o.input_format
         has_codes = form is not None and form.activations == "fp8" and form.activation_group == 128
-        is_plain = not self.params.gate and self.v_factor is None
+        p = self.params
+        is_plain = not p.gate and self.v_factor is None and not p.deterministic
         return has_codes and is_plain and num_tokens >= _CODED_FROM
 
     def _norms(self) -> dict[str, Any]:
@@ -324,24 +332,17 @@ class Attention:
     def _attend(self, q: Any, batch: ForwardBatch, k_pages: Any, v_pages: Any) -> Any:
         """Compute decodes with the decode kernel, and other sequences with the prefill kernel.
 
-        With `deterministic` on a GPU, both are the prefill kernel, which has one order of sums.
-        Decodes are a call of their own, since few rows of a sequence have tiles of their own.
+        With `deterministic` on a GPU, both have one order of sums.
         """
         p = self.params
-        is_alike = p.deterministic and p.pattern is None and array_module(q) is not np
-        if not (p.decodes or is_alike) or (p.chunk and batch.query_len > 1):
+        if not self._decodes(q) or (p.chunk and batch.query_len > 1):
             return self._attend_in_one(q, batch, k_pages, v_pages)
-        splits = 1 if is_alike else None
         if batch.num_decodes == 0:
-            return self._prefill(q, batch, k_pages, v_pages, num_splits=splits)
+            return self._prefill(q, batch, k_pages, v_pages)
         out = empty_like(q)
-        if is_alike:
-            self._check_no_tree(batch)
-            self._prefill(q, batch, k_pages, v_pages, out, decodes=True, num_splits=1)
-        else:
-            self._decode(q, batch, k_pages, v_pages, out)
+        self._decode(q, batch, k_pages, v_pages, out)
         if batch.num_decodes < batch.num_sequences:
-            self._prefill(q, batch, k_pages, v_pages, out, num_splits=splits)
+            self._prefill(q, batch, k_pages, v_pages, out)
         return out
 
     def _attend_in_one(self, q: Any, batch: ForwardBatch, k_pages: Any, v_pages: Any) -> Any:
@@ -405,6 +406,9 @@ class Attention:
         n = batch.num_decodes
         num_tokens = batch.num_decode_tokens
         shape = n, batch.query_len, *q.shape[1:]
+        if self.params.deterministic:
+            self._check_no_tree(batch)
+            new["deterministic"] = True
         result = kernels.attention_decode(
             q[:num_tokens].reshape(shape),
             k_pages,
@@ -432,32 +436,22 @@ class Attention:
         k_pages: Any,
         v_pages: Any,
         out: Any = None,
-        *,
-        decodes: bool = False,
-        num_splits: int | None = None,
     ) -> Any:
-        """Run the prefill kernel for the decodes, or for all other sequences.
-
-        SAFETY: for pdl, see `_decode`.
-        """
+        """Run the prefill kernel for all sequences but the decodes."""
         n = batch.num_decodes
         num_tokens = batch.num_decode_tokens
-        sequences = slice(n) if decodes else slice(n, None)
-        tokens = slice(num_tokens) if decodes else slice(num_tokens, None)
-        starts = batch.cu_seqlens_q[: n + 1] if decodes else batch.prefill_cu_seqlens_q
         return kernels.attention_prefill(
-            q[tokens],
+            q[num_tokens:],
             k_pages,
             v_pages,
-            cu_seqlens_q=starts,
-            block_tables=batch.block_tables[sequences],
-            context_lens=batch.context_lens[sequences],
+            cu_seqlens_q=batch.prefill_cu_seqlens_q,
+            block_tables=batch.block_tables[n:],
+            context_lens=batch.context_lens[n:],
             **self._rule(k_pages),
             **self._pattern(),
-            max_seqlen_q=batch.query_len if decodes else batch.max_seqlen_q,
-            num_splits=num_splits,
-            pdl=decodes,
-            out=None if out is None else out[tokens],
+            max_seqlen_q=batch.max_seqlen_q,
+            num_splits=1 if self.params.deterministic else None,
+            out=None if out is None else out[num_tokens:],
         )
 
 

@@ -200,6 +200,78 @@ def test_bits_are_those_of_the_two_ops(cp, case, dtype, norms):
                 np.testing.assert_array_equal(_bits(a), _bits(b))
 
 
+def _in_one_order(xp, case, inputs, **more):
+    """The store, then attention_prefill with one split."""
+    qkv, k_pages, v_pages, keywords = inputs
+    qkv, k_pages, v_pages = (xp.array(a) for a in (qkv, k_pages, v_pages))
+    keywords = {name: xp.asarray(a) for name, a in keywords.items()}
+    where = {name: keywords.pop(name) for name in ("block_tables", "context_lens")}
+    places = [keywords.pop(name) for name in ("positions", "cos_sin", "slot_mapping")]
+    q, k, v = (rows[:, 0] for rows in _split(qkv, case))
+    kernels.qk_norm_rope_store(q, k, v, *places[:2], k_pages, v_pages, places[2], **keywords)
+    where["cu_seqlens_q"] = xp.arange(len(q) + 1, dtype=np.int32)
+    more |= {"max_seqlen_q": 1, "num_splits": 1}
+    out, *lse = kernels.attention_prefill(q, k_pages, v_pages, **where, **case.rule, **more)
+    return (out[:, None], *(x[:, None] for x in lse)), (k_pages, v_pages)
+
+
+@pytest.mark.grid("norms", _NORMS)
+@pytest.mark.grid("dtype", cases.DTYPES)
+@pytest.mark.grid("case", [c for c in _CASES if not c.chunk])
+def test_deterministic_has_the_bits_of_a_prompt(xp, case, dtype, norms):
+    inputs = _inputs(case, dtype, norms, num_lost=len(case.lens_k) // 4, seed=7)
+    more = {"return_lse": True}
+    if xp is np:
+        got = _run(kernels.attention_decode, np, case, inputs, deterministic=True, **more)
+        want = _run(kernels.attention_decode, np, case, inputs, **more)
+    else:
+        want = _in_one_order(xp, case, inputs, **more)
+    for pdl in (False, True) if xp is not np else ():
+        options = {"deterministic": True, "pdl": pdl}
+        got = _run(kernels.attention_decode, xp, case, inputs, **options, **more)
+        for a, b in zip((*got[0], *got[1]), (*want[0], *want[1]), strict=True):
+            np.testing.assert_array_equal(_bits(a), _bits(b))
+    for a, b in zip((*got[0], *got[1]), (*want[0], *want[1]), strict=True):
+        np.testing.assert_array_equal(_bits(a), _bits(b))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "name"),
+    [
+        ({"num_splits": 2}, "num_splits"),
+        ({"quantize_out": True}, "quantize_out"),
+        ({"chunk": 16}, "chunk"),
+        ({"tree_mask": np.ones((1, 1), np.uint64)}, "tree_mask"),
+    ],
+)
+def test_what_deterministic_excludes(wrong, name):
+    case = _CASES[0]
+    qkv, k_pages, v_pages, keywords = _inputs(case, "float32", "none")
+    where = {name: keywords[name] for name in ("block_tables", "context_lens")}
+    with pytest.raises(ContractError, match=f"attention_decode: {name}: .* deterministic"):
+        kernels.attention_decode(
+            _split(qkv, case)[0], k_pages, v_pages, **where, deterministic=True, **wrong
+        )
+
+
+@pytest.mark.gpu
+def test_deterministic_launches_one_kernel(cp, monkeypatch):
+    launched, launch = [], Kernel.launch
+
+    def noted(kernel, *args, **options):
+        launched.append(kernel.entry)
+        launch(kernel, *args, **options)
+
+    monkeypatch.setattr(Kernel, "launch", noted)
+    one = "attention_prefill_few_tokens_sm90"
+    for batch, is_fused in ((1, True), (16, True), (17, False)):
+        case = AttentionCase((1,) * batch, (100,) * batch, 16, 8, 128, block_size=16)
+        launched.clear()
+        inputs = _inputs(case, "bfloat16", "both")
+        _run(kernels.attention_decode, cp, case, inputs, deterministic=True)
+        assert (launched == [one]) == is_fused, launched
+
+
 @pytest.mark.grid("dtype", cases.DTYPES)
 @pytest.mark.grid("case", _CASES, ids=range(len(_CASES)))
 def test_codes_are_those_of_the_result(xp, case, dtype):

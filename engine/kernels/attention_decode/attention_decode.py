@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
 
-from engine import reference
+from engine import device, reference
 from engine.dtypes import accumulation_dtype
 from engine.kernels import _cpu
 from engine.kernels._attention import (
@@ -21,11 +22,15 @@ from engine.kernels._attention import (
 )
 from engine.kernels._contract import MIRROR_FLOATS, Contract
 from engine.kernels._module import ModuleSpec
+from engine.kernels._new_tokens import NewTokens
 from engine.kernels._pages import written_pages
 from engine.kernels._quantize import GROUP
 from engine.kernels.attention_decode import portable, sm90
-from engine.kernels.attention_decode.new_tokens import NewTokens
 from engine.kernels.attention_decode.portable import choose_num_splits, choose_tile
+from engine.kernels.attention_prefill import few_tokens
+from engine.kernels.attention_prefill import sm90 as prefill_sm90
+from engine.kernels.attention_prefill.attention_prefill import launch as launch_prefill
+from engine.kernels.qk_norm_rope_store import qk_norm_rope_store
 from engine.kernels.quantize_rows import quantize_rows
 from engine.kernels.quantize_rows import specs as quantize_specs
 from engine.weights import FORMATS
@@ -43,6 +48,7 @@ def specs(
     kv_dtype: str = "",
     strided_tokens: bool = False,
     formats: tuple[str, ...] = (),
+    deterministic: bool = False,
     **_: Any,
 ) -> tuple[ModuleSpec, ...]:
     """Return the modules that the op may launch, for one head dim and number of rows or for all.
@@ -50,6 +56,7 @@ def specs(
     `num_rows` is Q * H / K; None means any. `kv_dtype` names the dtype of a quantized KV cache.
     `strided_tokens` selects the modules for pages in which a head's tokens are not adjacent; weight
     formats that multiply e4m3 codes with a scale per 128 columns add modules for `quantize_out`.
+    `deterministic` adds those for new tokens in the order of prompts.
     """
     quantizes_out = any(
         FORMATS[name].activations == "fp8" and FORMATS[name].activation_group == GROUP
@@ -70,6 +77,11 @@ def specs(
             quantizes_out=quantizes_out,
         )
         + (quantize_specs(dtype) if quantizes_out else ())
+        + (
+            few_tokens.new_token_specs(dtype, head_dim=head_dim)
+            if deterministic and not kv_dtype
+            else ()
+        )
     )
 
 
@@ -99,6 +111,7 @@ def attention_decode(
     v_scale: Any = None,
     num_splits: int | None = None,
     max_context_len: int | None = None,
+    deterministic: bool = False,
     pdl: bool = False,
     out: Any = None,
     quantize_out: bool = False,
@@ -159,6 +172,10 @@ def attention_decode(
         rounding.
     max_context_len : int, optional
         Upper bound of `context_lens`, by default NB * block_size. It affects only the splits.
+    deterministic : bool
+        Return the bits of `attention_prefill` with ``num_splits=1``, so that a token's result does
+        not depend on whether it is decoded or part of a prompt. Requires neither `num_splits`,
+        `chunk`, `tree_mask` nor `quantize_out`. Slower for few long sequences.
     pdl : bool
         Programmatic dependent launch (Hopper's kernel only): the kernel starts while the preceding
         one ends. It reads `block_tables` and `context_lens` early, and with `k` also `positions`,
@@ -239,6 +256,11 @@ def attention_decode(
     )
     call.check("tree_mask", new_tokens is None or tree_mask is None, "None with k", "a mask")
     call.check("out", out is None or not quantize_out, "None with quantize_out", "an array")
+    if deterministic:
+        for name, given in (("num_splits", num_splits), ("tree_mask", tree_mask)):
+            call.check(name, given is None, "None with deterministic", given)
+        call.check("chunk", rule.chunk == 0, "0 with deterministic", rule.chunk)
+        call.check("quantize_out", not quantize_out, "False with deterministic", quantize_out)
     num_splits, max_context_len = _checked_limits(call, num_splits, max_context_len)
     if call.on_cpu:
         if out is not None:  # check before the pages are written
@@ -257,12 +279,15 @@ def attention_decode(
     scales = None
     if not quantize_out:
         out = call.output("out", out, q.shape, q.dtype, layout="rows")
+    if deterministic:
+        _launch_in_order(q, pages, out, lse, rule, sinks, new_tokens, pdl)
+        return (out, *lses) if lses else out
     if new_tokens is not None and not sm90.is_supported(
         q, pages, q if quantize_out else out, new_tokens
     ):
-        new_tokens.store(q, pages)
+        _store(new_tokens, q, pages)
         new_tokens = None
-        pdl = True  # always safe after qk_norm_rope_store: see the docstring
+        pdl = True
     if quantize_out:
         can_quantize = sm90.is_supported(q, pages, q, new_tokens)
         if can_quantize and sm90.can_quantize(q, pages, *limits, new_tokens):
@@ -280,6 +305,74 @@ def attention_decode(
         coded = _quantized(quantize_rows, out) if scales is None else (out, scales)
         return (*coded, *lses)
     return (out, *lses) if lses else out
+
+
+def _launch_in_order(
+    q: Any,
+    pages: Pages,
+    out: Any,
+    lse: Any,
+    rule: ScoreRule,
+    sinks: Any,
+    new_tokens: NewTokens | None,
+    pdl: bool,
+) -> None:
+    """Launch the kernels of `attention_prefill` with one split."""
+    (batch, queries) = q.shape[:2]
+    if q.size == 0:
+        return
+    keys = {
+        "k": pages.k,
+        "v": pages.v,
+        "cu_seqlens_q": _starts(q.device.id, batch, queries),
+        "cu_seqlens_k": None,
+        "block_tables": pages.block_tables,
+        "context_lens": pages.context_lens,
+        "k_scale": pages.k_scale,
+        "v_scale": pages.v_scale,
+    }
+    rows, outs, lses = (
+        None if x is None else x.reshape(batch * queries, *x.shape[2:]) for x in (q, out, lse)
+    )
+    if new_tokens is not None:
+        is_hopper = prefill_sm90.is_supported(rows, pages.k, pages.v, outs, None)
+        if is_hopper and few_tokens.can_fuse(rows, new_tokens):
+            tile = few_tokens.choose_tile(rows, keys, outs, queries)
+            if tile is not None:
+                fused: dict[str, Any] = {"is_early": pdl, "new_tokens": new_tokens}
+                few_tokens.launch(rows, keys, outs, lses, True, rule, tile, sinks, **fused)
+                return
+        _store(new_tokens, q, pages)
+        pdl = True
+    options = {"num_splits": 1, "sinks": sinks, "pdl": pdl}
+    launch_prefill(rows, keys, outs, lses, True, rule, queries, **options)
+
+
+def _store(new_tokens: NewTokens, q: Any, pages: Pages) -> None:
+    """Rotate q (B, 1, H, D) in place and store keys and values; then `pdl` is always safe."""
+    qk_norm_rope_store(
+        q[:, 0],
+        new_tokens.k[:, 0],
+        new_tokens.v[:, 0],
+        new_tokens.positions,
+        new_tokens.cos_sin,
+        pages.k,
+        pages.v,
+        new_tokens.slot_mapping,
+        q_weight=new_tokens.q_weight,
+        k_weight=new_tokens.k_weight,
+        eps=new_tokens.eps,
+        weight_offset=new_tokens.weight_offset,
+        **pages.scales,
+    )
+
+
+@cache
+def _starts(device_id: int, batch: int, queries: int) -> Any:
+    """Return the first token of each sequence, and the end, on a device."""
+    cp = device.cupy()
+    with cp.cuda.Device(device_id):
+        return cp.arange(0, (batch + 1) * queries, queries, dtype=np.int32)
 
 
 def _quantized(quantize: Callable[..., Any], heads: Any) -> tuple[Any, Any]:

@@ -11,11 +11,11 @@ from engine.kernels._chip import HOPPER_DTYPES, is_hopper, sm_count
 from engine.kernels._elementwise import element_strides, named_strides
 from engine.kernels._launch import Kernel
 from engine.kernels._module import ModuleSpec
+from engine.kernels._new_tokens import NO_NEW_TOKENS, NewTokens
+from engine.kernels._new_tokens import PARAMS as _NEW_TOKEN_PARAMS
 from engine.kernels._quantized_kv import kv_macros
 from engine.kernels._tensor_map import tensor_map
 from engine.kernels._workspace import counters, workspace
-from engine.kernels.attention_decode.new_tokens import NO_NEW_TOKENS, NewTokens
-from engine.kernels.attention_decode.new_tokens import PARAMS as _NEW_TOKEN_PARAMS
 
 __all__ = [
     "HopperTile",

@@ -27,7 +27,7 @@ from engine.kernels._module import ModuleSpec
 from engine.kernels._quantized_kv import kv_dtype_of, kv_macros
 from engine.kernels.attention_prefill import few_tokens, sm90
 
-__all__ = ["attention_prefill", "choose_tile", "specs"]
+__all__ = ["attention_prefill", "choose_tile", "launch", "specs"]
 
 _PARAMS = (
     "q:ptr k:ptr v:ptr cu_seqlens_q:ptr cu_seqlens_k:ptr block_tables:ptr context_lens:ptr "
@@ -261,18 +261,36 @@ def attention_prefill(
     shape = (*q.shape[:2], keys["v"].shape[-1])
     out = call.output("out", out, shape, q.dtype, layout="rows")
     lse = call.output("lse_out", lse_out, q.shape[:2], statistic) if return_lse else None
-    if sm90.is_supported(q, keys["k"], keys["v"], out, pattern):
-        chosen = None
-        if num_splits == 1 and pattern is None and k_scale is None:
-            batch = keys["cu_seqlens_q"].size - 1
-            chosen = few_tokens.choose_tile(q, keys["k"], out, batch, max_q)
-        if chosen is not None:
-            few_tokens.launch(q, keys, out, lse, causal, rule, chosen, sinks, is_early=pdl)
-        else:
-            sm90.launch(q, keys, out, lse, causal, rule, max_q, num_splits, pattern, sinks)
+    options = {"num_splits": num_splits, "pattern": pattern, "sinks": sinks, "pdl": pdl}
+    launch(q, keys, out, lse, causal, rule, max_q, **options)
+    return out if lse is None else (out, lse)
+
+
+def launch(
+    q: Any,
+    keys: dict[str, Any],
+    out: Any,
+    lse: Any,
+    causal: bool,
+    rule: ScoreRule,
+    max_q: int,
+    *,
+    num_splits: int | None = None,
+    pattern: Any = None,
+    sinks: Any = None,
+    pdl: bool = False,
+) -> None:
+    """Launch on checked CuPy arrays; `keys` are those of `attention_prefill` by name."""
+    is_hopper = sm90.is_supported(q, keys["k"], keys["v"], out, pattern)
+    chosen = None
+    if is_hopper and num_splits == 1 and pattern is None:
+        chosen = few_tokens.choose_tile(q, keys, out, max_q)
+    if chosen is not None:
+        few_tokens.launch(q, keys, out, lse, causal, rule, chosen, sinks, is_early=pdl)
+    elif is_hopper:
+        sm90.launch(q, keys, out, lse, causal, rule, max_q, num_splits, pattern, sinks)
     else:
         _launch(q, keys, out, lse, causal, rule, max_q, pattern, sinks)
-    return out if lse is None else (out, lse)
 
 
 def _check_keys(

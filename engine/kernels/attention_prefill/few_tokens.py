@@ -16,6 +16,9 @@ from engine.kernels._elementwise import element_strides
 from engine.kernels._launch import Kernel, ceil_div
 from engine.kernels._memory import overlaps
 from engine.kernels._module import ModuleSpec
+from engine.kernels._new_tokens import NO_NEW_TOKENS, NewTokens
+from engine.kernels._new_tokens import PARAMS as NEW_TOKENS_PARAMS
+from engine.kernels._pages import PageRows
 from engine.kernels.attention_prefill.sm90 import (
     FEW_ROWS,
     HopperTile,
@@ -25,7 +28,7 @@ from engine.kernels.attention_prefill.sm90 import (
     tiles_of,
 )
 
-__all__ = ["FewTokensTile", "choose_tile", "launch", "specs"]
+__all__ = ["FewTokensTile", "can_fuse", "choose_tile", "launch", "new_token_specs", "specs"]
 
 _PARAMS = (
     "q_map:tmap k_map:tmap v_map:tmap cu_seqlens_q:ptr cu_seqlens_k:ptr block_tables:ptr "
@@ -33,8 +36,13 @@ _PARAMS = (
     "out_stride_h:i64 max_keys:i64 total_q:i32 num_heads:i32 num_kv_heads:i32 group:i32 "
     "value_dim:i32 tile_tokens:i32 q_bytes:i32 box_keys:i32 block_shift:i32 num_blocks:i32 "
     "page_rows:i32 head_rows:i32 token_rows:i32 num_pairs:i32 stages:i32 value_columns:i32 "
-    "value_chunk:i32 causal:i32 window:i32 is_early:i32 score_inner:f32 score_factor:f32"
-)
+    "value_chunk:i32 causal:i32 window:i32 is_early:i32 score_inner:f32 score_factor:f32 "
+    "new_q:ptr k_pages:ptr v_pages:ptr q_stride_b:i64 q_stride_h:i64 row_elements:i32 "
+) + NEW_TOKENS_PARAMS
+_NO_NEW_TOKENS: dict[str, Any] = NO_NEW_TOKENS | {
+    **dict.fromkeys(("new_q", "k_pages", "v_pages")),
+    **dict.fromkeys(("q_stride_b", "q_stride_h", "row_elements"), 0),
+}
 _KERNELS = {  # keyed by whether scores have a soft cap
     softcap: Kernel(
         "attention_prefill_few_tokens_sm90" + "_softcap" * softcap,
@@ -45,6 +53,7 @@ _KERNELS = {  # keyed by whether scores have a soft cap
 }
 
 _PARTS = (4, 2, 1)
+_NEW_TOKEN_DIMS = (64, 128)  # head dims of new tokens: 8 values a lane, twice
 # See attention_prefill_few_tokens_smem_sm90.cuh.
 _LOADER_WARPS = 4
 _COLUMNS = 32
@@ -62,10 +71,13 @@ class FewTokensTile:
         The tile of many rows, for head dims and keys per tile.
     parts : int
         CTAs. Each loads all keys, and its columns of V.
+    new_token : bool
+        Whether norm, rotation and store of the newest tokens are fused.
     """
 
     tile: HopperTile
     parts: int
+    new_token: bool = False
 
     @property
     def is_supported(self) -> bool:
@@ -129,6 +141,7 @@ class FewTokensTile:
             "VALUE_DIM": self.tile.value_dim,
             "TILE_KEYS": self.tile.keys,
             "FIXED_BYTES": self.fixed_bytes(self.tile),
+            **({"NEW_TOKEN": 1} if self.new_token else {}),
         }
         file = "attention_prefill/attention_prefill_few_tokens_sm90.cu"
         return ModuleSpec(file, dtype, tuple(macros.items()))
@@ -146,18 +159,28 @@ def specs(dtype: str, *, head_dim: int | None = None) -> tuple[ModuleSpec, ...]:
     return tuple(FewTokensTile(tile, 1).spec(dtype) for tile in tiles_of(dtype, head_dim))
 
 
-def choose_tile(q: Any, k: Any, out: Any, batch: int, max_q: int) -> FewTokensTile | None:
+def new_token_specs(dtype: str, *, head_dim: int | None = None) -> tuple[ModuleSpec, ...]:
+    """Return the modules with fused norm, rotation and store, for one head dim or all."""
+    if dtype not in HOPPER_DTYPES:
+        return ()
+    tiles = (t for t in tiles_of(dtype, head_dim) if t.head_dim in _NEW_TOKEN_DIMS)
+    return tuple(FewTokensTile(tile, 1, new_token=True).spec(dtype) for tile in tiles)
+
+
+def choose_tile(q: Any, keys: dict[str, Any], out: Any, max_q: int) -> FewTokensTile | None:
     """Choose as many parts as fit on half of the multiprocessors.
 
-    None if there are more than 16 rows, or more pairs than multiprocessors. With more parts,
-    launches that overlap waited for room and took up to 40 % longer.
+    None if pages hold codes, or if there are more than 16 rows, or more pairs than multiprocessors.
+    With more parts, launches that overlap waited for room and took up to 40 % longer.
 
-    The arrays are those that `sm90.is_supported` accepts, without codes.
+    The arrays are those that `sm90.is_supported` accepts.
     """
     dtype = dtype_name(q.dtype)
     (total_q, num_heads, head_dim) = q.shape
-    num_kv_heads = k.shape[1]
-    pairs = batch * num_kv_heads
+    num_kv_heads = keys["k"].shape[1]
+    pairs = (keys["cu_seqlens_q"].size - 1) * num_kv_heads
+    if keys["k_scale"] is not None:
+        return None
     if min(max_q, total_q) * (num_heads // num_kv_heads) > FEW_ROWS or pairs > sm_count():
         return None
     tile = choose_hopper_tile(dtype, head_dim, value_dim=out.shape[2])
@@ -175,6 +198,11 @@ def choose_tile(q: Any, k: Any, out: Any, batch: int, max_q: int) -> FewTokensTi
     )
 
 
+def can_fuse(q: Any, new_tokens: NewTokens) -> bool:
+    """Tell whether the kernel can normalise, rotate and store new tokens: q is (B, H, D)."""
+    return q.shape[2] in _NEW_TOKEN_DIMS and new_tokens.are_vectors()
+
+
 def launch(
     q: Any,
     keys: dict[str, Any],
@@ -186,10 +214,12 @@ def launch(
     sinks: Any = None,
     *,
     is_early: bool = False,
+    new_tokens: NewTokens | None = None,
 ) -> None:
     """Launch what `choose_tile` returned.
 
-    `is_early`: no kernel that still runs writes lengths, tables or older keys.
+    `is_early`: no kernel that still runs writes lengths, tables or older keys. `new_tokens`: those
+    of all sequences, one each, if `can_fuse`.
     """
     total_q, num_heads, _ = q.shape
     num_kv_heads = keys["k"].shape[1]
@@ -201,6 +231,19 @@ def launch(
     lengths = lengths_of(keys, tile)
     del lengths["k_scale"], lengths["v_scale"]
     tile_tokens = FEW_ROWS // group
+    fused = _NO_NEW_TOKENS
+    if new_tokens is not None:
+        chosen = replace(chosen, new_token=True)
+        k = keys["k"]
+        q_strides = element_strides(q)
+        fused = new_tokens.launch_arguments() | {
+            "new_q": q,
+            "k_pages": k,
+            "v_pages": keys["v"],
+            "q_stride_b": q_strides[0],
+            "q_stride_h": q_strides[1],
+            "row_elements": PageRows.of(k).row_bytes // k.itemsize,
+        }
     _KERNELS[bool(rule.softcap)].launch(
         chosen.spec(dtype),
         (chosen.parts, pairs),
@@ -229,4 +272,5 @@ def launch(
         is_early=int(is_early),
         score_inner=rule.inner,
         score_factor=rule.factor,
+        **fused,
     )

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from engine.kernels._attention import Pages, are_aligned
+from engine.kernels._attention import are_aligned
 from engine.kernels._contract import FLOAT32, INT32, INT64, Contract
 from engine.kernels._elementwise import element_strides
-from engine.kernels.qk_norm_rope_store import qk_norm_rope_store
 
 __all__ = ["NO_NEW_TOKENS", "PARAMS", "NewTokens"]
 
@@ -81,24 +80,6 @@ class NewTokens:
         arrays = [self.k, self.v, self.cos_sin, self.q_weight, self.k_weight]
         is_whole = int(self.cos_sin.shape[1]) == int(self.k.shape[3])
         return is_whole and are_aligned(*(a for a in arrays if a is not None))
-
-    def store(self, q: Any, pages: Pages) -> None:
-        """Rotate q (B, 1, H, D) in place and store keys and values, by `qk_norm_rope_store`."""
-        qk_norm_rope_store(
-            q[:, 0],
-            self.k[:, 0],
-            self.v[:, 0],
-            self.positions,
-            self.cos_sin,
-            pages.k,
-            pages.v,
-            self.slot_mapping,
-            q_weight=self.q_weight,
-            k_weight=self.k_weight,
-            eps=self.eps,
-            weight_offset=self.weight_offset,
-            **pages.scales,
-        )
 
     def launch_arguments(self) -> dict[str, Any]:
         """Return the kernel arguments named in `PARAMS`."""
