@@ -10,6 +10,14 @@
 #include "common/activation.cuh"
 #include "common/types.cuh"
 
+#ifdef SUMS_IN_PARTS
+// The module serves `deterministic`: k is summed in parts whose length depends on k alone, each in
+// ascending steps of 16, and the parts are added in order.
+constexpr bool kSumsInParts = true;
+#else
+constexpr bool kSumsInParts = false;
+#endif
+
 enum Activation { kIdentity = 0, kSilu = 1, kGelu = 2, kGeluTanh = 3, kRelu = 4, kSiluAndMul = 5 };
 
 __device__ __forceinline__ float activate(int activation, float x) {
@@ -25,6 +33,11 @@ __device__ __forceinline__ float activate(int activation, float x) {
     default:
       return x;
   }
+}
+
+// silu(gate) * up, more precise than 16 bits.
+__device__ __forceinline__ float gated_to_round(float gate, float up) {
+  return __fdividef(gate, 1.0f + __expf(-gate)) * up;
 }
 
 struct Epilogue {
@@ -62,6 +75,28 @@ struct Epilogue {
       up += to_float(bias[bias_index(n + 8)]);
     }
     return silu(gate) * up;
+  }
+
+  // silu(gate) * up, with the bits that Hopper's tiles return in parts.
+  __device__ __forceinline__ float gated_result(float gate, float up) const {
+    if (kSumsInParts && !is_float && residual == nullptr) return gated_to_round(gate, up);
+    return silu(gate) * up;
+  }
+
+  // y + r, not yet rounded, for an element r of the residual, or 0 if there is none. Adding 0 would
+  // turn -0 into 0; in parts, 0 is added where tiles add it.
+  __device__ __forceinline__ float with_residual(float y, float r) const {
+    const bool adds_zero = kSumsInParts && !is_gated() && (is_float || activation != kIdentity);
+    if (kSumsInParts && !is_float) y = addend<scalar_t>(y);
+    if (residual != nullptr || adds_zero) y += r;
+    return y;
+  }
+
+  // Returns the addend of a residual: in parts the product is rounded before a residual is added,
+  // so that a norm that adds it later returns the same bits.
+  template <typename Out>
+  __device__ __forceinline__ float addend(float y) const {
+    return kSumsInParts && residual != nullptr ? to_float(from_float<Out>(y)) : y;
   }
 
   // Loads columns n .. n + 3 of a row; n is a multiple of 4 and less than num_cols.

@@ -14,13 +14,15 @@
 // Parallelisation: a block computes one tile of out (gemm_tile.cuh). If the tiles are too few to
 // fill the GPU, several blocks split a tile's k, and gemm_reduce adds their partials. With few
 // rows, reading the weight dominates: skinny_ring.cuh streams it through rings of shared memory,
-// gemv.cuh keeps it in registers for one row, and skinny_direct.cuh loads it straight into
+// gemv.cuh keeps it in registers for one row, resident_rows.cuh for up to eight, and
+// skinny_direct.cuh loads it straight into
 // registers if shared memory is too small or values are float32.
 // Mirror: engine/reference/gemm.py
 #include "gemm/gemm_entries.cuh"
 
 ENGINE_GEMM_ENTRIES(gemm, false)
 ENGINE_SKINNY_ENTRIES(gemm, false)
+ENGINE_RESIDENT_ENTRY(gemm)
 
 // Adds the splits' partials (num_splits, m, n) in order and applies the epilogue, one thread per
 // element. Other arguments: see GemmParams.

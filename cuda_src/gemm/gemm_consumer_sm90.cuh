@@ -26,10 +26,23 @@ __device__ __forceinline__ void consumer_release(const Pipeline& p, const TileSc
   }
 }
 
-// Accumulates this CTA's share of k in `acc`. A warm-up pass runs the same instructions once on
+// Adds the sums of a part of k to the total, once its products are done.
+__device__ __forceinline__ void add_part(Sums& part, Sums& total) {
+  wgmma_wait<0>();
+#pragma unroll
+  for (int j = 0; j < kMmaTilesM; ++j) {
+    wgmma_pin(part[j]);
+#pragma unroll
+    for (int i = 0; i < kWarpgroupCols / 2; ++i) total[j][i] += part[j][i];
+  }
+}
+
+// Accumulates this CTA's share of k in `acc`; with kSumsInParts, parts of `part` stages one after
+// another, each from zero. A warm-up pass runs the same instructions once on
 // uninitialised shared memory; it neither waits nor releases.
 __device__ __forceinline__ void multiply(const Pipeline& p, const TileScheduler& s, int warpgroup,
-                                         bool is_warmup, DynamicPipelineState& state, Sums& acc) {
+                                         int part, bool is_warmup, DynamicPipelineState& state,
+                                         Sums& acc) {
   // Offset of the warpgroup's m-tiles, which are rows of x, or of the weight in swapped tiles.
   const unsigned m_tiles = warpgroup * kMmaTilesM * kMmaM * kSlabRowBytes;
   const unsigned x = p.x + (kSharesColumns || kIsSwapped ? 0 : m_tiles);
@@ -41,30 +54,47 @@ __device__ __forceinline__ void multiply(const Pipeline& p, const TileScheduler&
   if (is_warmup) state.phase = 1;  // no wait: the phase before the first counts as completed
   state.stage = __shfl_sync(~0u, state.stage, 0);  // tells ptxas that it is warp-uniform
   int last = 0;
+  // Sums stages `begin` to `end` - 1, from zero.
+  const auto sum_stages = [&](int begin, int end, Sums& sums) {
 #pragma unroll 1
-  for (int i = s.first_k; i < last_k; ++i) {
-    mbarrier_wait(full + state.stage * 8, state.phase);
-    wgmma_fence();
+    for (int i = begin; i < end; ++i) {
+      mbarrier_wait(full + state.stage * 8, state.phase);
+      wgmma_fence();
 #pragma unroll
-    for (int slab = 0; slab < kDepth / kSlabStep; ++slab) {
-      const int d = slab * kSlabStep + (kSplitsSlabs ? warpgroup : 0);
-      const uint64_t of_x = wgmma_descriptor(x + state.stage * p.stage_x + d * p.slab_x);
-      const uint64_t of_w = wgmma_descriptor(w + state.stage * kStageW + d * kBytesW);
-      const uint64_t a = kIsSwapped ? of_w : of_x, b = kIsSwapped ? of_x : of_w;
+      for (int slab = 0; slab < kDepth / kSlabStep; ++slab) {
+        const int d = slab * kSlabStep + (kSplitsSlabs ? warpgroup : 0);
+        const uint64_t of_x = wgmma_descriptor(x + state.stage * p.stage_x + d * p.slab_x);
+        const uint64_t of_w = wgmma_descriptor(w + state.stage * kStageW + d * kBytesW);
+        const uint64_t a = kIsSwapped ? of_w : of_x, b = kIsSwapped ? of_x : of_w;
 #pragma unroll
-      for (int step = 0; step < kSlabK / 16; ++step)
+        for (int step = 0; step < kSlabK / 16; ++step)
 #pragma unroll
-        for (int j = 0; j < kMmaTilesM; ++j)
-          wgmma<kWarpgroupCols>(acc[j], a + j * (kMmaM * kSlabRowBytes / 16) + step * 2,
-                                b + step * 2, i > s.first_k || slab > 0 || step > 0);
+          for (int j = 0; j < kMmaTilesM; ++j)
+            wgmma<kWarpgroupCols>(sums[j], a + j * (kMmaM * kSlabRowBytes / 16) + step * 2,
+                                  b + step * 2, i > begin || slab > 0 || step > 0);
+      }
+      wgmma_commit();
+      wgmma_wait<1>();  // the previous stage has been read
+      if (i > s.first_k) consumer_release(p, s, last);
+      last = state.stage;
+      state.advance(p.stages);
     }
-    wgmma_commit();
-    wgmma_wait<1>();  // the previous stage has been read
-    if (i > s.first_k) consumer_release(p, s, last);
-    last = state.stage;
-    state.advance(p.stages);
+  };
+  if constexpr (kSumsInParts) {
+#pragma unroll
+    for (int j = 0; j < kMmaTilesM; ++j)
+#pragma unroll
+      for (int i = 0; i < kWarpgroupCols / 2; ++i) acc[j][i] = 0.0f;
+#pragma unroll 1
+    for (int begin = s.first_k; begin < last_k; begin += part) {
+      Sums sums;
+      sum_stages(begin, min(begin + part, last_k), sums);
+      add_part(sums, acc);
+    }
+  } else {
+    sum_stages(s.first_k, last_k, acc);
+    wgmma_wait<0>();
   }
-  wgmma_wait<0>();
   if (is_warmup)
     state = DynamicPipelineState(0);
   else
@@ -78,7 +108,8 @@ __device__ __forceinline__ void multiply(const Pipeline& p, const TileScheduler&
 // instructions are cached by the time x arrives.
 __device__ __forceinline__ void consume(const Pipeline& p, const TileScheduler& s,
                                         unsigned char* smem, const Epilogue& e, bool is_wide,
-                                        const TensorMap* map_out, bool warms_up, int sent_rows) {
+                                        const TensorMap* map_out, bool warms_up, int sent_rows,
+                                        int part) {
   // The shuffle tells ptxas that it is warp-uniform: descriptors are then computed once per warp.
   const int warp_idx = __shfl_sync(~0u, (threadIdx.x - kFirstConsumer) / 32, 0);
   const int warpgroup = warp_idx / 4;
@@ -93,7 +124,7 @@ __device__ __forceinline__ void consume(const Pipeline& p, const TileScheduler& 
 #pragma unroll 1
   for (int index = warms_up ? kWarmup : next(kWarmup); index < s.count(); index = next(index)) {
     Sums acc;
-    multiply(p, s, warpgroup, index == kWarmup, state, acc);
+    multiply(p, s, warpgroup, part, index == kWarmup, state, acc);
     const int2 tile = index == kWarmup ? make_int2(s.m, 0) : s.tile(index);
     if constexpr (kIsSwapped) {
       store_swapped(e, acc[0], smem + (p.staging - p.x), tile, warpgroup, s.m, s.n);

@@ -4,6 +4,7 @@
 
 #include "gemm/gemm_tile.cuh"
 #include "gemm/gemv.cuh"
+#include "gemm/resident_rows.cuh"
 #include "gemm/skinny_direct.cuh"
 #include "gemm/skinny_ring.cuh"
 

@@ -10,6 +10,9 @@
   ENGINE_SKINNY_ENTRY(op##_skinny_ring_32, 256, 1, skinny_ring<SkinnyShape<4, 3, 1>, norm>) \
   ENGINE_SKINNY_ENTRY(op##_gemv, 512, 1, gemv<norm>)
 
+#define ENGINE_RESIDENT_ENTRY(op) \
+  ENGINE_SKINNY_ENTRY(op##_resident_8, 512, 1, resident_rows<SkinnyShape<1, 1, 1>>)
+
 // tile: m and n of the block tile, m and n of the warp tile, stages. direct: tokens / 8, weight
 // rows / 16, warps. Registers limit the blocks per multiprocessor: a 64 x 64 warp tile takes 128
 // accumulators per thread.

@@ -4,6 +4,7 @@
 
 // The skinny kernels that keep weights in a ring or in registers support 16-bit types only.
 #define ENGINE_SKINNY_ENTRIES(op, norm)
+#define ENGINE_RESIDENT_ENTRY(op)
 
 // tile: outputs per thread along m and along n, stages. direct: tokens, weight rows, warps.
 #define ENGINE_GEMM_ENTRIES(op, norm)                                                    \

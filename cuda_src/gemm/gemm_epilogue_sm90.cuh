@@ -169,7 +169,8 @@ __device__ __forceinline__ void finish(const Epilogue& e, Vec<float, 4> (&sums)[
     if (row + i * row_step >= m) continue;
     Vec<Out, 4> y;
 #pragma unroll
-    for (int j = 0; j < 4; ++j) y.v[j] = from_float<Out>(sums[i].v[j] + to_float(residual[i].v[j]));
+    for (int j = 0; j < 4; ++j)
+      y.v[j] = from_float<Out>(e.addend<Out>(sums[i].v[j]) + to_float(residual[i].v[j]));
     e.store<Out>(row + i * row_step, col, n, y);
   }
 }
@@ -215,11 +216,6 @@ __device__ __forceinline__ void store_general(const Epilogue& e, const float (&a
       finish(e, sums, residual, row, 4, col, m, n);
     }
   }
-}
-
-// silu(gate) * up, more precise than 16 bits.
-__device__ __forceinline__ float gated_to_round(float gate, float up) {
-  return __fdividef(gate, 1.0f + __expf(-gate)) * up;
 }
 
 // Stores gated 16-bit results without residual: a thread holds gate and up of the same column.
@@ -269,7 +265,8 @@ __device__ __forceinline__ void store_gated(const Epilogue& e, const float (&acc
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const float product = e.gated(col + j, gate.v[j], up.v[j]);
-        y.v[j] = from_float<Out>(e.residual != nullptr ? product + to_float(y.v[j]) : product);
+        const float addend = e.addend<Out>(product);
+        y.v[j] = from_float<Out>(e.residual != nullptr ? addend + to_float(y.v[j]) : addend);
       }
       e.store<Out>(row, out_col, n / 2, y);
     }

@@ -8,7 +8,8 @@
 // gate and up, groups of 8 rows). Arguments: GemmSm90Params, below.
 //
 // Numerics: products on tensor cores (wgmma), sums, bias, activation and residual in float, one
-// rounding at the end. The order of summation depends only on the module's tile and on K.
+// rounding at the end. The order of summation depends only on the module's tile and on K; with
+// SUMS_IN_PARTS on K alone, and the product is rounded before a residual is added.
 // Parallelisation: a persistent CTA computes work tiles of kTileM x kTileN one after another. One
 // producer thread fills a ring of stages by TMA, kDepth slabs of 64 values of k at a time; it loads
 // the first weights before the preceding kernel has ended. One to three consumer warpgroups
@@ -49,6 +50,7 @@ struct GemmSm90Params {
   void* peers;     // with SENDS: PeerGroup of this rank; else unused, like the next two
   int sent_rows;   // Sending::rows
   int segment;     // Sending::segment
+  int part;        // stages of a part of k; with SUMS_IN_PARTS
 };
 
 extern "C" __global__ void __cluster_dims__(kClusterSize, 1, 1) __launch_bounds__(kThreads, 1)
@@ -91,7 +93,7 @@ extern "C" __global__ void __cluster_dims__(kClusterSize, 1, 1) __launch_bounds_
   } else {
     if constexpr (kMovesRegisters) warpgroup_reg_alloc<kConsumerRegisters>();
     consume(pipeline, scheduler, smem, epilogue, p.out_vector > kFourElements, &p.map_out,
-            kWarmsUp && p.uses_pdl != 0, p.sent_rows);
+            kWarmsUp && p.uses_pdl != 0, p.sent_rows, p.part);
   }
   // SAFETY: other CTAs still arrive on this one's mbarriers, so it must not exit before them. (With
   // kClusterK alone it has already waited for all their sums.)

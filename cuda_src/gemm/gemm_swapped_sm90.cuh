@@ -33,7 +33,7 @@ __device__ __forceinline__ Vec<Out, 4> gate_four(const Epilogue& e, int col,
       y.v[j] = from_float<Out>(gated_to_round(biased(gate.v[j], c), biased(up.v[j], c + 8)));
       continue;
     }
-    float product = e.gated(c, gate.v[j], up.v[j]);
+    float product = e.addend<Out>(e.gated(c, gate.v[j], up.v[j]));
     // Two roundings, as in store_gated, not one of a contracted operation.
     if (e.residual != nullptr) product = __fadd_rn(product, to_float(y.v[j]));
     y.v[j] = from_float<Out>(product);

@@ -15,8 +15,23 @@ constexpr int kResidentSteps = 2;
 struct ResidentWeights {
   WeightFragments step[kResidentSteps];
 
-  __device__ __forceinline__ ResidentWeights(const scalar_t* low, const scalar_t* high, int k_left,
-                                             bool has_low, bool has_high) {
+  // See WeightFragments.
+  __device__ __forceinline__ void order() {
+#pragma unroll
+    for (int s = 0; s < kResidentSteps; ++s) step[s].order();
+  }
+
+  // Loads a warp's part of 16 rows, from `row0` on; gate and up may lie apart.
+  template <typename Shape>
+  __device__ __forceinline__ ResidentWeights(const Problem& p, const SkinnyBlock<Shape>& b,
+                                             int row0) {
+    const int g = b.lane_idx / 4, t = b.lane_idx % 4;
+    const bool is_split = b.num_gates > 0;
+    const scalar_t* low = p.weight + static_cast<int64_t>((is_split ? row0 / 2 : row0) + g) * p.k +
+                          b.k_begin + t * kVec;
+    const scalar_t* high = low + static_cast<int64_t>(is_split ? b.num_gates : 8) * p.k;
+    const int k_left = b.k_end - b.k_begin - t * kVec;
+    const bool has_low = row0 + g < p.n, has_high = row0 + 8 + g < p.n;
 #pragma unroll
     for (int s = 0; s < kResidentSteps; ++s)
 #pragma unroll
@@ -63,10 +78,10 @@ struct GemvColumn {
   __device__ __forceinline__ void store(const Epilogue& e, float sum, float up) const {
     float y = sum;
     if (e.is_gated())
-      y = silu(sum + bias) * (up + up_bias);
+      y = e.gated_result(sum + bias, up + up_bias);
     else if (!e.is_bare())
       y = activate(e.activation, sum + bias);
-    if (e.residual != nullptr) y += residual;  // adding 0 would turn -0 into 0
+    y = e.with_residual(y, residual);
     if (e.is_float)
       static_cast<float*>(e.out)[column] = y;
     else
@@ -93,18 +108,20 @@ template <typename Shape, bool kNorm>
 struct GemvRow {
   using V = Vec<scalar_t, kVec>;
   static constexpr int kPieces = 2;
+  const Problem& p;
   scalar_t *to, *norm;
   int vectors;
   V v[kPieces];
 
   __device__ __forceinline__ GemvRow(const Problem& p, const SkinnyBlock<Shape>& b)
-      : to(b.x_row(0)),
+      : p(p),
+        to(b.x_row(0)),
         norm(reinterpret_cast<scalar_t*>(b.sums + b.num_warps * 16)),
         vectors((b.slice_end - b.slice_begin) / kVec) {}
   __device__ __forceinline__ void load(const scalar_t* from, const SkinnyBlock<Shape>& b) {
 #pragma unroll
     for (int j = 0; j < kPieces; ++j) {
-      const int i = b.thread + j * b.threads;
+      const int i = row_piece<kNorm>(p, b, j);
       v[j] = V{};
       if (i < vectors) v[j] = load_from_l2(from + b.slice_begin + i * kVec);
     }
@@ -112,7 +129,7 @@ struct GemvRow {
   __device__ __forceinline__ void store(scalar_t* smem, const SkinnyBlock<Shape>& b) const {
 #pragma unroll
     for (int j = 0; j < kPieces; ++j) {
-      const int i = b.thread + j * b.threads;
+      const int i = row_piece<kNorm>(p, b, j);
       if (i < vectors) store_vec(smem + i * kVec, v[j]);
     }
   }
@@ -122,21 +139,14 @@ struct GemvRow {
     for (int i = vectors + b.thread; i < all; i += b.threads) store_vec(to + i * kVec, V{});
   }
   // Ends with a block barrier.
-  __device__ __forceinline__ void finish(const Problem& p, const SkinnyBlock<Shape>& b,
-                                         RowSquares& squares) {
+  __device__ __forceinline__ void finish(const SkinnyBlock<Shape>& b, RowSquares& squares) {
     if constexpr (kNorm) {
-#pragma unroll
-      for (int j = 0; j < kPieces; ++j) {
-        const int chunk = b.warp_idx + j * b.num_warps;
-        if (chunk * kWarpSize >= vectors) break;
-        const float sum = warp_sum(sum_of_squares(v[j], 0.0f));
-        if (b.lane_idx == 0) squares.of[chunk] = sum;
-      }
+      sum_row_squares(v, vectors, b, squares);
       __syncthreads();
       const float scale = squares.scale(p);
 #pragma unroll
       for (int j = 0; j < kPieces; ++j) {
-        const int i = b.thread + j * b.threads;
+        const int i = row_piece<kNorm>(p, b, j);
         if (i >= vectors) break;
         const V w = load_vec<scalar_t, kVec>(norm + i * kVec);
 #pragma unroll
@@ -163,15 +173,11 @@ __device__ __forceinline__ void gemv(const SkinnyParams& params) {
   GemvRow<Shape, kNorm> row(p, b);
   if constexpr (kNorm) row.load(p.norm.weight, b);
   GemvColumn column(p, b, row0);
-  const bool is_split = b.num_gates > 0;
-  const scalar_t* low = p.weight + static_cast<int64_t>((is_split ? row0 / 2 : row0) + g) * p.k +
-                        b.k_begin + t * kVec;
-  const scalar_t* high = low + static_cast<int64_t>(is_split ? b.num_gates : 8) * p.k;
-  const ResidentWeights weights(low, high, b.k_end - b.k_begin - t * kVec, row0 + g < p.n,
-                                row0 + 8 + g < p.n);
+  ResidentWeights weights(p, b, row0);
   if constexpr (kNorm) row.store(row.norm, b);
   row.pad(b);
   __syncthreads();
+  if constexpr (kSumsInParts) weights.order();
   float* sums = b.sums + b.warp_idx * 16;
   const TokenFragments<Shape> x(p, b, g, t);
   // Warm-up pass before the preceding kernel has ended; its result is dropped. It brings the
@@ -183,14 +189,20 @@ __device__ __forceinline__ void gemv(const SkinnyParams& params) {
       column.load_residual(p.epilogue);
     }
     row.load(p.x, b);
-    row.finish(p, b, smem_squares);
+    row.finish(b, smem_squares);
     float acc[Shape::kSets][1][4] = {};
 #pragma unroll
     for (int s = 0; s < kResidentSteps; ++s)
       multiply_fragments<Shape>(acc, weights.step[s], x, s * kStepK * 2);
     if (t == 0) {
-      sums[g] = ((acc[0][0][0] + acc[1][0][0]) + acc[2][0][0]) + acc[3][0][0];
-      sums[g + 8] = ((acc[0][0][2] + acc[1][0][2]) + acc[2][0][2]) + acc[3][0][2];
+      const auto total = [&](int i) {
+        float sum = acc[0][0][i];
+#pragma unroll
+        for (int set = 1; set < Shape::kSets; ++set) sum += acc[set][0][i];
+        return sum;
+      };
+      sums[g] = total(0);
+      sums[g + 8] = total(2);
     }
     cluster_sync(b.size);
     if (column.exists) {

@@ -9,8 +9,8 @@
 #pragma once
 
 #include "common/cluster.cuh"
-#include "common/reduce.cuh"  // kWarpSize
-#include "gemm/gemm_problem.cuh"
+#include "common/reduce.cuh"      // kWarpSize
+#include "gemm/gemm_problem.cuh"  // kSumsInParts
 
 constexpr int kStepK = 128;  // values of k per step of a warp: two 128-byte lines
 
@@ -21,9 +21,13 @@ struct SkinnyShape {
   static constexpr int kTokens = kTokenTiles * 8, kRows = 16;  // tokens and weight rows per warp
   static constexpr int kStages = kStages_, kBuffers = kBuffers_;
   static constexpr int kLoads = 8;  // 16-byte loads per lane and stage
-  // Sets of independent accumulators, so that an mma need not wait for the previous one.
-  static constexpr int kSets = kTokenTiles <= 2 ? 4 : 1;
+  // Sets of independent accumulators, so that an mma need not wait for the previous one. A sum in
+  // parts has the order of wgmma: one chain.
+  static constexpr int kSets = kTokenTiles <= 2 && !kSumsInParts ? 4 : 1;
   static constexpr int kStageBytes = kLoads * kWarpSize * 16;
+  // Bytes by which rows of x are longer than whole 128-byte lines, against bank conflicts: of
+  // 16-byte loads; in parts of 8-byte loads, or with a ring of ldmatrix.
+  static constexpr int kRowPad = !kSumsInParts ? 64 : kStages == 1 ? 32 : 16;
   static constexpr int kPitch = kRows + 4;             // 2 * kPitch is 8 mod 32: no bank conflicts
   static constexpr int kSumFloats = kTokens * kPitch;  // floats per warp
 };
@@ -38,7 +42,7 @@ struct SkinnyBlock {
   int part_k, k_begin, k_end;  // this warp's part of k
   int slice_begin, slice_end;  // this block's slice of k
   int num_gates;
-  int x_pitch;          // bytes between rows of x: 64 mod 128, against bank conflicts
+  int x_pitch;          // bytes between rows of x
   unsigned char* ring;  // ring of this warp
   unsigned char* x;     // [token][slice of k]
   float* sums;          // [buffer][warp][token][row]
@@ -63,7 +67,7 @@ struct SkinnyBlock {
     k_end = min(p.k, k_begin + part_k);
     slice_begin = min(p.k, rank * static_cast<int>(blockDim.y) * part_k);
     slice_end = min(p.k, slice_begin + static_cast<int>(blockDim.y) * part_k);
-    x_pitch = static_cast<int>(blockDim.y) * part_k * 2 + 64;
+    x_pitch = static_cast<int>(blockDim.y) * part_k * 2 + Shape::kRowPad;
     ring = smem + warp_idx * (params.num_stages * Shape::kStageBytes);
     x = smem + num_warps * (params.num_stages * Shape::kStageBytes);
     sums = reinterpret_cast<float*>(x + p.m * x_pitch);

@@ -112,14 +112,15 @@ __device__ __forceinline__ void skinny_finish(const Problem& p, const SkinnyBloc
     if (e.is_gated()) {
       const Vec<float, 4> up = skinny_sum(b, from + 8);
 #pragma unroll
-      for (int j = 0; j < 4; ++j) y.v[j] = silu(y.v[j] + o.bias.v[j]) * (up.v[j] + o.up_bias.v[j]);
+      for (int j = 0; j < 4; ++j)
+        y.v[j] = e.gated_result(y.v[j] + o.bias.v[j], up.v[j] + o.up_bias.v[j]);
     } else if (!e.is_bare()) {
 #pragma unroll
       for (int j = 0; j < 4; ++j) y.v[j] = activate(e.activation, y.v[j] + o.bias.v[j]);
     }
-    if (e.residual != nullptr) {  // adding 0 would turn -0 into 0
+    if (kSumsInParts || e.residual != nullptr) {
 #pragma unroll
-      for (int j = 0; j < 4; ++j) y.v[j] += o.residual.v[j];
+      for (int j = 0; j < 4; ++j) y.v[j] = e.with_residual(y.v[j], o.residual.v[j]);
     }
     const int n = e.out_columns(p.n);
     if (e.is_float)

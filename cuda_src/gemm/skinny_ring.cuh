@@ -83,7 +83,7 @@ __device__ __forceinline__ void skinny_ring(const SkinnyParams& params) {
   prologue.finish_x(p, b, barrier, smem_squares);
 
   const int g = b.lane_idx / 4, t = b.lane_idx % 4;
-  const TokenFragments<Shape> x(p, b, g, t);
+  const RingTokens<Shape> x(p, b, g, t);
   int stage = 0, buffer = 0;
 #pragma unroll 1
   for (int tile = b.tile; tile < b.num_tiles; tile += b.tile_step) {

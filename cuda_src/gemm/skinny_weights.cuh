@@ -1,9 +1,10 @@
 // A warp's ring of weight stages, filled by cp.async.
 //
-// A stage is two halves of 64 values of k, each of 16 rows of 128 bytes in eight 16-byte chunks; in
-// odd rows chunks 0-3 and 4-7 are swapped, so that a read by eight lanes has no bank conflicts. One
-// copy instruction of a warp covers four whole 128-byte lines: L1 looks up one tag per clock, so
-// twice as many half lines would take twice as long.
+// A stage is two halves of 64 values of k, each of 16 rows of 128 bytes in eight 16-byte chunks.
+// Against bank conflicts of a read by eight lanes, chunks 0-3 and 4-7 are swapped in odd rows; with
+// kSumsInParts, which reads by ldmatrix, chunk c of row r lies at c ^ (r % 8). One copy instruction
+// of a warp covers four whole 128-byte lines: L1 looks up one tag per clock, so twice as many half
+// lines would take twice as long.
 #pragma once
 
 #include "common/cp_async.cuh"
@@ -24,7 +25,7 @@ struct WeightLoader {
       : p(p), b(b), row_step(static_cast<int64_t>(p.k) * 4), tile(b.tile), stage(0) {
     half_step = b.num_gates > 0 ? static_cast<int64_t>(p.k) * b.num_gates : row_step * 2;
     const int row = b.lane_idx / 8, chunk = b.lane_idx % 8;
-    to = row * 128 + ((chunk ^ ((row & 1) << 2)) << 4);
+    to = row * 128 + ((chunk ^ (kSumsInParts ? row : (row & 1) << 2)) << 4);
     start_tile();
   }
 
@@ -39,6 +40,7 @@ struct WeightLoader {
   __device__ __forceinline__ void load() {
     if (tile < b.num_tiles && b.k_begin < b.k_end) {
       unsigned char* smem = b.ring + stage * Shape::kStageBytes + to;
+      unsigned char* smem_of_odd = b.ring + stage * Shape::kStageBytes + (to ^ 64);  // rows 4-7, ..
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const bool has_k = k + half * 64 < b.k_end;
@@ -47,7 +49,9 @@ struct WeightLoader {
         for (int i = 0; i < 4; ++i) {
           const bool valid = has_k && i * 4 < rows_left;
           const scalar_t* row = source + i / 2 * half_step + i % 2 * row_step;
-          cp_async_16(smem + half * (Shape::kStageBytes / 2) + i * 512, valid ? row : p.weight,
+          unsigned char* place = smem;
+          if (kSumsInParts && i % 2 != 0) place = smem_of_odd;
+          cp_async_16(place + half * (Shape::kStageBytes / 2) + i * 512, valid ? row : p.weight,
                       valid);
         }
       }

@@ -13,13 +13,20 @@ struct RowSquares {
   __align__(16) float of[kSquareChunks];
 
   __device__ __forceinline__ float sum() const {
-    float s[4];
+    if constexpr (kSumsInParts) {  // one warp after another
+      float total = 0.0f;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float4 v = *reinterpret_cast<const float4*>(of + i * 4);
-      s[i] = (v.x + v.y) + (v.z + v.w);
+      for (int i = 0; i < 8; ++i) total += of[i];
+      return total;
+    } else {
+      float s[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float4 v = *reinterpret_cast<const float4*>(of + i * 4);
+        s[i] = (v.x + v.y) + (v.z + v.w);
+      }
+      return (s[0] + s[1]) + (s[2] + s[3]);
     }
-    return (s[0] + s[1]) + (s[2] + s[3]);
   }
   __device__ __forceinline__ float scale(const Problem& p) const {
     return 1.0f / sqrtf(sum() / p.k + p.norm.eps);
@@ -30,6 +37,46 @@ __device__ __forceinline__ float sum_of_squares(const Vec<scalar_t, kVec>& v, fl
 #pragma unroll
   for (int j = 0; j < kVec; ++j) sum += to_float(v.v[j]) * to_float(v.v[j]);
   return sum;
+}
+
+// Index of this thread's 16-byte piece j of a row. With a norm and kSumsInParts the threads are
+// those of rmsnorm_row.cuh, which hold up to two pieces each; others have none.
+template <bool kNorm, typename Shape>
+__device__ __forceinline__ int row_piece(const Problem& p, const SkinnyBlock<Shape>& b, int j) {
+  if constexpr (kNorm && kSumsInParts) {
+    constexpr int kPair = 2 * kWarpSize * kVec;  // values of two pieces of a warp
+    const int threads = (p.k <= kPair       ? 1
+                         : p.k <= 2 * kPair ? 2
+                         : p.k <= 4 * kPair ? 4
+                                            : 8) *
+                        kWarpSize;
+    return b.thread < threads ? b.thread + j * threads : p.k;
+  } else {
+    return b.thread + j * b.threads;
+  }
+}
+
+// Sums the squares of a row whose pieces the threads hold, zeros past its end. A barrier must
+// follow.
+template <int kPieces, typename Shape>
+__device__ __forceinline__ void sum_row_squares(const Vec<scalar_t, kVec> (&x)[kPieces],
+                                                int vectors, const SkinnyBlock<Shape>& b,
+                                                RowSquares& squares) {
+  if constexpr (kSumsInParts) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int j = 0; j < 2; ++j) sum = sum_of_squares(x[j], sum);
+    sum = warp_sum(sum);
+    if (b.lane_idx == 0 && b.warp_idx < kSquareChunks) squares.of[b.warp_idx] = sum;
+  } else {
+#pragma unroll
+    for (int j = 0; j < kPieces; ++j) {
+      const int chunk = b.warp_idx + j * b.num_warps;
+      if (chunk * kWarpSize >= vectors) break;
+      const float sum = warp_sum(sum_of_squares(x[j], 0.0f));
+      if (b.lane_idx == 0) squares.of[chunk] = sum;
+    }
+  }
 }
 
 // Zero-fills x after the block's slice, up to a whole step of k. A barrier must follow.
@@ -56,21 +103,21 @@ struct SingleRow {
   }
 
   __device__ __forceinline__ static void load(V (&to)[kPieces], const scalar_t* from,
-                                              const SkinnyBlock<Shape>& b) {
+                                              const Problem& p, const SkinnyBlock<Shape>& b) {
     const int vectors = (b.slice_end - b.slice_begin) / kVec;
 #pragma unroll
     for (int j = 0; j < kPieces; ++j) {
       to[j] = V{};
-      const int i = b.thread + j * b.threads;
+      const int i = row_piece<kNorm>(p, b, j);
       if (i < vectors) to[j] = load_from_l2(from + b.slice_begin + i * kVec);
     }
   }
 
   __device__ __forceinline__ void load_norm(const Problem& p, const SkinnyBlock<Shape>& b) {
-    if constexpr (kNorm) load(w, p.norm.weight, b);
+    if constexpr (kNorm) load(w, p.norm.weight, p, b);
   }
   __device__ __forceinline__ void load_x(const Problem& p, const SkinnyBlock<Shape>& b) {
-    load(x, p.x, b);
+    load(x, p.x, p, b);
   }
 
   // Ends with a block barrier.
@@ -78,13 +125,7 @@ struct SingleRow {
                                         RowSquares& squares) {
     const int vectors = (b.slice_end - b.slice_begin) / kVec;
     if constexpr (kNorm) {
-#pragma unroll
-      for (int j = 0; j < kPieces; ++j) {
-        const int chunk = b.warp_idx + j * b.num_warps;
-        if (chunk * kWarpSize >= vectors) break;
-        const float sum = warp_sum(sum_of_squares(x[j], 0.0f));
-        if (b.lane_idx == 0) squares.of[chunk] = sum;
-      }
+      sum_row_squares(x, vectors, b, squares);
       __syncthreads();
       const float scale = squares.scale(p);
 #pragma unroll
@@ -94,7 +135,7 @@ struct SingleRow {
     }
 #pragma unroll
     for (int j = 0; j < kPieces; ++j) {
-      const int i = b.thread + j * b.threads;
+      const int i = row_piece<kNorm>(p, b, j);
       if (i < vectors) store_vec(b.x_row(0) + i * kVec, x[j]);
     }
     __syncthreads();

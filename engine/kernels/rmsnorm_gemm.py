@@ -6,22 +6,26 @@ The mirror is `reference/rmsnorm_gemm.py`. As for gemm, `gemm/config.py` chooses
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from engine.kernels import _cpu
 from engine.kernels._contract import FLOATS, Contract
 from engine.kernels._module import ModuleSpec
-from engine.kernels.gemm.launch import launch
+from engine.kernels.gemm.launch import fuses_norm, launch
 from engine.kernels.gemm.operands import Norm, Operands, check_columns
+from engine.kernels.gemm.sm90 import stream_specs
+from engine.kernels.rmsnorm import rmsnorm
 from engine.kernels.swiglu import specs as swiglu_specs
 
 __all__ = ["rmsnorm_gemm", "specs"]
 
 
-def specs(dtype: str, **_: Any) -> tuple[ModuleSpec, ...]:
+def specs(dtype: str, *, deterministic: bool = False, **_: Any) -> tuple[ModuleSpec, ...]:
     """Return the modules the op may launch for `dtype`; the gemm module sums the splits."""
     own = ModuleSpec("gemm/rmsnorm_gemm.cu", dtype), ModuleSpec("gemm/gemm.cu", dtype)
-    return (*own, *swiglu_specs(dtype))
+    streams = stream_specs("rmsnorm_gemm", dtype) if deterministic else ()
+    return (*own, *streams, *swiglu_specs(dtype))
 
 
 def rmsnorm_gemm(
@@ -33,6 +37,7 @@ def rmsnorm_gemm(
     weight_offset: float = 0.0,
     bias: Any = None,
     activation: str | None = None,
+    deterministic: bool = False,
     pdl: bool = False,
     out: Any = None,
 ) -> Any:
@@ -51,6 +56,9 @@ def rmsnorm_gemm(
     bias : (N,) array of x's dtype, optional
     activation : str, optional
         See `gemm`.
+    deterministic : bool
+        Return the bits of `gemm` of `rmsnorm`, with `deterministic`, whatever the number of rows.
+        One launch for a single row on Hopper, otherwise two.
     pdl : bool
         See `gemm`. Also promises that no running kernel writes `norm_weight`.
     out : array of x's dtype, optional
@@ -97,9 +105,15 @@ def rmsnorm_gemm(
             weight_offset=weight_offset,
             bias=bias,
             activation=activation,
+            deterministic=deterministic,
         )
         return call.finish(out, result, layout="rows")
     out = call.output("out", out, (call["M"], columns), x.dtype, layout="rows")
-    operands = Operands(x, weight, out, bias, activation=activation, pdl=pdl)
-    launch("rmsnorm_gemm", operands, Norm(norm_weight, eps, weight_offset))
+    operands = Operands(x, weight, out, bias, None, activation, deterministic, pdl)
+    norm = Norm(norm_weight, eps, weight_offset)
+    if deterministic and not fuses_norm(operands, norm):
+        x = rmsnorm(x, norm_weight, eps=eps, weight_offset=weight_offset)
+        launch("gemm", replace(operands, x=x))
+    else:
+        launch("rmsnorm_gemm", operands, norm)
     return out

@@ -10,6 +10,7 @@ from engine import kernels
 from engine.device import empty_like
 from engine.dtypes import FLOAT_NAMES
 from engine.errors import WeightsError
+from engine.kernels.gemm.launch import sums_in_parts
 from engine.layers.arrays import HoldsArrays, arrays_of
 from engine.layers.norm import Norm, QuantizedRows
 from engine.weights import FORMATS, Format, Weight
@@ -28,7 +29,8 @@ class Product:
         ``plain(x, weight, bias=, residual=, activation=, out=, out_dtype=, deterministic=)``:
         activation(x Wᵀ + b) + residual, the contract of `kernels.gemm`. If it sends, also `peers=`.
     of_normed : callable
-        ``of_normed(x, norm, weight, bias=, activation=, out=)``: the product of ``norm(x)``.
+        ``of_normed(x, norm, weight, bias=, activation=, out=)``: the product of ``norm(x)``. Of
+        dense weights also `deterministic=`.
     sends : bool
         Whether `plain` may send rows of its result to other ranks.
     """
@@ -207,6 +209,11 @@ class Linear:
         """Weight format that the preceding norm may quantize its output for; None: x as it is."""
         return self.weight.format if self._adapter is None else None
 
+    @property
+    def sums_in_parts(self) -> bool:
+        """Whether `residual` and `of_normed` return the bits of separate kernels."""
+        return self.deterministic and self.product is _DENSE and sums_in_parts(self.weight.data)
+
     def adapt(self, adapter: Adapter) -> None:
         """Let `adapter` compute the products from now on; it reads x in its own dtype."""
         self._adapter = adapter
@@ -255,7 +262,10 @@ class Linear:
 
     def of_normed(self, x: Any, norm: Norm, *, activation: str | None = None) -> Any:
         """Return activation(norm(x) Wᵀ + b). For few tokens it is one kernel."""
-        return self.product.of_normed(x, norm, self.weight, bias=self.bias, activation=activation)
+        options: dict[str, Any] = {"bias": self.bias, "activation": activation}
+        if self.sums_in_parts:
+            options["deterministic"] = True
+        return self.product.of_normed(x, norm, self.weight, **options)
 
 
 class NormedLinear(Linear):

@@ -86,7 +86,7 @@ class DecoderLayer:
     `Mixer` than attention, or, without an `mlp`, only that branch.
 
     `can_fuse` allows fused kernels for few tokens. They round sums one time fewer, so a token's
-    bits depend on the number of tokens.
+    bits depend on the number of tokens, unless the products sum in parts (`Linear.sums_in_parts`).
     """
 
     __slots__ = (
@@ -732,16 +732,28 @@ class Decoder:
         if config.completes_stream or isinstance(mlp, DenseAndExperts):
             attn = self._attention(index)
             return build_stream_layer(config, name, self._stream_parts, attn, mlp)
+        mixer = self._mixer(index)
         return DecoderLayer(
-            self._mixer(index),
+            mixer,
             mlp,
             self._pre_norm(index, "attn_norm"),
             self._pre_norm(index, "mlp_norm") if config.has_mlp_norms else None,
             self._post_norm(index, "post_attn_norm"),
             self._post_norm(index, "post_mlp_norm"),
             is_parallel=config.parallel,
-            can_fuse=not self.deterministic and self.parts.can_fuse,
+            can_fuse=self.parts.can_fuse and self._can_fuse(mixer, mlp),
         )
+
+    def _can_fuse(self, mixer: Mixer, mlp: MLP | MoE | DenseAndExperts | None) -> bool:
+        """Tell whether fused kernels are allowed: with `deterministic`, those with equal bits."""
+        if not self.deterministic:
+            return True
+        is_plain = type(mixer) is Attention and type(mlp) is MLP and self.adapters is None
+        if not is_plain or self.parts.is_shard:
+            return False
+        assert isinstance(mixer, Attention) and isinstance(mlp, MLP)
+        products = (mixer.qkv, mixer.o, mlp.gate_up, mlp.down)
+        return all(type(product) is Linear and product.sums_in_parts for product in products)
 
     def _shortcut(self, index: int) -> ShortcutLayer:
         moe = self._mlp(index)

@@ -165,6 +165,11 @@ class WholeParts:
         return ()
 
     @property
+    def is_shard(self) -> bool:
+        """Whether other ranks hold the rest of each layer."""
+        return False
+
+    @property
     def can_plan(self) -> bool:
         """Whether layers launch only kernels, so that a launch plan can replay them."""
         return True
@@ -273,6 +278,11 @@ class ParallelParts(WholeParts):
             return ()
         ranks = (replace(shard, index=index) for index in range(shard.count))
         return tuple(rank.cut_experts(moe.num_experts) for rank in ranks)
+
+    @property
+    def is_shard(self) -> bool:
+        """Whether other ranks hold the rest of each layer."""
+        return True
 
     @property
     def can_plan(self) -> bool:

@@ -23,7 +23,9 @@ def rmsnorm_gemm(
     weight_offset: float = 0.0,
     bias: Array | None = None,
     activation: str | None = None,
+    deterministic: bool = False,
 ) -> Array:
     """y = activation(rmsnorm(x) W^T + bias); the normalised row is rounded to x's dtype first."""
     normalised = rmsnorm(x, norm_weight, eps=eps, weight_offset=weight_offset)
-    return gemm(normalised, weight, bias=bias, activation=activation)
+    options: dict[str, Any] = {"activation": activation, "deterministic": deterministic}
+    return gemm(normalised, weight, bias=bias, **options)

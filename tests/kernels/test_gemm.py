@@ -13,7 +13,7 @@ from engine.errors import ContractError, DTypeError, ShapeError
 from engine.kernels.gemm import choose_config, interleave_gate_up
 from engine.kernels.gemm import launch as gemm_launch
 from engine.kernels.gemm.config import all_configs
-from engine.kernels.gemm.skinny import Limits, SkinnyConfig, gemv_configs
+from engine.kernels.gemm.skinny import Limits, SkinnyConfig, gemv_configs, resident_config
 from engine.testing import cases
 from engine.testing.cases_gemm import MODEL_LAYERS, PRODUCTS
 from engine.testing.tolerances import assert_close
@@ -38,6 +38,17 @@ def _name(c):
     if isinstance(c, SkinnyConfig):
         return f"{c.kernel}-{c.num_parts}-{c.cluster}-{c.threads}"
     return f"{c.kernel}-{c.num_splits}"
+
+
+def _resident(n, k):
+    """Return (rows of x, kernel with register-resident weights)."""
+    tilings = (2, 1), (5, 2), (8, 1), (8, 3)
+    several = [(m, resident_config(m, n, k, groups)) for m, groups in tilings]
+    return [*((1, c) for c in gemv_configs(n, k)), *several]
+
+
+def _resident_name(m_config):
+    return f"{m_config[0]}-{_name(m_config[1])}"
 
 
 def _configs(k=264, is_gated=False):
@@ -149,11 +160,12 @@ def test_swiglu_is_the_formula(xp, m, f, k, dtype):
 
 
 @pytest.mark.grid("dtype", ["float16", "bfloat16"])
-@pytest.mark.grid("config", gemv_configs(304, 1032), ids=_name)
+@pytest.mark.grid("m_config", _resident(304, 1032), ids=_resident_name)
 @pytest.mark.grid("pdl", [False, True])
-def test_gemv(xp, monkeypatch, config, dtype, pdl):
+def test_register_resident_weights(xp, monkeypatch, m_config, dtype, pdl):
     n, k = 304, 1032
-    x, weight, bias, residual = _inputs(1, n, k, dtype)
+    m, config = m_config
+    x, weight, bias, residual = _inputs(m, n, k, dtype)
     _force(monkeypatch, config)
     arrays = cases.to_module(xp, x, weight, bias, residual, residual[:, : n // 2].copy())
     gx, gw, gb, gr, half = arrays
@@ -162,7 +174,7 @@ def test_gemv(xp, monkeypatch, config, dtype, pdl):
         ({"bias": gb, "residual": gr, "activation": "silu"}, n),
         ({"bias": gb, "residual": half, "activation": "silu_and_mul"}, n // 2),
     ):
-        out, buffer = cases.guarded(xp, (1, columns), x.dtype)
+        out, buffer = cases.guarded(xp, (m, columns), x.dtype)
         kernels.gemm(gx, gw, out=out, pdl=pdl, **extra)
         host = {key: to_numpy(v) if hasattr(v, "shape") else v for key, v in extra.items()}
         assert_close(out, reference.gemm(x, weight, **host), reduction=k)
@@ -171,15 +183,18 @@ def test_gemv(xp, monkeypatch, config, dtype, pdl):
     assert_close(got, reference.gemm(x, weight, out_dtype=np.float32), reduction=k, dtype="float32")
 
 
-@pytest.mark.parametrize("config", gemv_configs(300, 264), ids=_name)
-def test_gemv_of_sizes_that_nothing_divides(xp, monkeypatch, config):
-    """Neither rows nor k fill whole tiles; memory after the weight holds NaN."""
-    x, weight, _, _ = _inputs(1, 300, 264, "bfloat16")
+@pytest.mark.parametrize("m_config", _resident(300, 264), ids=_resident_name)
+def test_resident_weights_of_sizes_that_nothing_divides(xp, monkeypatch, m_config):
+    """Neither rows nor k fill whole tiles; memory after the weight, and between rows, is NaN."""
+    m, config = m_config
+    x, weight, _, _ = _inputs(m, 300, 264, "bfloat16")
     _force(monkeypatch, config)
     around = xp.full((310, 264), float("nan"), x.dtype)
     around[:300] = xp.asarray(weight)
-    out, buffer = cases.guarded(xp, (1, 300), x.dtype)
-    kernels.gemm(xp.asarray(x), around[:300], out=out, pdl=True)
+    wide = xp.full((m, 272), float("nan"), x.dtype)
+    wide[:, :264] = xp.asarray(x)
+    out, buffer = cases.guarded(xp, (m, 300), x.dtype)
+    kernels.gemm(wide[:, :264], around[:300], out=out, pdl=True)
     assert_close(out, reference.gemm(x, weight), reduction=264)
     assert bool(xp.isnan(buffer[:64]).all()) and bool(xp.isnan(buffer[-64:]).all())
 
@@ -383,11 +398,17 @@ def test_gemv_is_chosen_where_blocks_fill_the_chip():
         for layer, shape in MODEL_LAYERS.items()
         if kernel(*shape, has_norm=layer[1] in ("qkv", "gate_up")) == "gemv"
     }
-    qwen = {("Qwen3-0.6B", name) for name in ("qkv", "o", "down")}
-    assert chosen == qwen | {("Llama-3.2-1B", "o")}
-    for shape in ((1152, 896), (896, 896), (9728, 896), (896, 4864)):  # Qwen2.5-0.5B
-        assert kernel(*shape) == "skinny_ring_8"
-    assert kernel(2048, 4096) == "skinny_ring_8"  # too many warps
+    small = {
+        (model, name)
+        for model in ("Qwen3-0.6B", "SmolLM2-135M")
+        for name in ("qkv", "o", "gate_up", "down")
+    }
+    assert chosen == small | {("Llama-3.2-1B", "o")}
+    # Qwen2.5-0.5B
+    for n, k, has_norm in ((1152, 896, True), (9728, 896, True), (896, 4864, False)):
+        assert kernel(n, k, has_norm) == "skinny_ring_8"
+    assert kernel(896, 896) == "gemv"
+    assert kernel(4096, 4096) == "skinny_ring_8"  # too many warps
 
 
 @pytest.mark.parametrize("limits", [HOPPER, Limits(99 * 1024, False)])
@@ -401,13 +422,13 @@ def test_skinny_kernels_cover_the_problem(sm_count, limits):
                 continue
             chosen += 1
             assert c.num_parts * c.k_per_split >= k and c.k_per_split % 128 == 0
-            is_gemv = c.kernel == "gemv"
+            is_gemv = c.kernel in ("gemv", "resident_8")
             assert is_gemv or ((c.num_parts & (c.num_parts - 1)) == 0 and c.num_parts <= 8)
-            assert not is_gemv or (m == 1 and c.num_tiles(n) * c.cluster <= sm_count)
+            assert not is_gemv or (m <= c.tile_m and c.num_tiles(n) <= 2 * sm_count)
             assert c.shared_bytes + 2304 <= limits.shared_bytes  # static shared memory
             assert c.cluster == 1 or limits.has_clusters
             assert math.prod(c.block) == c.threads
-            assert is_gemv or c.threads in (128, 256)
+            assert c.threads <= 512 if is_gemv else c.threads in (128, 256)
             blocks, tokens = c.grid(m, n)
             assert tokens == 1 and blocks % c.cluster == 0
             assert blocks // c.cluster <= math.ceil(n / c.tile_n)
@@ -420,8 +441,10 @@ def test_skinny_kernels_are_chosen_as_measured():
         return c.kernel, c.num_parts, c.cluster, c.threads
 
     assert choice(1, 151936, 1024) == ("skinny_ring_8", 1, 1, 256)
-    assert choice(8, 1024, 3072) == ("skinny_ring_8", 8, 1, 256)
-    assert choice(4, 1152, 896) == ("skinny_ring_8", 4, 1, 128)
+    assert choice(8, 1024, 3072) == ("resident_8", 12, 1, 384)
+    assert choice(4, 1152, 896) == ("resident_8", 4, 1, 128)
+    assert choice(8, 3072, 2048) == ("resident_8", 8, 1, 256)
+    assert choice(8, 4096, 2048) == ("skinny_ring_8", 4, 1, 256)
     assert choice(16, 4096, 4096) == ("skinny_ring_16", 4, 1, 128)
     assert choice(16, 2048, 8192) == ("skinny_ring_16", 8, 2, 128)
     assert choice(32, 6144, 1024) == ("skinny_ring_32", 2, 1, 256)

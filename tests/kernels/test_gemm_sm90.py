@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -11,23 +13,27 @@ from engine.kernels import _module
 from engine.kernels._chip import Limits
 from engine.kernels.gemm import launch as gemm_launch
 from engine.kernels.gemm.config import choose_config
+from engine.kernels.gemm.skinny import choose_skinny_in_parts, gemv_configs, resident_config
 from engine.kernels.gemm.sm90 import (
     HOPPER_CONFIGS,
-    NARROW_CONFIGS,
+    INVARIANT_CONFIGS,
     HopperConfig,
     choose_hopper,
     hopper_specs,
+    part_length,
 )
 from engine.testing import cases
 from engine.testing.cases_gemm import MODEL_LAYERS
 from engine.testing.tolerances import assert_close
 
 HALVES = ("float16", "bfloat16")
-EVERY_CONFIG = (*HOPPER_CONFIGS, *NARROW_CONFIGS)
+GATES = ("silu_and_mul", "swiglu")
+EVERY_CONFIG = (*HOPPER_CONFIGS, *INVARIANT_CONFIGS)
 CONFIGS = [
     pytest.param(
         c,
-        id=f"{c.tile_m}x{c.tile_n}-{c.cluster_m}x{c.cluster_n}x{c.cluster_k}-{c.depth}-{c.swapped}",
+        id=f"{c.tile_m}x{c.tile_n}-{c.cluster_m}x{c.cluster_n}x{c.cluster_k}-{c.depth}-{c.swapped}"
+        + ("-parts" if c.sums_parts else ""),
     )
     for c in EVERY_CONFIG
 ]
@@ -192,8 +198,8 @@ def test_gate_and_up_have_the_same_bits_in_every_tile(hopper, monkeypatch, dtype
     gx, gw, gb = cases.to_module(hopper, x, weight, bias)
     options = {"bias": gb, "activation": "swiglu", "deterministic": True}
     results = []
-    for config in EVERY_CONFIG:
-        if config.gates and config.sums_in_order:
+    for config in INVARIANT_CONFIGS:
+        if config.gates:
             _force(monkeypatch, config)
             results.append(to_numpy(kernels.gemm(gx, gw, **options).view(np.int16)))
     assert len(results) > 10
@@ -212,8 +218,8 @@ def test_gated_sums_with_a_residual_have_the_same_bits_in_every_tile(
     gx, gw, gb, gr = cases.to_module(hopper, x, weight, bias, residual)
     options = {"bias": gb, "residual": gr, "out_dtype": residual.dtype}
     results = []
-    for config in EVERY_CONFIG:
-        if config.gates and config.sums_in_order:
+    for config in INVARIANT_CONFIGS:
+        if config.gates:
             _force(monkeypatch, config)
             y = kernels.gemm(gx, gw, activation="silu_and_mul", deterministic=True, **options)
             results.append(to_numpy(y.view(np.int16)))
@@ -281,20 +287,59 @@ def test_error_is_no_larger_than_cublas(hopper, m, n, k, dtype):
     assert error(kernels.gemm(gx, gw)) <= 1.001 * error(gx @ gw.T)
 
 
+def _streams(n, k):
+    """Yield the kernels for few rows, and their rows: rings, and register-resident weights."""
+    part_k, limits = part_length(k), Limits(227 * 1024, has_clusters=True)
+    for m in (1, 2, 8, 9, 16):
+        config = choose_skinny_in_parts(m, n, k, part_k, 132, limits)
+        if config is not None:
+            yield config, m
+    if part_k == 256:
+        for config in gemv_configs(n, k):
+            yield replace(config, sums_parts=True), 1
+        for m, groups in ((2, 1), (5, 2), (8, 1)):
+            config = resident_config(m, n, k, groups)
+            if config.threads <= 512:
+                yield replace(config, sums_parts=True), m
+
+
 @pytest.mark.gpu
-def test_rows_are_summed_alike_by_every_tile(hopper, monkeypatch):
-    """The basis of `deterministic`: CTAs that sum all of k produce the same bits."""
-    x, weight, _, _ = _inputs(300, 520, 2056, "bfloat16")
-    gx, gw = cases.to_module(hopper, x, weight)
-    results = []
-    for config in EVERY_CONFIG:
-        if config.sums_in_order:
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("k", [72, 520, 1024, 2056, 3072, 4096, 5000])
+def test_rows_are_summed_alike_by_every_kernel(hopper, monkeypatch, k, dtype):
+    """The basis of `deterministic`: tiles in parts and streams produce the same bits."""
+    x, weight, bias, residual = _inputs(300, 520, k, dtype)
+    gx, gw, gb, gr = cases.to_module(hopper, x, weight, bias, residual)
+    wholes = (
+        ({"out_dtype": np.float32}, ()),
+        ({"bias": gb, "activation": "gelu"}, ("residual",)),
+        ({"activation": "silu_and_mul", "bias": gb}, ()),
+        ({"activation": "swiglu"}, ()),
+    )
+    for options, more in wholes:
+
+        def product(rows, options=options, more=more):
+            own = {"residual": gr[rows]} if more else {}
+            columns = slice(0, 512) if options.get("activation") in GATES else slice(None)
+            own_bias = {"bias": gb[columns]} if "bias" in options else {}
+            every = options | own_bias | own | {"deterministic": True}
+            return to_numpy(kernels.gemm(gx[rows], gw[columns], **every))
+
+        results = []
+        for config in INVARIANT_CONFIGS:
+            if options.get("activation") in GATES and not config.gates:
+                continue
             _force(monkeypatch, config)
-            results.append(to_numpy(kernels.gemm(gx, gw, out_dtype=np.float32)))
-            alone = to_numpy(kernels.gemm(gx[7:8], gw, out_dtype=np.float32))
-            np.testing.assert_array_equal(alone[0], results[-1][7])
-    for result in results:
-        np.testing.assert_array_equal(result, results[0])
+            results.append(product(slice(None)))
+            np.testing.assert_array_equal(product(slice(7, 8))[0], results[-1][7])
+        for result in results:
+            np.testing.assert_array_equal(result.view(np.uint8), results[0].view(np.uint8))
+        columns = 512 if options.get("activation") in GATES else 520
+        for config, m in _streams(columns, k):
+            _force(monkeypatch, config)
+            got = product(slice(5, 5 + m))
+            want = results[0][5 : 5 + m]
+            np.testing.assert_array_equal(got.view(np.uint8), want.view(np.uint8), str(config))
 
 
 @pytest.mark.gpu
@@ -340,30 +385,31 @@ def test_choice_covers_the_problem(sm_count):
             assert config.cluster_size <= sm_count
             if config.cluster_k > 1:
                 assert config.waves(m, n, sm_count) == 1 and k >= 64 * config.cluster_k
-            assert choose_hopper(m, n, k, sm_count, deterministic=True).sums_in_order
+            assert choose_hopper(m, n, k, sm_count, deterministic=True).sums_parts
             gated = choose_hopper(m, n, k, sm_count, is_gated=True)
             assert gated.tile_n // gated.cluster_k % 16 == 0
 
 
 def test_deterministic_choice_depends_on_m_only_in_the_tile():
-    """Every candidate sums all of k in one CTA; narrow tiles fill the chip with few columns."""
+    """Every candidate sums parts of k in one CTA; narrow tiles fill the chip with few columns."""
     for n, k in [*MODEL_LAYERS.values(), (1, 8), (100, 4096)]:
         for m in (1, 16, 64, 65, 256, 1000, 4096):
             default = choose_hopper(m, n, k, 132)
             chosen = choose_hopper(m, n, k, 132, deterministic=True)
-            assert chosen.sums_in_order and default not in NARROW_CONFIGS
+            assert chosen.sums_parts and not default.sums_parts
             assert chosen.spec("bfloat16") in hopper_specs("bfloat16", deterministic=True)
             assert default.spec("bfloat16") in hopper_specs("bfloat16")
             gated = choose_hopper(m, n, k, 132, deterministic=True, is_gated=True)
-            assert gated.gates and gated.sums_in_order
+            assert gated.gates and gated.sums_parts
     for m in (1, 16, 64):
         assert choose_hopper(m, 1024, 3072, 132, deterministic=True).tile_n == 16
         assert choose_hopper(m, 4096, 12288, 132, deterministic=True).tile_n == 32
     assert choose_hopper(64, 24576, 4096, 132, deterministic=True).tile_n == 64
     assert choose_hopper(16, 24576, 4096, 132, deterministic=True).tile_n == 96
     chosen = choose_hopper(256, 1024, 3072, 132, deterministic=True)
-    assert chosen == HopperConfig(64, 32, cluster_m=2, depth=2)
-    assert choose_hopper(4096, 4096, 4096, 132, deterministic=True) not in NARROW_CONFIGS
+    assert chosen == HopperConfig(64, 32, cluster_m=2, depth=2, sums_parts=True)
+    chosen = choose_hopper(4096, 4096, 4096, 132, deterministic=True)
+    assert chosen == HopperConfig(128, 128, cluster_m=2, sums_parts=True)
 
 
 def test_choice_at_known_problems():

@@ -69,6 +69,29 @@ def test_is_the_two_ops_one_after_the_other(xp, m, dtype):
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("n", [33, 272, 6144])
+@pytest.mark.parametrize("k", [72, 512, 1024, 1536, 2560, 3584, 4096, 4104])
+def test_deterministic_has_the_bits_of_the_two_ops(xp, k, n, dtype):
+    """Up to 4,096 features a kernel for one row computes both; longer rows take two launches."""
+    if xp is np and n > 272:
+        pytest.skip("one row at a time")
+    x, norm_weight, weight, _ = _inputs(40, n, k, dtype)
+    gx, gn, gw = cases.to_module(xp, x, norm_weight, weight)
+    activation = "swiglu" if n % 16 == 0 else None
+    options = {"activation": activation, "deterministic": True, "pdl": True}
+    for offset in (0.0, 1.0):
+        rows = kernels.rmsnorm(gx, gn, eps=1e-5, weight_offset=offset)
+        want = to_numpy(kernels.gemm(rows, gw, **options))
+        for start, stop in ((0, 1), (3, 4), (39, 40), (2, 7), (0, 40)):
+            got = kernels.rmsnorm_gemm(
+                gx[start:stop], gn, gw, eps=1e-5, weight_offset=offset, **options
+            )
+            np.testing.assert_array_equal(
+                to_numpy(got).view(np.uint8), want[start:stop].view(np.uint8)
+            )
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
 @pytest.mark.parametrize("m", [2, 40])
 def test_rows_that_lie_apart(xp, m, dtype):
     x, norm_weight, weight, _ = _inputs(m, 33, 72, dtype)

@@ -55,10 +55,12 @@ def rmsnorm_gemm(
     weight_offset: float = 0.0,
     bias: Array | None = None,
     activation: str | None = None,
+    deterministic: bool = False,
 ) -> Array:
     """See `engine.kernels.rmsnorm_gemm`."""
     normalised = rmsnorm(x, norm_weight, eps=eps, weight_offset=weight_offset)
-    return gemm(normalised, weight, bias=bias, activation=activation)
+    options: dict[str, Any] = {"activation": activation, "deterministic": deterministic}
+    return gemm(normalised, weight, bias=bias, **options)
 
 
 def gemm_wna16(

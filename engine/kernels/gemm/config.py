@@ -12,9 +12,10 @@ from engine.kernels._launch import ceil_div
 from engine.kernels.gemm.skinny import (
     SkinnyConfig,
     choose_skinny,
+    choose_skinny_in_parts,
     ring_configs,
 )
-from engine.kernels.gemm.sm90 import HopperConfig, choose_hopper
+from engine.kernels.gemm.sm90 import HopperConfig, choose_hopper, part_length
 
 __all__ = ["KERNELS", "Config", "all_configs", "choose_config"]
 
@@ -136,13 +137,14 @@ def choose_config(
     is_aligned : bool
         Rows start and end at multiples of 16 bytes.
     deterministic : bool
-        Choose a tiled kernel without splits; all of them sum a row in the same order.
+        Choose a kernel among those that sum a row in the same order: on Hopper the tiles of
+        gemm_sm90.cu and skinny kernels, both in parts of k, else tiled kernels without splits.
     is_hopper : bool
         Use the tiles of gemm_sm90.cu from nine rows on, or from 17 if the weight is small.
     is_gated : bool
         The kernel must combine gate and up; some kernels cannot.
     has_norm : bool
-        A norm is fused.
+        A norm is fused; with `deterministic` it must be one that a skinny kernel fuses.
 
     Examples
     --------
@@ -154,8 +156,17 @@ def choose_config(
     size = itemsize(dtype)
     if not is_aligned:
         return (_HALF_UNALIGNED if size == 2 else _FLOAT_UNALIGNED).config(k)
+    most = _RING_MAX_M_SMALL if n * k <= _SMALL_WEIGHT else _RING_MAX_M
+    if deterministic and is_hopper and k > 0:
+        skinny = None
+        if m <= most:
+            skinny = choose_skinny_in_parts(
+                m, n, k, part_length(k), sm_count, limits, has_norm=has_norm
+            )
+        if skinny is not None:
+            return skinny
+        return choose_hopper(m, n, k, sm_count, deterministic=True, is_gated=is_gated)
     if not deterministic:
-        most = _RING_MAX_M_SMALL if n * k <= _SMALL_WEIGHT else _RING_MAX_M
         if size == 2 and not (is_hopper and m > most):
             skinny = choose_skinny(m, n, k, sm_count, limits, has_norm=has_norm)
             if skinny is not None:
@@ -163,7 +174,7 @@ def choose_config(
         if m <= _DIRECT_MAX_M[size] and not (is_gated and size == 4):
             return _direct(m, n, k, size, sm_count)
     if is_hopper and k > 0:
-        return choose_hopper(m, n, k, sm_count, deterministic=deterministic, is_gated=is_gated)
+        return choose_hopper(m, n, k, sm_count, is_gated=is_gated)
     step = 64 // size
     choices = [
         tile.config(k, splits, step)

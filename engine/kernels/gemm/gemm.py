@@ -23,7 +23,7 @@ from engine.kernels.gemm.operands import (
     check_residual,
     out_dtype_of,
 )
-from engine.kernels.gemm.sm90 import hopper_specs
+from engine.kernels.gemm.sm90 import hopper_specs, stream_specs
 from engine.kernels.swiglu import specs as swiglu_specs
 
 __all__ = ["Config", "choose_config", "gemm", "interleave_gate_up", "specs"]
@@ -34,7 +34,8 @@ def specs(
 ) -> tuple[ModuleSpec, ...]:
     """Return the modules that the op may launch for `dtype`, also with the options if given."""
     tiles = hopper_specs(dtype, deterministic=deterministic, sends=has_peers)
-    return (ModuleSpec("gemm/gemm.cu", dtype), *tiles, *swiglu_specs(dtype))
+    streams = stream_specs("gemm", dtype) if deterministic else ()
+    return (ModuleSpec("gemm/gemm.cu", dtype), *streams, *tiles, *swiglu_specs(dtype))
 
 
 def gemm(
@@ -96,7 +97,8 @@ def gemm(
     Notes
     -----
     Sums, bias, activation and residual are float32, and the result is rounded once; with "swiglu"
-    some kernels also round gate and up. float32 GEMMs never use TF32.
+    some kernels also round gate and up. On Hopper in 16 bits with `deterministic` the product is
+    rounded before a residual is added. float32 GEMMs never use TF32.
 
     Examples
     --------

@@ -27,7 +27,7 @@ from engine.kernels.gemm.operands import (
     activation_number,
     row_stride,
 )
-from engine.kernels.gemm.skinny import SkinnyConfig
+from engine.kernels.gemm.skinny import SkinnyConfig, choose_skinny_in_parts
 from engine.kernels.gemm.sm90 import (
     MAX_FEW_ROWS,
     HopperConfig,
@@ -35,10 +35,11 @@ from engine.kernels.gemm.sm90 import (
     Sending,
     choose_sender,
     launch_hopper,
+    part_length,
 )
 from engine.kernels.swiglu import swiglu
 
-__all__ = ["is_vector", "launch", "out_vector", "plan_sending"]
+__all__ = ["fuses_norm", "is_vector", "launch", "out_vector", "plan_sending", "sums_in_parts"]
 
 _PARAMS = (
     "x:ptr x_stride:i64 weight:ptr norm_weight:ptr row_scales:ptr eps:f32 weight_offset:f32 "
@@ -60,6 +61,9 @@ _KERNELS = {
     )
     for name in names
 }
+_KERNELS["gemm_" + skinny.RESIDENT] = Kernel(
+    "gemm_" + skinny.RESIDENT, _SKINNY_PARAMS, struct="SkinnyParams"
+)
 _REDUCE = Kernel(
     "gemm_reduce",
     "partials:ptr num_splits:i32 bias:ptr residual:ptr residual_stride:i64 out:ptr "
@@ -98,7 +102,7 @@ def launch(op: str, operands: Operands, norm: Norm | None = None) -> None:
         sm_count(),
         is_aligned=aligned,
         deterministic=operands.deterministic,
-        is_hopper=norm is None and is_hopper(dtype),
+        is_hopper=is_hopper(dtype) and (norm is None or operands.deterministic),
         is_gated=operands.activation in ("silu_and_mul", SWIGLU),
         has_norm=norm is not None,
         limits=limits(),
@@ -126,6 +130,31 @@ def launch(op: str, operands: Operands, norm: Norm | None = None) -> None:
         _launch_skinny(op, operands, norm, config)
     else:
         _launch_portable(op, operands, norm, config, aligned)
+
+
+def fuses_norm(operands: Operands, norm: Norm) -> bool:
+    """Tell whether one kernel returns the bits of `rmsnorm`, then `gemm`, with `deterministic`."""
+    x = operands.x
+    (m, k) = x.shape
+    if not is_hopper(dtype_name(x.dtype)):
+        return False
+    if not _is_aligned(x, operands.weight, norm, deterministic=True):
+        return False
+    n = operands.weight.shape[0]
+    part_k = part_length(k)
+    return choose_skinny_in_parts(m, n, k, part_k, sm_count(), limits(), has_norm=True) is not None
+
+
+def sums_in_parts(weight: Any) -> bool:
+    """Tell whether a `deterministic` product with `weight` rounds before it adds a residual.
+
+    Then a residual added by the product and one added by a norm after it yield the same bits, and
+    `rmsnorm_gemm` those of `rmsnorm`, then `gemm`.
+    """
+    if not device.is_cupy_array(weight) or not is_hopper(dtype_name(weight.dtype)):
+        return False
+    steps = weight.data.ptr, weight.shape[1] * weight.itemsize
+    return all(step % 16 == 0 for step in steps)
 
 
 def plan_sending(
@@ -229,8 +258,9 @@ def _launch_skinny(op: str, operands: Operands, norm: Norm | None, config: Skinn
     (m, k) = x.shape
     n = operands.weight.shape[0]
     pdl = operands.pdl and limits().has_clusters
+    file = f"gemm/{op}_stream_sm90.cu" if config.sums_parts else f"gemm/{op}.cu"
     _KERNELS[f"{op}_{config.kernel}"].launch(
-        ModuleSpec(f"gemm/{op}.cu", dtype_name(x.dtype)),
+        ModuleSpec(file, dtype_name(x.dtype)),
         config.grid(m, n),
         config.block,
         config.shared_bytes,

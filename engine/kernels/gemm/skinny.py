@@ -7,16 +7,20 @@ one row of x, keeps it in registers.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from engine.kernels._chip import PORTABLE, Limits
 from engine.kernels._launch import ceil_div
 
 __all__ = [
     "KERNELS",
+    "RESIDENT",
     "SkinnyConfig",
     "choose_skinny",
+    "choose_skinny_in_parts",
     "gemv_configs",
+    "resident_config",
     "ring_configs",
 ]
 
@@ -29,6 +33,8 @@ _MAX_CLUSTER = 2  # blocks per cluster; larger ones leave multiprocessors idle
 # `python -m tests.bench gemm decode_loop` measures the choices.
 _MIN_PART_STEPS = 4  # minimum steps of k per part, if the rows alone fill the chip
 _SMALL_BLOCKS_BELOW = 0.4  # with fewer 8-warp blocks per SM, use 4 warps per block
+_PART_WARPS = 8  # warps per block for sums in parts, if the parts are fewer
+_PIECES_K = 256  # extent of k of a warp's pieces of 16 bytes
 _STATIC_BYTES = 3328  # static shared memory and the driver's reserve, in bytes
 
 
@@ -51,6 +57,7 @@ class _Shape:
 
 
 _SHAPES = (_Shape(8, 5, 2, 1 << 30), _Shape(16, 4, 2, 1 << 30), _Shape(32, 3, 1, 3072))
+_PART_SHAPES = _SHAPES[:2]  # for sums in parts
 
 
 @dataclass(frozen=True)
@@ -86,6 +93,8 @@ class SkinnyConfig:
         Maximum number of clusters launched; with more tiles, each computes several.
     warms_up : bool
         Whether blocks run a warm-up pass while the preceding kernel ends.
+    sums_parts : bool
+        Whether the sums have the order of Hopper's tiles with `deterministic`.
     """
 
     kernel: str
@@ -101,6 +110,7 @@ class SkinnyConfig:
     warms_up: bool = False
     num_splits: int = 1  # partial sums need no second launch
     is_skinny: bool = True
+    sums_parts: bool = False
 
     @property
     def num_parts(self) -> int:
@@ -129,15 +139,45 @@ def choose_skinny(
     shape = next((s for s in _SHAPES if m <= s.tokens), None)
     if shape is None or k == 0 or k > shape.max_k:
         return None
-    if limits.has_clusters and m == 1:
-        gemv = _choose_gemv(n, k, sm_count, has_norm=has_norm)
-        if gemv is not None:
-            return gemv
+    if limits.has_clusters:
+        resident = _choose_resident(m, n, k, sm_count, has_norm=has_norm)
+        if resident is not None:
+            return resident
     parts = _num_parts(n, k, sm_count)
     for layout in _layouts(parts, n, sm_count, limits.has_clusters):
         config = _config(shape, m, n, k, layout, sm_count, limits)
         if config.shared_bytes + _STATIC_BYTES <= limits.sm_shared_bytes:
             return config
+    return None
+
+
+def choose_skinny_in_parts(
+    m: int, n: int, k: int, part_k: int, sm_count: int, limits: Limits, *, has_norm: bool = False
+) -> SkinnyConfig | None:
+    """Choose as `choose_skinny`, for sums over parts of `part_k` values of k, on Hopper.
+
+    None also if the norm of several rows, or of long ones, would have other bits than `rmsnorm`.
+    """
+    shape = next((s for s in _PART_SHAPES if m <= s.tokens), None)
+    if shape is None or k == 0 or (has_norm and (m > 1 or k > _GEMV_NORM_MAX_K)):
+        return None
+    if part_k == _GEMV_STEPS * _STEP_K:
+        resident = _choose_resident(m, n, k, sm_count, has_norm=has_norm)
+        if resident is not None:
+            return replace(resident, sums_parts=True)
+    if m > 1 and ceil_div(n, _ROWS) > sm_count:  # tiles are faster than several rounds
+        return None
+    parts = ceil_div(k, part_k)
+    if has_norm:  # a warp for every two pieces of each lane, as in `rmsnorm`
+        parts = max(parts, 1 << (ceil_div(k, 2 * _PIECES_K) - 1).bit_length())
+    for cluster in (1,) if has_norm or m > 1 else (1, 2):
+        k_warps = ceil_div(parts, cluster)
+        row_warps = max(1, _PART_WARPS // k_warps) if m == 1 else 1
+        layout = Layout(k_warps * cluster, cluster, k_warps * row_warps)
+        config = _config(shape, m, n, k, layout, sm_count, limits, part_k)
+        has_warps = k_warps * row_warps <= _LAUNCH_WARPS
+        if has_warps and config.shared_bytes + _STATIC_BYTES <= limits.sm_shared_bytes:
+            return replace(config, sums_parts=True)
     return None
 
 
@@ -165,11 +205,19 @@ def _layouts(parts: int, n: int, sm_count: int, has_clusters: bool) -> Iterator[
 
 
 def _config(
-    shape: _Shape, m: int, n: int, k: int, layout: Layout, sm_count: int, limits: Limits
+    shape: _Shape,
+    m: int,
+    n: int,
+    k: int,
+    layout: Layout,
+    sm_count: int,
+    limits: Limits,
+    part_k: int = 0,
 ) -> SkinnyConfig:
+    """Return a ring kernel; `part_k` 0: parts of equal length."""
     warps = layout.warps
     cluster = layout.cluster
-    part_k = max(1, ceil_div(ceil_div(k, _STEP_K), layout.parts)) * _STEP_K
+    part_k = part_k or max(1, ceil_div(ceil_div(k, _STEP_K), layout.parts)) * _STEP_K
     k_warps = layout.parts // cluster
     tile_n = warps // k_warps * _ROWS
     stages = shape.stages
@@ -196,35 +244,61 @@ def _config(
 _GEMV = "gemv"
 _GEMV_NORM_MAX_K = 4096  # maximum k with a fused norm
 _GEMV_STEPS = 2  # steps of k (by 16 rows) in a warp's registers
-_GEMV_MAX_WARPS = 8  # per block: at 128 registers per thread, a block of the next kernel still fits
-_GEMV_MIN_FILL = 0.9  # minimum blocks per multiprocessor
-_GEMV_LAUNCH_WARPS = 16  # maximum warps per block that the kernel supports
+# Warps per block of the GEMV, and of the kernel for several rows, up to _SHORT_K values of k. At
+# 128 registers per thread two blocks of the GEMV fit on a multiprocessor, one of the next kernel
+# beside one of this.
+_GEMV_WARPS = 8
+_RESIDENT_WARPS = 12
+_SHORT_K = 1024
+# Minimum blocks per multiprocessor: of larger blocks, and with a norm, where k is over _TINY_K.
+_MIN_FILL = 0.5
+_MIN_NORM_FILL = 0.9
+_TINY_K = 768
+_MAX_FILL = 1.5  # maximum blocks per multiprocessor of 8 warps, with several rows
+_MAX_ROWS_K = 3 << 13  # maximum elements of x, with several rows of more than _SHORT_K values
+_LAUNCH_WARPS = 16  # maximum warps per block, except rings of the default mode
 
 KERNELS = (*(shape.kernel for shape in _SHAPES), _GEMV)
 """The entry points, without the op's prefix."""
 
+RESIDENT = "resident_8"
+"""The entry point for several rows of x with register-resident weights, of `gemm` alone."""
 
-def _choose_gemv(n: int, k: int, sm_count: int, *, has_norm: bool) -> SkinnyConfig | None:
-    """Choose the GEMV with register-resident weights; None if another kernel is faster.
 
-    The GEMV is fastest if one block on (almost) every multiprocessor can hold the whole weight.
+def _choose_resident(
+    m: int, n: int, k: int, sm_count: int, *, has_norm: bool
+) -> SkinnyConfig | None:
+    """Choose the kernel with register-resident weights; None if another one is faster.
+
+    It is fastest if the blocks that are resident at once hold the whole weight, and even more so if
+    the kernels before and after it are such kernels: each loads its weight beside the other.
     """
-    if has_norm and k > _GEMV_NORM_MAX_K:
+    if has_norm and (m > 1 or k > _GEMV_NORM_MAX_K):
         return None
-    groups = ceil_div(ceil_div(n, _ROWS), sm_count)
-    for cluster in (1,) if has_norm else (2, 1):  # a norm needs the whole row in a block
-        config = _gemv_config(k, n, groups, cluster)
-        blocks = config.max_clusters * cluster
-        warps = config.threads // 32
-        if warps <= _GEMV_MAX_WARPS and _GEMV_MIN_FILL * sm_count <= blocks <= sm_count:
-            return config
-    return None
+    k_warps = ceil_div(k, _GEMV_STEPS * _STEP_K)
+    rows = ceil_div(n, _ROWS)  # groups of 16 weight rows
+    if k_warps > _LAUNCH_WARPS or m > _SHAPES[0].tokens:
+        return None
+    groups = 1
+    most = 1.0
+    if k <= _SHORT_K:
+        groups = (_GEMV_WARPS if m == 1 else _RESIDENT_WARPS) // k_warps
+        groups = max(1, min(groups, int(rows / (_MIN_FILL * sm_count))))
+        most = 2.0 if m == 1 else 1.0
+    elif m * k > _MAX_ROWS_K or (has_norm and k_warps > _GEMV_WARPS):
+        return None
+    elif m > 1 and k_warps <= _GEMV_WARPS:
+        most = _MAX_FILL
+    fill = ceil_div(rows, groups) / sm_count
+    if fill > most or (has_norm and fill < _MIN_NORM_FILL and k > _TINY_K):
+        return None
+    return _gemv_config(k, n, groups, 1) if m == 1 else resident_config(m, n, k, groups)
 
 
 def gemv_configs(n: int, k: int, clusters: tuple[int, ...] = (1, 2)) -> list[SkinnyConfig]:
     """Return the GEMV with several tilings, for tests."""
     configs = [_gemv_config(k, n, groups, c) for groups in (1, 2, 3) for c in clusters]
-    return [c for c in configs if c.threads <= _GEMV_LAUNCH_WARPS * 32]
+    return [c for c in configs if c.threads <= _LAUNCH_WARPS * 32]
 
 
 def _gemv_config(k: int, n: int, groups: int, cluster: int) -> SkinnyConfig:
@@ -246,6 +320,16 @@ def _gemv_config(k: int, n: int, groups: int, cluster: int) -> SkinnyConfig:
         max_clusters=ceil_div(n, tile_n),
         warms_up=True,
     )
+
+
+def resident_config(m: int, n: int, k: int, groups: int) -> SkinnyConfig:
+    """Return the kernel for up to 8 rows with `groups` groups of 16 weight rows per block."""
+    gemv = _gemv_config(k, n, groups, 1)
+    shape = _SHAPES[0]
+    slice_k = gemv.k_warps * gemv.k_per_split
+    shared = shape.shared_bytes(m, gemv.threads // 32, 0, 1, slice_k)
+    tile: dict[str, Any] = {"kernel": RESIDENT, "tile_m": shape.tokens}
+    return replace(gemv, **tile, shared_bytes=shared, warms_up=False)
 
 
 def ring_configs(k: int) -> list[SkinnyConfig]:

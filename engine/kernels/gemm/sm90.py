@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 from engine.dtypes import dtype_name
@@ -18,8 +18,8 @@ from engine.kernels._tensor_map import tensor_map, tensor_map_2d
 
 __all__ = [
     "HOPPER_CONFIGS",
+    "INVARIANT_CONFIGS",
     "MAX_FEW_ROWS",
-    "NARROW_CONFIGS",
     "FewRowsCost",
     "HopperConfig",
     "OutVector",
@@ -32,6 +32,8 @@ __all__ = [
     "hopper_specs",
     "launch_hopper",
     "launch_tiles",
+    "part_length",
+    "stream_specs",
     "swapped_configs",
 ]
 
@@ -40,7 +42,7 @@ _KERNEL = Kernel(
     "map_x:tmap map_tail:tmap map_w:tmap map_out:tmap bias:ptr residual:ptr residual_stride:i64 "
     "out:ptr out_stride:i64 m:i32 n:i32 k:i32 band:i32 x_part:i32 tail_part:i32 stages:i32 "
     "early:i32 uses_pdl:i32 num_gates:i32 activation:i32 is_float:i32 out_vector:i32 peers:ptr "
-    "sent_rows:i32 segment:i32",
+    "sent_rows:i32 segment:i32 part:i32",
     struct="GemmSm90Params",
 )
 
@@ -83,6 +85,8 @@ class HopperConfig:
         Consumer warpgroups of a swapped tile, which multiplies w xᵀ: the weight's rows are those of
         the tensor cores, 64 a warpgroup, so that x may have fewer. In a tile of up to 64 columns
         two warpgroups divide the slabs. 0: the tile multiplies x wᵀ.
+    sums_parts : bool
+        Parts of k are summed one after another, for `deterministic`: see `part_length`.
     """
 
     tile_m: int
@@ -92,6 +96,7 @@ class HopperConfig:
     cluster_k: int = 1
     depth: int = 1
     swapped: int = 0
+    sums_parts: bool = False
 
     @property
     def cluster_size(self) -> int:
@@ -136,6 +141,12 @@ class HopperConfig:
         """
         is_paired = all(self.tile_n // size % 16 == 0 for size in (self.cluster_m, self.cluster_k))
         return is_paired and self.warpgroups != 3
+
+    @property
+    def holds_parts(self) -> bool:
+        """Tell whether a thread has registers for a part's sums beside the total."""
+        most = 48 if self.warpgroups == 3 else 64
+        return self.sums_in_order and self.tile_m * self.tile_n <= most * self.warpgroups * 128
 
     def stages(self, m: int, limit: int = HOPPER.shared_bytes) -> int:
         """Return the number of stages (`m` rows of x, and the weight) that fit in shared memory."""
@@ -193,6 +204,7 @@ class HopperConfig:
             "BYTES_BESIDE_STAGES": self._beside_stages,
             "SWAPPED": self.swapped,
             **({"SENDS": 1} if sends else {}),
+            **({"SUMS_IN_PARTS": 1} if self.sums_parts else {}),
         }
         return ModuleSpec("gemm/gemm_sm90.cu", dtype, tuple(macros.items()))
 
@@ -375,16 +387,30 @@ _FEW_ROWS: dict[HopperConfig, float] = {
     HopperConfig(64, 64, cluster_k=4, depth=2): -0.15,
 }
 
-# Further tiles for `deterministic`, which rules out split-k: narrow ones keep more multiprocessors
-# busy. Extrapolated from the constants above, not fitted.
-_NARROW_TILES: dict[HopperConfig, TileCost] = {
-    HopperConfig(64, 32, cluster_m=2, depth=2): TileCost(1.63, 0.54, 0.13),
-    HopperConfig(64, 32, cluster_m=4, depth=2): TileCost(1.7, 0.6, 0.13),
+# Tiles for `deterministic`: those above that have registers for two sets of sums, and narrow ones,
+# since CTAs do not share a sum. Constants are extrapolated from those above, not fitted.
+_invariant = partial(replace, sums_parts=True)
+_INVARIANT_TILES: dict[HopperConfig, TileCost] = {
+    _invariant(config): cost
+    for config, cost in (
+        _TILES
+        | {
+            HopperConfig(64, 32, cluster_m=2, depth=2): TileCost(1.63, 0.54, 0.13),
+            HopperConfig(64, 32, cluster_m=4, depth=2): TileCost(1.7, 0.6, 0.13),
+        }
+    ).items()
+    if config.holds_parts
 }
-_NARROW_FEW_ROWS: dict[HopperConfig, float] = {
-    HopperConfig(64, 16, depth=2): 0.0,
-    HopperConfig(64, 32, depth=2): 0.0,
+_INVARIANT_FEW_ROWS: dict[HopperConfig, float] = {
+    _invariant(config): us
+    for config, us in (
+        _FEW_ROWS | {HopperConfig(64, 16, depth=2): 0.0, HopperConfig(64, 32, depth=2): 0.0}
+    ).items()
+    if config.holds_parts
 }
+_MIN_PART_K = 256  # minimum values of k per part: whole stages of every tile
+_SHORT_K = 3072  # maximum k of parts of this length
+_MAX_PARTS = 8  # maximum parts of a longer k
 _SM_BYTES_PER_US = 3.3e4  # rate at which one multiprocessor reads the weight
 
 # Swapped tiles: columns, and maximum rows of x. A wave costs as much as _WAVE_COLUMNS more columns.
@@ -409,6 +435,21 @@ def swapped_configs(*, deterministic: bool = False) -> tuple[HopperConfig, ...]:
         for columns in _SWAPPED_COLUMNS
         if columns >= rows
     )
+
+
+def part_length(k: int) -> int:
+    """Return the values of k in a part of a `deterministic` sum over `k` values in 16 bits.
+
+    It depends on nothing else: shards of a weight have fewer rows, and must produce the same bits.
+
+    Examples
+    --------
+    >>> part_length(1024), part_length(3072), part_length(4096), part_length(14336)
+    (256, 256, 512, 1792)
+    """
+    if k <= _SHORT_K:
+        return _MIN_PART_K
+    return ceil_div(k, _MAX_PARTS * _MIN_PART_K) * _MIN_PART_K
 
 
 @cache
@@ -439,10 +480,10 @@ def choose_swapped(
 
 
 HOPPER_CONFIGS: tuple[HopperConfig, ...] = (*_TILES, *_FEW_ROWS, *swapped_configs())
-NARROW_CONFIGS: tuple[HopperConfig, ...] = (
-    *_NARROW_TILES,
-    *_NARROW_FEW_ROWS,
-    *(c for c in swapped_configs(deterministic=True) if c not in HOPPER_CONFIGS),
+INVARIANT_CONFIGS: tuple[HopperConfig, ...] = (
+    *_INVARIANT_TILES,
+    *(config for config in _INVARIANT_FEW_ROWS if config not in _INVARIANT_TILES),
+    *map(_invariant, swapped_configs(deterministic=True)),
 )
 
 
@@ -470,12 +511,19 @@ def hopper_specs(
     """Return the modules that `launch_hopper` may launch for `dtype`; `sends`: also with peers."""
     if dtype not in HOPPER_DTYPES:
         return ()
-    configs = (*HOPPER_CONFIGS, *NARROW_CONFIGS) if deterministic else HOPPER_CONFIGS
+    configs = (*HOPPER_CONFIGS, *INVARIANT_CONFIGS) if deterministic else HOPPER_CONFIGS
     senders = _SENDERS if sends else ()
     return (
         *(config.spec(dtype) for config in configs),
         *(config.spec(dtype, sends=True) for config in senders),
     )
+
+
+def stream_specs(op: str, dtype: str) -> tuple[ModuleSpec, ...]:
+    """Return the modules of `op` ("gemm", "rmsnorm_gemm") for few rows with `deterministic`."""
+    if dtype not in HOPPER_DTYPES:
+        return ()
+    return (ModuleSpec(f"gemm/{op}_stream_sm90.cu", dtype),)
 
 
 @cache
@@ -490,10 +538,9 @@ def choose_hopper(
 ) -> HopperConfig:
     """Choose the tile with the least estimated time for x (m, k) and weight (n, k), both aligned.
 
-    CTAs share a sum over k only if all tiles are resident at once. With `deterministic` neither
-    they nor warpgroups do: all such configurations sum a row in the same order, k in ascending
-    steps of 16. In return it may choose `NARROW_CONFIGS`. `is_gated` restricts the choice to tiles
-    with `gates`.
+    CTAs share a sum over k only if all tiles are resident at once. With `deterministic` the tiles
+    are `INVARIANT_CONFIGS`, which all sum a row in the same order: parts of `part_length(k)`, each
+    in ascending steps of 16, then the parts. `is_gated` restricts the choice to tiles with `gates`.
 
     Examples
     --------
@@ -504,14 +551,13 @@ def choose_hopper(
     if m <= _SWAPPED_ROWS[0] or k >= _SWAPPED_LONG_K:
         swapped = choose_swapped(m, n, sm_count, deterministic=deterministic)
         if swapped is not None:
-            return swapped
+            return _invariant(swapped) if deterministic else swapped
 
     def is_possible(config: HopperConfig) -> bool:
-        may_choose = config.sums_in_order or not deterministic
-        return may_choose and config.is_supported(m, n, k, sm_count, is_gated=is_gated)
+        return config.is_supported(m, n, k, sm_count, is_gated=is_gated)
 
-    few_rows = _FEW_ROWS | _NARROW_FEW_ROWS if deterministic else _FEW_ROWS
-    tiles = _TILES | _NARROW_TILES if deterministic else _TILES
+    few_rows = _INVARIANT_FEW_ROWS if deterministic else _FEW_ROWS
+    tiles = _INVARIANT_TILES if deterministic else _TILES
 
     def estimate(config: HopperConfig) -> float:
         if m <= MAX_FEW_ROWS:
@@ -586,6 +632,7 @@ def launch_hopper(
 ) -> None:
     """Launch gemm_sm90.cu on CuPy arrays. See `launch_tiles`."""
     spec = config.spec(dtype_name(x.dtype), sends=sending is not None)
+    part = part_length(x.shape[1]) // (config.depth * _SLAB_K) if config.sums_parts else 0
     launch_tiles(
         _KERNEL,
         spec,
@@ -593,7 +640,7 @@ def launch_hopper(
         x,
         weight,
         out,
-        epilogue,
+        epilogue | {"part": part},
         out_vector,
         pdl=pdl,
         is_split=is_split,
