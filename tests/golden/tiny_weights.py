@@ -24,7 +24,7 @@ def tiny_weight(name: str, shape: list[int], norm_mean: float) -> np.ndarray:
     values = np.random.default_rng(seed).standard_normal(tuple(shape))
     if "linear_attn.norm" in name:
         values = 1 + 0.2 * values  # in every family
-    elif "norm" in name and not name.endswith(".bias"):
+    elif ("norm" in name or ".ln_" in name) and not name.endswith(".bias"):
         values = norm_mean + 0.2 * values
     elif name.endswith("layer_scalar"):
         values = 1 + 0.3 * values
