@@ -497,6 +497,9 @@ class ModelConfig:
         (otherwise ones), and whether they add a bias.
     embed_norm : bool
         Whether the embedding is normalised.
+    learned_positions : bool
+        Whether a learned embedding of its position, of which there are `max_position_embeddings`,
+        is added to each token's (GPT-2).
     rope : RopeConfig
         Rope of every layer or, with `rope_local`, of the full-attention layers.
     rope_local : RopeConfig or None
@@ -571,7 +574,7 @@ class ModelConfig:
         `qkv` per feature of the heads computes g. "sigmoid_heads" has a g per head, "" no gate.
     activation : str
         Activation of the gate (of up, without a gate): "silu", "gelu" (erf), "gelu_tanh", "relu2"
-        (the square of ReLU) or, without a gate, "xielu".
+        (the square of ReLU) or, without a gate, "relu" or "xielu".
     moe : MoeConfig or None
         Mixture of experts; None if all layers are dense.
     num_extra_layers : int
@@ -589,6 +592,8 @@ class ModelConfig:
         checkpoint's weight and on its bias (Falcon-H1).
     attn_scale : float
         Factor on q·k; 0 means 1/sqrt(D).
+    attn_scale_by_layer : bool
+        Whether the i-th layer, counted from 1, divides that factor by i (GPT-2).
     clip_qkv : float
         Limit of the absolute values of q, k and v; 0 is none (OLMo).
     attn_softcap, final_softcap : float
@@ -635,6 +640,7 @@ class ModelConfig:
     norm_weight: bool = True
     embed_norm: bool = False
     norm_bias: bool = False
+    learned_positions: bool = False
     rope: RopeConfig = field(default_factory=RopeConfig)
     rope_local: RopeConfig | None = None
     rope_thetas: tuple[float, ...] = ()
@@ -681,6 +687,7 @@ class ModelConfig:
     branch_scale: float = 1.0
     weight_factors: tuple[tuple[str, float, float], ...] = ()
     attn_scale: float = 0.0
+    attn_scale_by_layer: bool = False
     clip_qkv: float = 0.0
     attn_softcap: float = 0.0
     final_softcap: float = 0.0

@@ -20,6 +20,20 @@ NUM_REQUESTS = 16
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
 
+def read_tensors(folder: Path):
+    """Return a checkpoint's tensors, GPT-2's matrices as (out, in) like those of others."""
+    return _with_conv1d_turned(folder, load_file(folder / "model.safetensors"))
+
+
+def _with_conv1d_turned(folder, tensors):
+    if json.loads((folder / "config.json").read_text())["model_type"] != "gpt2":
+        return tensors
+    return {
+        name: np.ascontiguousarray(tensor.T) if ".c_" in name else tensor
+        for name, tensor in tensors.items()
+    }
+
+
 def adaptable(model, tensors):
     """Return the names of the checkpoint's tensors that an adapter of `model` may change."""
     config = model.config
@@ -65,12 +79,12 @@ def write_adapter(folder: Path, pairs, rank, biases=None, **config):
 def write_merged(folder: Path, base: Path, pairs, scale=1.0):
     """Write the checkpoint `base` with W + scale B A in place of each adapted W."""
     folder.mkdir(parents=True)
-    tensors = load_file(base / "model.safetensors")
+    tensors = read_tensors(base)
     for name, (a, b) in pairs.items():
         merged = tensors[name] + scale * (b.astype(np.float64) @ a)
         tensors[name] = merged.astype(np.float32)
     (folder / "config.json").write_bytes((base / "config.json").read_bytes())
-    save_file(tensors, folder / "model.safetensors")
+    save_file(_with_conv1d_turned(base, tensors), folder / "model.safetensors")
     return folder
 
 

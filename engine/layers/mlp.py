@@ -17,7 +17,7 @@ __all__ = ["MLP", "gated"]
 
 _GELU = {"gelu": "none", "gelu_tanh": "tanh"}
 _GATES = ("silu", *_GELU, "relu2")
-_PLAIN = (*_GATES, "xielu")
+_PLAIN = (*_GATES, "relu", "xielu")
 
 
 class MLP:
@@ -31,7 +31,7 @@ class MLP:
         (N, F).
     activation : str
         Activation of the gate, or of up: "silu", "gelu" (erf), "gelu_tanh", "relu2" (the square of
-        ReLU), or without a gate "xielu".
+        ReLU), or without a gate "relu" or "xielu".
     is_gated : bool
         Whether `gate_up` includes a gate.
     coefficients : (4,) array of float32, optional
@@ -113,8 +113,8 @@ class MLP:
             return gated(self.activation, product)
         if self.activation == "silu":
             return kernels.silu(product, out=product)
-        if self.activation == "relu2":
-            return kernels.relu(product, squared=True, out=product)
+        if self.activation in ("relu", "relu2"):
+            return kernels.relu(product, squared=self.activation == "relu2", out=product)
         if self.activation == "xielu":
             return kernels.xielu(product, self.coefficients, out=product)
         return kernels.gelu(product, approximate=_GELU[self.activation], out=product)

@@ -41,6 +41,8 @@ CONFIG_KEYS: Mapping[str, tuple[Any, ...]] = {
     "router_logit_softcapping": _OFF,
     "clip_qkv": _OFF,
     "attention_value_scale": (1,),
+    "scale_attn_weights": (True,),
+    "scale_attn_by_inverse_layer_idx": _OFF,
     "swiglu_limit": _OFF,
     "swiglu_alpha": _OFF,
     "expert_swiglu_limit_list": _OFF,
@@ -51,6 +53,8 @@ CONFIG_KEYS: Mapping[str, tuple[Any, ...]] = {
     "is_encoder_decoder": _OFF,
     "add_cross_attention": _OFF,
     "layer_types": ("full_attention",),
+    "attention_types": _NONE,
+    "attention_layers": _NONE,
     "use_sliding_window": (False, True),
     "sliding_window_pattern": _OFF,
     "interleaved_sliding_window": _OFF,
@@ -74,6 +78,10 @@ CONFIG_KEYS: Mapping[str, tuple[Any, ...]] = {
     "use_alibi": _OFF,
     "attn_temperature_tuning": _OFF,
     # Norms and blocks
+    "do_layer_norm_before": (True,),
+    "_remove_final_layer_norm": _OFF,
+    "layer_norm_elementwise_affine": (True,),
+    "word_embed_proj_dim": _NONE,
     "qk_layernorm": _OFF,
     "use_qk_norm": _OFF,
     "use_parallel_residual": _OFF,
@@ -202,6 +210,7 @@ def _implied(kind: Family, config: ModelConfig) -> dict[str, tuple[Any, ...]]:
         "rotary_dim": (config.rope.rotary_dim,),
         "rope_local_base_freq": ((config.rope_local or config.rope).theta,),
         "v_head_dim": (config.head_dim,),
+        "word_embed_proj_dim": (config.hidden_size,),
         "use_gated_activation": (config.gated_mlp,),
     }
     implied |= dict.fromkeys(

@@ -77,7 +77,7 @@ _ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu2": "relu2",
 }
-_UNGATED_ACTIVATIONS = {**_ACTIVATIONS, "xielu": "xielu"}
+_UNGATED_ACTIVATIONS = {**_ACTIVATIONS, "relu": "relu", "xielu": "xielu"}
 
 
 def load_hf_config(directory: str | PathLike[str]) -> ModelConfig:
@@ -379,6 +379,7 @@ def _switches(fields: Fields, kind: Family) -> dict[str, Any]:
         "norm_weight": kind.norm_weight,
         "embed_norm": kind.embed_norm,
         "norm_bias": kind.norm_bias,
+        "learned_positions": kind.learned_positions,
         "parallel": (parallel := declared(kind.parallel)),
         "parallel_norms": _has_parallel_norms(fields, kind, parallel),
         "gated_mlp": kind.gated_mlp,
@@ -418,6 +419,10 @@ def _scales(fields: Fields, kind: Family, hidden_size: int) -> dict[str, Any]:
 
     scalar = own("query_pre_attn_scalar", 1e-6)
     scales = {"attn_scale": scalar**-0.5 if scalar else kind.attn_scale}
+    if "scale_attn_weights" in kind.defaults and not fields.flag("scale_attn_weights", True):
+        scales["attn_scale"] = 1.0
+    if (key := "scale_attn_by_inverse_layer_idx") in kind.defaults:
+        scales["attn_scale_by_layer"] = fields.flag(key, False)
     scaled = kind.scale_embedding
     if _is_declared(fields, scaled):
         # NOTE: float32; `Embedding` may round it to the weights' dtype, as Hugging Face does.
@@ -613,6 +618,8 @@ def _sliding_layers(
         return [bool(window)] * num_layers
     if kind.windows == "layer_types":
         return [False] * num_layers
+    if kind.windows == "attention_types":
+        return _local_layers(fields, num_layers)
     if kind.windows in ("max_window_layers", "last_layers"):
         first = fields.integer("max_window_layers", 0, _MAX_LAYERS)
         return [bool(window) and layer >= first for layer in range(num_layers)]
@@ -633,6 +640,32 @@ def _sliding_layers(
     if kind.windows == "first_and_pattern":
         is_sliding[0] = False
     return is_sliding
+
+
+def _local_layers(fields: Fields, num_layers: int) -> list[bool]:
+    """Return the flags for GPT-Neo's `attention_layers`, or for its `attention_types`.
+
+    The first lists "global" or "local" for each layer, the second lists of them with a number of
+    repetitions, such as [[["global", "local"], 12]]. Without both, the layers alternate.
+    """
+    groups = fields.raw("attention_types")
+    layers = fields.raw("attention_layers")
+    if layers is not None:
+        groups = [[layers, 1]]
+    elif groups is None:
+        return [bool(layer % 2) for layer in range(num_layers)]
+    types: list[Any] = []
+    for group in groups if isinstance(groups, list) else ():
+        match group:
+            case [list(names), int(count)] if len(names) * count <= num_layers >= len(types):
+                types += names * count
+            case _:
+                types = []
+                break
+    if len(types) != num_layers or any(one not in ("global", "local") for one in types):
+        key = "attention_types" if layers is None else "attention_layers"
+        raise fields.error(key, f"global or local for each of {num_layers} layers")
+    return [one == "local" for one in types]
 
 
 def _pattern(fields: Fields, num_layers: int) -> list[bool]:

@@ -168,6 +168,8 @@ def read_adapter(
             f"{WEIGHTS_NAME}, as peft saves them"
         )
     values = read_json(folder / CONFIG_NAME, root=folder)
+    if any(one.layout.transposed for one in family(config.model_type).names):
+        values = {**values, "fan_in_fan_out": None}  # says so of the base model: A and B are not
     scales = _Scales(values, f"adapter {shown(name)}: {CONFIG_NAME}")
     tensors = SafetensorsFile(file, folder)
     reader = _Reader(name, config, products, shard, biases or {})

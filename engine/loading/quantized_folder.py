@@ -246,7 +246,8 @@ def _refuse_quantized(source: Path) -> None:
 def _is_linear(name: str, shape: tuple[int, ...], places: Mapping[str, list[Placement]]) -> bool:
     """Tell whether a tensor is a linear layer's weight, or all experts' matrices."""
     kind = places[name][0].target.kind if name in places else ""
-    return len(shape) > 1 and kind != "embed" and not kind.endswith("_bias")
+    is_table = kind in ("embed", "embed_positions")
+    return len(shape) > 1 and not is_table and not kind.endswith("_bias")
 
 
 def _is_every_expert(place: Placement) -> bool:
@@ -260,6 +261,11 @@ def _is_chosen(name: str, place: Placement) -> bool:
         raise WeightsError(
             f"tensor {name!r} must be the matrix of one expert; it has those of all, which other "
             f"readers of the format do not take. Ignore it, or save the experts apart"
+        )
+    if place.layout.transposed:
+        raise WeightsError(
+            f"tensor {name!r} must be the matrix of a linear layer; it is stored transposed, which "
+            f"other readers of the format do not take. Quantize the model when it is loaded"
         )
     return is_expert or is_quantized(str(place.target))
 

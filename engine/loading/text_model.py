@@ -25,6 +25,12 @@ _SHARED = (
     *("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings"),
     *("dtype", "torch_dtype", "quantization_config", "compression_config"),
 )
+# Name of the embedding in a checkpoint without the prefix of the other tensors -> that prefix.
+_BARE = {
+    "embed_tokens.weight": "model.",
+    "decoder.embed_tokens.weight": "model.",
+    "wte.weight": "transformer.",
+}
 
 
 def text_values(values: Mapping[str, Any], where: str = "config") -> Mapping[str, Any]:
@@ -72,8 +78,8 @@ def open_model(directory: str | PathLike[str]) -> SafetensorsFile | SafetensorsD
     """Open the checkpoint in `directory` with the names of its text model, all below "model.".
 
     Of a multimodal model only the text model's tensors are left, and shards with none of them are
-    not opened. Models without an output layer, such as those for embeddings, may be saved without
-    the "model." in front of their tensors' names.
+    not opened. Models without an output layer, such as those for embeddings, and GPT-2's first ones
+    may be saved without the "model." or "transformer." in front of their tensors' names.
 
     Raises
     ------
@@ -87,8 +93,7 @@ def open_model(directory: str | PathLike[str]) -> SafetensorsFile | SafetensorsD
         checkpoint.rename(rename)
     else:
         checkpoint = open_safetensors(directory)
-    if "embed_tokens.weight" in checkpoint and not any(
-        name.startswith("model.") for name in checkpoint.names()
-    ):
-        checkpoint.rename(lambda name: name if name.startswith("lm_head.") else f"model.{name}")
+    prefix = next((_BARE[name] for name in _BARE if name in checkpoint), "")
+    if prefix and not any(name.startswith(prefix) for name in checkpoint.names()):
+        checkpoint.rename(lambda name: name if name.startswith("lm_head.") else prefix + name)
     return checkpoint

@@ -39,6 +39,7 @@ PLAIN_NORM = "delta_norm"
 _IGNORED = re.compile(
     r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
     r"|gpt_neox\.layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)"
+    r"|transformer\.h\.\d+\.attn\.(attention\.)?(bias|masked_bias)"
     r"|rope_freqs\.weight|rope_factors_(long|short)\.weight"
 )
 _LAYER = re.compile(r"(?:model\.layers|blk)\.(\d{1,6})\.")
@@ -452,6 +453,8 @@ def _entry_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the weights between the embedding, the layers and the final norm."""
     n = config.hidden_size
     shapes: dict[str, tuple[int, ...]] = {}
+    if config.learned_positions:
+        shapes["embed_positions"] = (config.max_position_embeddings, n)
     if (inputs := config.per_layer_input) is not None:
         width = config.num_layers * inputs.size
         shapes["embed_per_layer"] = (inputs.vocab_size, width)
@@ -952,7 +955,13 @@ def _all_tensors(
                 if expert is not None:
                     shape = shape[1:]
                     places = partial(_as_row, places, expert, shape)
-                if layout.transposed:
+                if template.num_unread:
+                    shape = (template.num_unread + shape[0], *shape[1:])
+                    places = partial(_after, places, template.num_unread, shape)
+                if layout.transposed and len(shape) > 1:
+                    shape = shape[::-1]
+                    places = partial(_transposed, places, shape, layout)
+                elif layout.transposed:
                     shape = (1, *shape)
                     places = partial(_row_place, name, target, shape, layout)
             others: _Wanted = {other: (size, tuple) for other, size in extra.items()}
@@ -1036,6 +1045,24 @@ def _in_range(
             )
 
 
+def _after(
+    places: Callable[[], Iterator[Placement]], num_unread: int, shape: tuple[int, ...]
+) -> Iterator[Placement]:
+    """Yield the placements of a tensor with `num_unread` rows in front of what `places` reads."""
+    for place in places():
+        first = place.first + num_unread
+        yield replace(place, shape=shape, first=first, last=place.last + num_unread)
+
+
+def _transposed(
+    places: Callable[[], Iterator[Placement]], shape: tuple[int, ...], layout: Layout
+) -> Iterator[Placement]:
+    """Yield the placements of a matrix stored as (columns, rows), `shape`."""
+    for place in places():
+        columns = place.columns or (0, shape[0])
+        yield replace(place, shape=shape, columns=columns, layout=layout)
+
+
 def _as_row(
     places: Callable[[], Iterator[Placement]], row: int, shape: tuple[int, ...]
 ) -> Iterator[Placement]:
@@ -1084,8 +1111,10 @@ def matrix_placements(
 ) -> dict[str, list[tuple[tuple[int, ...], Callable[[], Iterable[Placement]]]]]:
     """Return the shape and the placements of every matrix that a checkpoint may hold, by name.
 
-    Forms of a checkpoint may share a name, with matrices of different shapes.
+    Shapes are (out, in), even of matrices that checkpoints store transposed. Forms of a checkpoint
+    may share a name, with matrices of different shapes.
     """
+    table = [name for name in table if not name.layout.transposed]
     found: dict[str, list[tuple[tuple[int, ...], Callable[[], Iterable[Placement]]]]] = {}
     for _, _, tensors in _all_tensors(config, table, shard):
         for name, (shape, places) in tensors.items():

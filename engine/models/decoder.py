@@ -308,6 +308,8 @@ class Decoder:
             self.embed = parts.embedding(self._embedding())
         if stage.is_first:
             self._embed_norm = self._norm("embed_norm") if config.embed_norm else None
+            has_positions = config.learned_positions
+            self._positions = self._weight("embed_positions").data if has_positions else None
         self.per_layer_input = build_input(config, self._stream_parts)
         self.streams = build_streams(config, self._stream_parts)
         self.kv_scales = KVScales(self.xp, config.num_layers, config.num_kv_heads)
@@ -456,7 +458,7 @@ class Decoder:
                 # once all before it have ended.
                 batch.adapter_slots.copy()
             return *self.parts.entering(*batch.entering), kv_pages
-        x = self.embedded(batch.token_ids)
+        x = self.embedded(batch.token_ids, batch.rope_positions)
         caches = self._with_inputs(kv_pages, batch, x)
         return None, x if self.streams is None else self.streams.enter(x), caches
 
@@ -467,9 +469,22 @@ class Decoder:
         inputs = self.per_layer_input(batch.token_ids, x, self.config.vocab_size)
         return [(*pages, inputs[:, layer]) for layer, pages in enumerate(kv_pages)]
 
-    def embedded(self, token_ids: Any) -> Any:
-        """Return the residual stream (T, N) that enters the first layer, for `token_ids` (T,)."""
+    def embedded(self, token_ids: Any, positions: Any) -> Any:
+        """Return the residual stream that enters the first layer.
+
+        Parameters
+        ----------
+        token_ids : (T,) int32
+        positions : (T,) int32
+            Position of each token, below `max_model_len`: in a tree of drafts, by its depth.
+
+        Returns
+        -------
+        (T, N) array
+        """
         x = self.embed(token_ids)
+        if self._positions is not None:
+            x = kernels.residual_add(kernels.embedding(positions, self._positions), x, out=x)
         return x if self._embed_norm is None else self._embed_norm(x, out=x)
 
     def _keep(self, features: Mapping[int, Any], layer: int, delta: Any, residual: Any) -> None:
@@ -614,10 +629,12 @@ class Decoder:
         top_k = 0 if moe is None else moe.top_k
         own_features = 0 if c.per_layer_input is None else c.per_layer_input.size
         place = layer * own_features % _VECTOR  # alignment of the layer's part of wider rows
-        rule = c.kind(layer), c.window(layer), rope_index(c, layer), pattern
+        rule: tuple[Hashable, ...] = c.kind(layer), c.window(layer), rope_index(c, layer), pattern
         one = self.layers[layer]
         output = one.output if isinstance(one, DecoderLayer) else None
         sends = output is not None and output.may_send
+        if c.attn_scale_by_layer:
+            rule = (*rule, self._score_scale(layer))
         numbers = (*rule, top_k, c.sparsity(layer), place, sends)
         return numbers if self.parts.can_plan else (*numbers, layer)  # each layer is its own kind
 
@@ -861,6 +878,12 @@ class Decoder:
             rope.q_factors,
         )
 
+    def _score_scale(self, layer: int) -> float:
+        """Return the factor on q·k in the stage's `layer`."""
+        config = self.config.at(layer)
+        scale = config.attn_scale or config.head_dim**-0.5
+        return scale / (self.stage.first + layer + 1) if config.attn_scale_by_layer else scale
+
     def _attention(self, index: int) -> Attention:
         config = self.config.at(index)
         name = f"layers.{index}"
@@ -870,7 +893,7 @@ class Decoder:
             config.num_heads,
             config.num_kv_heads,
             config.head_dim,
-            scale=config.attn_scale or config.head_dim**-0.5,
+            scale=self._score_scale(index),
             window=config.window(index),
             softcap=config.attn_softcap,
             v_head_dim=config.v_head_dim,

@@ -49,6 +49,7 @@ WindowRule = Literal[
     "pattern_after_dense",
     "pattern_from_first",
     "first_and_pattern",
+    "attention_types",
 ]
 RopeRule = Literal[
     "all",
@@ -105,7 +106,7 @@ class TensorName(NamedTuple):
         "expert_gate", "expert_up", ..., or "" for all. "q|k|v": the tensor has, head by head, a
         head's rows of each of these parts; "q+k": all rows of one part, then of the next.
     layout : Layout
-        Storage layout of the experts' matrices.
+        Storage layout of the experts' matrices, or of a `Conv1D`.
     form : str
         Name of this form, if the family's checkpoints store a weight in several forms. A weight is
         read in the first form for which the checkpoint holds a tensor, or in one with that tensor
@@ -113,6 +114,8 @@ class TensorName(NamedTuple):
     third : int
         0, 1 or 2: the tensor has this third of the rows of `part`, whatever they belong to. -1: all
         of them.
+    num_unread : int
+        Number of rows in front that belong to no weight.
     """
 
     checkpoint: str
@@ -121,6 +124,7 @@ class TensorName(NamedTuple):
     layout: Layout = ROWS
     form: str = ""
     third: int = -1
+    num_unread: int = 0
 
     def expand(
         self, num_layers: int, num_experts: int = 0
@@ -273,6 +277,8 @@ class Family:
         Norms are LayerNorms (the mean is subtracted); norms have a weight; norms have a bias.
     embed_norm : bool
         The embedding is normalised.
+    learned_positions : bool
+        See `ModelConfig.learned_positions`.
     mlp_width : str
         Key of the MLP's intermediate size; without it, that is `intermediate_size`.
     mlp_ratio : int
@@ -309,9 +315,9 @@ class Family:
         "pattern_after_dense" (the same, counted after the dense layers, which have a pattern of
         their own), "pattern_from_first" (all but the first and every n-th after it),
         "layers_without_rope" (if `use_sliding_window`), "last_layers" (from `max_window_layers` on,
-        without a switch), "first_and_pattern" (all but the first and every n-th) or "layer_types"
-        (only those that key names). For all but "never" and "switched", `layer_types` takes
-        precedence if given.
+        without a switch), "first_and_pattern" (all but the first and every n-th), "attention_types"
+        (those it or `attention_layers` calls "local": GPT-Neo) or "layer_types" (only those that
+        key names). For all but "never" and "switched", `layer_types` takes precedence if given.
     past_window : str
         Key of the window without the query's own position, which takes precedence; "" for none.
     window_kv_factor : int
@@ -418,6 +424,7 @@ class Family:
     layer_norm: bool = False
     norm_weight: bool = True
     embed_norm: bool = False
+    learned_positions: bool = False
     norm_bias: bool = False
     mlp_width: str = "intermediate_size"
     mlp_ratio: int = 0

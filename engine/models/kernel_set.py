@@ -17,7 +17,8 @@ from engine.weights import Format
 __all__ = ["kernel_specs", "prepare_kernels", "prepare_quantized_kv", "quantized_kv_specs"]
 
 # Activation of an MLP -> the op that applies it to up, and the one that multiplies gate and up.
-_PLAIN = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu", "relu2": "relu", "xielu": "xielu"}
+_PLAIN = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu", "xielu": "xielu"}
+_PLAIN |= dict.fromkeys(("relu", "relu2"), "relu")
 _GATED = {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu", "relu2": "relu"}
 _MOE_OPS = (
     *("moe_combine", "moe_combine_rmsnorm", "moe_gemm", "moe_gemm_combine", "moe_route"),
@@ -90,7 +91,8 @@ def kernel_specs(
     """
     chosen = [_GATED[config.activation] if config.gated_mlp else _PLAIN[config.activation]]
     is_bare = not config.pre_norms or config.norms_by_kind
-    if config.parallel or is_bare or config.layer_scale or config.altup:
+    has_sums = config.parallel or is_bare or config.layer_scale or config.altup
+    if has_sums or config.learned_positions:
         chosen.append("residual_add")
     if config.kv_sources:
         chosen.append("rope")

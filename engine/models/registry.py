@@ -32,6 +32,9 @@ from engine.models.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from engine.models.glm4 import GLM, GLM4
 from engine.models.glm4_moe import GLM4_MOE
 from engine.models.glm4_moe_lite import GLM4_MOE_LITE
+from engine.models.gpt2 import GPT2
+from engine.models.gpt_bigcode import GPT_BIGCODE
+from engine.models.gpt_neo import GPT_NEO
 from engine.models.gpt_neox import GPT_NEOX
 from engine.models.gpt_oss import GPT_OSS
 from engine.models.granite import GRANITE, GRANITE_SWA
@@ -63,6 +66,7 @@ from engine.models.olmo import OLMO
 from engine.models.olmo2 import OLMO2, OLMO3
 from engine.models.olmo_hybrid import OLMO_HYBRID
 from engine.models.olmoe import OLMOE
+from engine.models.opt import OPT
 from engine.models.persimmon import PERSIMMON
 from engine.models.phi import PHI
 from engine.models.phi3 import PHI3
@@ -146,6 +150,10 @@ _DENSE = (
     LFM3,
     PERSIMMON,
     FALCON,
+    GPT2,
+    OPT,
+    GPT_BIGCODE,
+    GPT_NEO,
 )
 _SPARSE = (
     QWEN2_MOE,
@@ -203,10 +211,8 @@ FAMILIES: dict[str, Family] = {
 
 _SPARSE_ATTENTION = " (its sparse attention selects keys with an indexer, which is not supported)"
 _ALIBI = " (its attention has ALiBi instead of rope, which is not supported)"
-_LEARNED = " (its positions are learned, which is not supported)"
 _HINTS = {
     **dict.fromkeys(("bloom", "mpt"), _ALIBI),
-    **dict.fromkeys(("gpt2", "opt"), _LEARNED),
     "jamba": " (its layers are Mamba-1, which is not supported)",
     "zamba2": " (its layers share blocks that read the embedding too, which is not supported)",
     "deepseek_v32": _SPARSE_ATTENTION,

@@ -1,4 +1,4 @@
-"""`Layout`: storage of a layer's expert matrices in a checkpoint."""
+"""`Layout`: storage of a layer's matrices in a checkpoint."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ _MXFP4_BLOCK = 32
 
 @dataclass(frozen=True)
 class Layout:
-    """Storage of one tensor that holds all experts' matrices, (E, rows, columns).
+    """Storage of one matrix, (rows, columns), or of all experts' matrices, (E, rows, columns).
 
     Attributes
     ----------
     transposed : bool
-        Stored as (E, columns, rows). A bias (E, rows) counts as transposed, with one column; so
-        does a vector that is stored as one row.
+        Stored as (columns, rows) or (E, columns, rows). A bias (E, rows) counts as transposed, with
+        one column; so does a vector that is stored as one row.
     interleaved : bool
         Rows of gate and up alternate, gate first. Otherwise gate is the first half of the rows.
     mxfp4 : bool

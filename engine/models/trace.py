@@ -56,7 +56,7 @@ def trace_decoder(decoder: Decoder, token_ids: Array) -> Trace:
     decoder.extend_ropes(len(token_ids))
     rope_positions = positions + decoder.rope_offsets(len(token_ids))
     result = Trace([], [])
-    residual = decoder.embedded(token_ids.astype(np.int32))
+    residual = decoder.embedded(token_ids.astype(np.int32), rope_positions)
     for layer in layers:
         weights, residual = _walk(layer, residual, positions, rope_positions, decoder.parts)
         by_head = decoder.parts.all_heads(np.moveaxis(weights, 0, -1))

@@ -86,7 +86,7 @@ def gptq_layers(
     batches = list(_batches(decoder, device, sequences))
     decoder.extend_ropes(sequences.shape[1])
     pages = _pages(decoder, device, batches)
-    states = [(None, decoder.embedded(batch.token_ids)) for batch in batches]
+    states = [(None, decoder.embedded(batch.token_ids, batch.rope_positions)) for batch in batches]
     for index, layer in enumerate(decoder.plain_layers("GPTQ")):
         places = {name: place for name, place in _linears(layer, index).items() if wanted(name)}
         hessians = _observe(layer, places, states, batches, pages)

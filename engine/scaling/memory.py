@@ -24,7 +24,7 @@ __all__ = ["MemoryPlan", "PagePlan", "StateNeed", "WeightGroup", "plan_memory"]
 _GROUPS = {
     "experts": ("experts_", "router", "router_correction"),
     "shared experts": ("shared_",),
-    "embeddings": ("embed",),
+    "embeddings": ("embed", "embed_positions"),
     "output layer": ("lm_head",),
     "MLPs": ("gate_up", "up", "down"),
     "attention": ("qkv", "o", "sinks"),

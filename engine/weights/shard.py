@@ -95,7 +95,7 @@ class Stage:
             return not self.num_layers or self.first <= int(name.split(".")[1]) < self.last
         if name == "embed":
             return self.embeds or (self.is_last and is_tied)
-        if name == "embed_norm":
+        if name in ("embed_norm", "embed_positions"):
             return self.is_first
         return self.is_last
 

@@ -922,6 +922,77 @@ MODELS |= {
     "falcon_sequential": {**_FALCON, "multi_query": False, "parallel_attn": False},
 }
 
+# GPT-2's own names of keys, and learned positions.
+_GPT2 = {
+    "model_type": "gpt2",
+    "vocab_size": 128,
+    "n_embd": 64,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 64,
+    "layer_norm_epsilon": 1e-3,
+    "tie_word_embeddings": True,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_BIGCODE = {**_GPT2, "model_type": "gpt_bigcode"}
+_OPT = {
+    "model_type": "opt",
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "word_embed_proj_dim": 64,
+    "ffn_dim": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": True,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_GPT_NEO = {
+    "model_type": "gpt_neo",
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "num_layers": 4,
+    "num_heads": 4,
+    "attention_types": [[["global", "local"], 1], [["local", "global"], 1]],
+    "window_size": 6,
+    "max_position_embeddings": 64,
+    "layer_norm_epsilon": 1e-3,
+    "tie_word_embeddings": True,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+MODELS |= {
+    "gpt2": _GPT2,
+    "gpt2_scales_by_layer": {
+        **_GPT2,
+        "n_layer": 3,
+        "n_inner": 96,
+        "activation_function": "gelu",
+        "scale_attn_by_inverse_layer_idx": True,
+        "tie_word_embeddings": False,
+    },
+    "gpt2_unscaled": {**_GPT2, "scale_attn_weights": False, "activation_function": "relu"},
+    "gpt_bigcode": _BIGCODE,
+    "gpt_bigcode_heads_unscaled": {
+        **_BIGCODE,
+        "multi_query": False,
+        "scale_attn_weights": False,
+        "n_inner": 96,
+        "tie_word_embeddings": False,
+    },
+    "opt": _OPT,
+    "opt_no_biases": {
+        **_OPT,
+        "enable_bias": False,
+        "activation_function": "gelu",
+        "tie_word_embeddings": False,
+    },
+    "gpt_neo": _GPT_NEO,
+}
+
 # The factor on queries: 1 for the first 8 positions, then it grows twice before the prompt ends.
 _MINISTRAL3 = {**_TINY, "model_type": "ministral3", "head_dim": 24}
 _Q_SCALE = {**_YARN_OLD, "original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.7}

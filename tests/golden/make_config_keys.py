@@ -60,7 +60,7 @@ FAMILIES = (
     *("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text"),
     *("qwen3_5_text", "lfm2", "nemotron_h", "olmo_hybrid", "falcon_h1", "bamba", "lfm3"),
     *("exaone", "internlm3", "iquestcoder", "cohere", "granite_swa"),
-    *("persimmon", "falcon"),
+    *("persimmon", "falcon", "gpt2", "opt", "gpt_bigcode", "gpt_neo"),
 )
 PLAIN = {
     "vocab_size": 40, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4,
@@ -134,6 +134,7 @@ def others(key: str, value: object) -> list:
             "hidden_act": ["gelu"],
             "hidden_activation": ["silu"],
             "mlp_hidden_act": ["silu"],
+            "activation_function": ["gelu"],
         }.get(key, [])
     if isinstance(value, list):
         return (
@@ -177,6 +178,8 @@ def measure(family: str) -> dict:
     values |= {"global_head_dim": 8} if family.startswith("gemma4") else {}
     if family == "falcon":
         values.pop("head_dim")
+    if family == "gpt_neo":
+        values |= {"attention_types": [[["global", "local"], 2]], "window_size": 5}
     model = build(family, values)
     generator = torch.Generator().manual_seed(1)
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}

@@ -46,6 +46,7 @@ def test_norms_of_all_heads_are_whole():
     [
         *("llama", "gpt_oss", "glm4_moe", "phi", "olmo2", "qwen3_next", "qwen3_5_text"),
         *("kimi_linear", "bailing_hybrid", "bailing_moe_v2_5", "bailing_moe_linear"),
+        *("gpt2", "gpt_bigcode", "opt"),
     ],
 )
 def test_shards_by_output_add_up_to_the_whole(tmp_path, case, count):
