@@ -80,6 +80,7 @@ _CLASS_NAMES = {
     "ernie4_5": "Ernie4_5",
     "ernie4_5_moe": "Ernie4_5_Moe",
     "minimax_m2": "MiniMaxM2",
+    "gpt_bigcode": "GPTBigCode",
 }
 
 
@@ -278,6 +279,8 @@ def _renamed(keys: _Keys, family: Family) -> tuple[dict[str, Any], dict[str, str
     # head, heads of hidden_size / heads.
     for key in ("bos_token_id", "num_key_value_heads", "head_dim"):
         values.setdefault(key, None)
+    if family.multi_query:
+        values["multi_query"] = values["num_key_value_heads"] == 1
     if family.moe is not None:
         values.update(_routing(family.moe, values))
     if family.extra_layers:

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from engine.models.family import Family, TensorName, linear_names
+from engine.models.family import (
+    GGUF_NORM_BIASES,
+    GGUF_PACKED_NAMES,
+    Family,
+    TensorName,
+    linear_names,
+)
 from engine.models.tensor_layout import Layout
 
 __all__ = ["GPT2", "GPT2_DEFAULTS", "GPT2_KEYS", "GPT2_NAMES"]
@@ -58,7 +64,13 @@ GPT2 = Family(
         *_conv1d_names("mlp.c_fc", "up"),
         *_conv1d_names("mlp.c_proj", "down"),
     ),
-    gguf_names=(),
+    gguf_names=(
+        *(name for name in GGUF_PACKED_NAMES if not name.kind.startswith("gate_up")),
+        *GGUF_NORM_BIASES,
+        TensorName("position_embd.weight", "embed_positions"),
+        *linear_names("blk.{i}.ffn_up", "up"),
+    ),
+    gguf_arch="gpt2",
     defaults={
         **GPT2_DEFAULTS,
         "hidden_act": "gelu_new",

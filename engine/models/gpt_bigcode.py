@@ -21,6 +21,7 @@ GPT_BIGCODE = replace(
         *linear_names(f"{_LAYER}.mlp.c_fc", "up"),
         *linear_names(f"{_LAYER}.mlp.c_proj", "down"),
     ),
+    gguf_arch="starcoder",
     defaults={**GPT2_DEFAULTS, "hidden_act": "gelu_pytorch_tanh"},
     multi_query=True,
 )

@@ -24,6 +24,8 @@ GPT_NEO = replace(
         *linear_names(f"{_LAYER}.mlp.c_fc", "up"),
         *linear_names(f"{_LAYER}.mlp.c_proj", "down"),
     ),
+    gguf_names=(),
+    gguf_arch="",
     defaults={
         "max_position_embeddings": 2048,
         "layer_norm_epsilon": 1e-5,

@@ -38,7 +38,7 @@ class Converted:
 
     `keys`: metadata name -> key of config.json, or a value; `pairs`: rows of q and k, which it
     reorders so that the two of a pair follow each other; `lost`: fields of the ModelConfig that it
-    does not write, and what is read instead.
+    does not write, and what is read instead; `transposed`: it transposes the layers' matrices.
     """
 
     keys: dict = field(default_factory=dict)
@@ -47,6 +47,7 @@ class Converted:
     lost: dict = field(default_factory=dict)
     pairs: bool = False
     norm_offset: float = 0.0
+    transposed: bool = False
 
 
 SIZES = {
@@ -80,7 +81,34 @@ POST_NORMS = {
     "self_attn.k_norm": "attn_k_norm",
 }
 LAYER_NORM = {"attention.layer_norm_epsilon": "layer_norm_eps", "rope.freq_base": 500.0}
+GPT2 = {
+    "block_count": "n_layer",
+    "context_length": "n_positions",
+    "embedding_length": "n_embd",
+    "feed_forward_length": 256,
+    "attention.head_count": "n_head",
+    "attention.layer_norm_epsilon": "layer_norm_epsilon",
+}
+GPT2_NAMES = {
+    "transformer.h.": "blk.",
+    "transformer.wte": "token_embd",
+    "transformer.wpe": "position_embd",
+    "transformer.ln_f": "output_norm",
+    "ln_1": "attn_norm",
+    "ln_2": "ffn_norm",
+    "mlp.c_fc": "ffn_up",
+    "mlp.c_proj": "ffn_down",
+    "attn.c_attn": "attn_qkv",
+    "attn.c_proj": "attn_output",
+}
 CASES = {
+    "gpt2": Converted(GPT2, GPT2_NAMES, lost={"pad_token_id": 0}, transposed=True),
+    "gpt_bigcode": Converted(
+        {**GPT2, "attention.head_count_kv": 1},
+        GPT2_NAMES,
+        arch="starcoder",
+        lost={"pad_token_id": 0},
+    ),
     "glm4": Converted(
         {"rope.dimension_count": 12},
         {
@@ -185,6 +213,8 @@ def write(path: Path, values: dict, tensors: dict, rule: Converted, **changes) -
             key = "num_attention_heads" if "attn_q." in name else "num_key_value_heads"
             heads = value.reshape(values[key], 2, -1, *value.shape[1:])
             value = np.swapaxes(heads, 1, 2).reshape(value.shape)
+        if rule.transposed and value.ndim > 1 and name.startswith("blk."):
+            value = value.T
         value = value + rule.norm_offset if "norm" in name else value
         writer.add_tensor(name, np.ascontiguousarray(value, np.float32))
     writer.write_header_to_file()
