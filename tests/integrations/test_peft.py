@@ -38,6 +38,9 @@ FAMILIES = {
     "phi3": ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
     "gpt_neox": ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"),
     "glm4": (*ATTENTION, "gate_up_proj", "down_proj"),
+    # Both c_proj: peft takes the ends of names. It warns, and says that matrices are transposed.
+    "gpt2": ("c_attn", "c_proj", "c_fc"),
+    "opt": ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"),
 }
 EACH = [(kind, module) for kind, modules in FAMILIES.items() for module in modules]
 
@@ -55,7 +58,7 @@ def bases(tmp_path_factory):
                 values |= {"head_dim": 16, "attention_bias": True}
             if kind == "gemma2":
                 values |= {"head_dim": 16, "query_pre_attn_scalar": 16}
-            if kind == "gpt_neox":
+            if kind in ("gpt_neox", "gpt2", "opt"):
                 del values["num_key_value_heads"]
             config = transformers.AutoConfig.for_model(**values)
             model = transformers.AutoModelForCausalLM.from_config(config)
