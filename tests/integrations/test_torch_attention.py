@@ -243,6 +243,16 @@ def test_torchs_signature(where, lead, n, m, is_causal):
         )
 
 
+@pytest.mark.parametrize("lead", [(), (2,), (2, 3), (0,), (0, 3)])
+def test_torchs_signature_without_queries(where, lead):
+    n = 5 if 0 in lead else 0
+    q, k = _leaf(*lead, 4, n, 16, device=where), _leaf(*lead, 2, 5, 16, device=where)
+    out = ops.scaled_dot_product_attention(q, k, k, enable_gqa=True)
+    assert out.shape == q.shape
+    for x, grad in zip((q, k), torch.autograd.grad(out.sum(), (q, k)), strict=True):
+        assert grad.shape == x.shape and bool((grad == 0).all())
+
+
 def test_what_torchs_signature_does_not_support():
     q, k = torch.ones(2, 4, 9, 8), torch.ones(2, 2, 5, 8)
     op = ops.scaled_dot_product_attention
@@ -270,6 +280,15 @@ def test_batch_axes_must_agree(where):
         ops.scaled_dot_product_attention(x, x[:1], x[:1])
     with pytest.raises(ShapeError, match=r"q: must have shape \(B, Sq, H, D\); got \(4, 2, 8\)"):
         ops.attention(x[0], x[0], x[0])
+    five = torch.ones(2, 3, 4, 2, 8, device=where)
+    with pytest.raises(ContractError, match=r"key: must be of the leading axes \(2, 3\) of query;"):
+        ops.scaled_dot_product_attention(five, five.transpose(0, 1), five)
+    with pytest.raises(
+        ContractError, match=r"value: must be of the leading axes .* \(6, 4, 2, 8\)"
+    ):
+        ops.scaled_dot_product_attention(five, five, five.reshape(6, 4, 2, 8))
+    with pytest.raises(ContractError, match=r"query: must be of at least three axes.*got \(2, 8\)"):
+        ops.scaled_dot_product_attention(x[0, 0], x, x)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -301,9 +320,14 @@ def test_sinks_of_another_dtype(where):
 
 
 @pytest.mark.parametrize("shape", [(0, 5, 5), (2, 0, 5), (2, 5, 0), (2, 0, 0)])
-def test_no_tokens(where, shape):
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_no_tokens(where, shape, is_transposed):
     b, n, m = shape
-    q, k = _leaf(b, n, 4, 16, device=where), _leaf(b, m, 2, 16, device=where)
+    if is_transposed:  # an empty tensor may have any strides
+        q = _leaf(b, 4, n, 16, device=where).transpose(1, 2)
+        k = _leaf(b, 2, m + 1, 16, device=where)[:, :, :m].transpose(1, 2)
+    else:
+        q, k = _leaf(b, n, 4, 16, device=where), _leaf(b, m, 2, 16, device=where)
     sinks = _leaf(4, device=where)
     out, lse = ops.attention(q, k, k, sinks=sinks, return_lse=True)
     assert out.shape == q.shape and lse.shape == (b, n, 4)

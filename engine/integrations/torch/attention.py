@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -183,6 +184,7 @@ def scaled_dot_product_attention(
     """
     _check(attn_mask is None, "attn_mask", "None (see attention(window=, pattern=))", "a tensor")
     _check(dropout_p == 0, "dropout_p", "0", dropout_p)
+    _check_leading_axes(query=query, key=key, value=value)
     heads = query.shape[-3]
     kv_heads = key.shape[-3]
     wanted = f"True for {heads} heads of query and {kv_heads} of key"
@@ -210,7 +212,10 @@ def _dense(
     """Attend within a dense batch; lse is (B, S, H) in any case."""
     q, k, v = to_autocast_dtype(q, k, v)
     tensors = (q, k, v)
-    is_swapped = not all(map(_merges, tensors)) and all(map(_merges_if_swapped, tensors))
+    if q.shape[0] == 0:  # merged with the heads, it would leave no head
+        is_swapped = heads_first
+    else:
+        is_swapped = not all(map(_merges, tensors)) and all(map(_merges_if_swapped, tensors))
     if is_swapped:
         heads_first = not heads_first
         tensors = tuple(x.transpose(1, 2) for x in tensors)
@@ -249,7 +254,19 @@ def _as_logits(sinks: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor | No
 
 def _four_axes(x: torch.Tensor) -> torch.Tensor:
     """Merge or add leading axes: (..., H, S, D) -> (B, H, S, D)."""
-    return x if x.dim() == 4 else x.reshape(-1, *x.shape[-3:])
+    return x if x.dim() == 4 else x.reshape(math.prod(x.shape[:-3]), *x.shape[-3:])
+
+
+def _check_leading_axes(**tensors: torch.Tensor) -> None:
+    """Check what `_four_axes` would merge: (2, 3) and (3, 2) sequences would pass for equal."""
+    lead = tensors["query"].shape[:-3]
+    for name, x in tensors.items():
+        shape = tuple(x.shape)
+        wanted = "of at least three axes, (..., heads, tokens, E)"
+        _check(len(shape) >= 3, name, wanted, shape)
+        if x.dim() != 4 or len(lead) != 1:  # else the operator names the axis
+            wanted = f"of the leading axes {tuple(lead)} of query"
+            _check(x.shape[:-3] == lead, name, wanted, shape)
 
 
 def _check(ok: bool, name: str, wanted: str, got: Any) -> None:
