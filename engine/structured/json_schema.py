@@ -10,7 +10,8 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from decimal import Decimal
 from typing import Any
 
 from engine.structured.case import ALL_TYPES, Case, Conjunction, Properties, type_of
@@ -25,7 +26,15 @@ MAX_DEFINITIONS = 20_000
 _MAX_CHOICES = 64  # choices of present properties, for minProperties and maxProperties
 _MAX_EXACT = 2.0**63 - 1024  # largest double that is a 64-bit integer
 _LEAST = 1e-15  # stands for the number after 0 in a range within -1 and 1
+_MAX_DECIMALS = 6  # decimals of a multipleOf whose multiples may be written with fewer of them
 _KEEPS_ONE_SPELLING = {"json_allowed_escapes": 'nrbtf"\\'}
+
+# Days and seconds that llguidance's formats allow beside those of a calendar: 29 February of a
+# year without one, and second 60 of any minute. A leap second, which few parsers read, is left out.
+_LEAP_YEAR = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)"
+_DAY = rf"^(?:[0-9]{{4}}-(?:0[13-9]|1[0-2]|02-(?:[01]|2[0-8]))|{_LEAP_YEAR}-02-29)"
+_SECOND = ":[0-9]{2}:[0-5]"
+_FORMAT_PATTERNS = {"date": (_DAY,), "date-time": (_DAY, _SECOND), "time": (_SECOND,)}
 
 # Which facts of a case concern which type.
 _FACTS = {
@@ -218,9 +227,15 @@ class _Writer:
         required = list(facts.get("required", ()))
         if "names" in facts:
             names, patterns, others = self._restricted(
-                names, patterns, others, required, facts["names"]
+                names, patterns, others, required, facts["names"], properties
             )
-        if others is not False and (names or patterns):
+        if others is False:
+            for pattern in [p for p in patterns if self._is_used_up(p, names)]:
+                del patterns[pattern]
+                for name in names:
+                    if names[name] is not False and self._cases.matches(pattern, name):
+                        names[name] = self._property(properties, name)
+        elif names or patterns:
             self._has_open_names = True
         found: dict[str, Any] = {"type": "object", "additionalProperties": others}
         if patterns:
@@ -251,6 +266,29 @@ class _Writer:
             options.append(option)
         return options
 
+    def _property(self, properties: Properties, name: str) -> Any:
+        """Return the schema of one property: its own, and those of the patterns that match it."""
+        patterns = properties.patterns.items()
+        found = [one for pattern, one in patterns if self._cases.matches(pattern, name)]
+        if name in properties.names:
+            found.append(properties.names[name])
+        return self._child(tuple(dict.fromkeys(itertools.chain(*found or [properties.others]))))
+
+    def _is_used_up(self, pattern: str, names: Collection[str]) -> bool:
+        """Return whether a pattern matches no name but some of `names`, and at least one of these.
+
+        llguidance would allow a comma for one more property, and then no name.
+        """
+        matched = {name for name in names if self._cases.matches(pattern, name)}
+        if not matched:
+            return False
+        others = {"type": "string", "pattern": all_but(matched)}
+        try:
+            self._accepts({"type": "string", "pattern": pattern, "allOf": [others]}, "")
+        except SchemaError as error:
+            return "is empty" in str(error)
+        return False
+
     def _restricted(
         self,
         names: dict[str, Any],
@@ -258,6 +296,7 @@ class _Writer:
         others: Any,
         required: Sequence[str],
         rule: Conjunction,
+        properties: Properties,
     ) -> tuple[dict[str, Any], dict[str, Any], Any]:
         """Return names, patterns and the schema of other properties under `propertyNames`."""
         cases = self._cases.product([Case(("string",))], self._cases.of(rule))
@@ -272,10 +311,12 @@ class _Writer:
         if others is False and not patterns:
             return names, patterns, others
         if all("enum" in option for option in rules):
-            for name in [name for option in rules for name in option["enum"]]:
-                if name not in names:
-                    of = [p for p in patterns if self._cases.matches(p, name)]
-                    names[name] = patterns[of[0]] if of else others
+            for option in rules:
+                rule_of_all = {key: value for key, value in option.items() if key != "enum"}
+                for name in option["enum"]:
+                    is_allowed = not rule_of_all or self._accepts(rule_of_all, name)
+                    if is_allowed and names.get(name) is not False:
+                        names[name] = self._property(properties, name)
             return names, {}, False
         if {"type": "string"} in rules:
             return names, patterns, others
@@ -329,6 +370,8 @@ def _string(facts: Mapping[str, Any], excluded: set[str]) -> dict[str, Any]:
         if fact in facts:
             found[keyword] = facts[fact]
     patterns = list(facts.get("patterns", ()))
+    for name in facts.get("formats", ()):
+        patterns += _FORMAT_PATTERNS.get(name, ())
     if excluded:
         patterns.append(all_but(excluded))
     further = []
@@ -366,11 +409,34 @@ def _numbers(facts: Mapping[str, Any], excluded: Sequence[float]) -> list[dict[s
             option["exclusiveMinimum" if bottom[1] else "minimum"] = _inside(bottom[0], up=True)
         if top[0] < math.inf:
             option["maximum" if top[1] else "exclusiveMaximum"] = _inside(top[0], up=False)
+        if len(multiples) == 1 and option["type"] == "number":
+            found += [option | {"multipleOf": value} for value in _spellings(multiples[0])]
+            continue
         if multiples:
             option["multipleOf"] = multiples[0]
             further = [{"type": "number", "multipleOf": value} for value in multiples[1:]]
             option |= {"allOf": further} if further else {}
         found.append(option)
+    return found
+
+
+def _spellings(multiple: float) -> list[float]:
+    """Return numbers whose multiples are, together, all texts of multiples of `multiple`.
+
+    llguidance writes a multiple of 0.25 with two decimals: 0.50, but not 0.5.
+
+    Examples
+    --------
+    >>> _spellings(0.25), _spellings(0.125), _spellings(0.01)
+    ([0.25, 0.5], [0.125, 0.25, 0.5], [0.01])
+    """
+    exact = Decimal(str(multiple)).normalize()
+    digits = -int(exact.as_tuple().exponent)
+    count = int(exact.scaleb(digits)) if 1 < digits <= _MAX_DECIMALS else 1
+    found = [multiple]
+    if count > 1:
+        shorter = (math.lcm(count, 10**left_out) for left_out in range(1, digits))
+        found += dict.fromkeys(value / 10**digits for value in shorter)
     return found
 
 

@@ -264,6 +264,42 @@ CASES = {
         ["-3.5", "-3.01"],
         ["-3", "-3.0", "-4"],
     ),
+    "constant-names-beside-properties-and-patterns": (
+        {
+            "type": "object",
+            "properties": {"a": {"type": "integer"}},
+            "patternProperties": {"^a": {"maximum": 9}, "b": {"minimum": 3}},
+            "propertyNames": {"enum": ["a", "ab", "c"]},
+        },
+        ["{}", '{"a":1,"ab":4}', '{"ab":"a"}', '{"c":0}'],
+        ['{"a":10}', '{"a":0.5}', '{"ab":1}', '{"ab":10}', '{"d":1}'],
+    ),
+    "constant-names-beside-lengths": (
+        {"type": "object", "propertyNames": {"enum": ["a", "abc"], "maxLength": 2}},
+        ["{}", '{"a":1}'],
+        ['{"abc":1}'],
+    ),
+    "days-of-a-calendar": (
+        {"type": "string", "format": "date"},
+        ['"2024-02-29"', '"2000-02-29"', '"1900-02-28"', '"2023-12-31"'],
+        ['"2023-02-29"', '"1900-02-29"', '"2100-02-29"', '"2024-02-30"', '"2023-04-31"'],
+    ),
+    "seconds-of-a-minute": (
+        {"anyOf": [{"format": "date-time"}, {"format": "time"}], "type": "string"},
+        ['"2024-02-29T23:59:59Z"', '"2023-01-01T00:00:00.5+01:30"', '"23:59:59Z"', '"00:00:00Z"'],
+        ['"2023-02-29T23:59:59Z"', '"2023-01-01T10:20:60Z"', '"10:20:60Z"', '"23:59:60Z"'],
+    ),
+    "a-constant-date": (
+        {"enum": ["2023-02-29", "2024-02-29"], "format": "date"},
+        ['"2024-02-29"'],
+        ['"2023-02-29"'],
+    ),
+    "decimals-of-a-multiple": (
+        {"type": "number", "multipleOf": 0.25, "exclusiveMinimum": -1},
+        ["0.5", "0.50", "-0.5", "-0.25", "1.75", "3", "3.0"],
+        ["0.1", "0.2", "0.05", "-1.5", "-1"],
+    ),
+    "decimals-of-eighths": ({"multipleOf": 0.125}, ["0.5", "0.75", "0.625", "2"], ["0.2", "0.55"]),
     "large-integers": (
         {"type": "integer", "maximum": 9223372036854775807},
         ["1"],
@@ -292,6 +328,37 @@ def test_the_valid_texts_are_allowed_and_no_others(name):
         assert accepts(matcher, json.dumps(json.loads(text), ensure_ascii=False, indent=1)), text
     for text in invalid:
         assert not accepts(matcher, text), text
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {"patternProperties": {"^[cd]$": {"maximum": 9}}, "additionalProperties": False},
+        {"propertyNames": {"pattern": "^[cd]$"}},
+    ],
+)
+@pytest.mark.parametrize("names", ["cd", "dc"])
+def test_names_that_all_have_schemas_leave_no_comma(names, rules):
+    """After it no name could follow: the request would end with an error."""
+    properties = {name: {"type": "integer"} for name in names}
+    matcher, why = compiled({"type": "object", "properties": properties, **rules})
+    assert why == ""
+    text = "{" + ",".join(f'"{name}":1' for name in names)
+    assert accepts(matcher, text + "}")
+    assert accepts(matcher, text + "0}") == ("propertyNames" in rules)
+    assert matcher.deep_copy().try_consume_tokens(list(f"{text},".encode())) == len(text)
+
+
+def test_names_that_a_pattern_has_beside_those_with_schemas_are_allowed():
+    schema = {
+        "type": "object",
+        "properties": {"c": {"type": "integer"}},
+        "patternProperties": {"^[cd]$": {"maximum": 9}},
+        "additionalProperties": False,
+    }
+    matcher, _ = compiled(schema)
+    assert accepts(matcher, '{"c":1,"d":9}')
+    assert not accepts(matcher, '{"c":10}') and not accepts(matcher, '{"c":1,"d":10}')
 
 
 @pytest.mark.parametrize(
