@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 import time
@@ -116,7 +117,8 @@ def _reference_options(arguments: argparse.Namespace) -> dict[str, Any] | None:
     if given is None:
         return None
     options = {name: getattr(arguments, name) for name in ("model", "device", "dtype")}
-    if not re.match(rf"({'|'.join(_REFERENCE_OPTIONS)})=", given):
+    is_path = not re.match(r"\w+=", given) or os.path.exists(given)
+    if is_path and not re.match(rf"({'|'.join(_REFERENCE_OPTIONS)})=", given):
         return options | {"model": given}
     for part in given.split(","):
         name, _, value = part.partition("=")

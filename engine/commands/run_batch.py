@@ -95,7 +95,9 @@ def _check(arguments: argparse.Namespace) -> None:
     output = arguments.output_file
     file = arguments.file
     if output.is_dir() or not output.parent.is_dir():
-        raise ConfigError(f"--output-file must be in an existing folder; got {excerpt(output)}")
+        raise ConfigError(
+            f"--output-file must be a file in an existing folder; got {excerpt(output)}"
+        )
     for written in (output, _partial_of(output)):
         if written.exists() and file.exists() and written.samefile(file):
             raise ConfigError(

@@ -239,8 +239,11 @@ def test_the_command_answers_as_the_library_does(capsys, tmp_path):
         (["{tmp}/none.jsonl", "-o", "{tmp}/x"], "none.jsonl: cannot be read"),
         (["/dev/zero", "-o", "{tmp}/x"], "must be a regular file"),
         (["{tmp}/empty.jsonl", "-o", "{tmp}/x"], "must have a line; it is empty"),
-        (["{tmp}/one.jsonl", "-o", "{tmp}"], "--output-file must be in an existing folder"),
-        (["{tmp}/one.jsonl", "-o", "{tmp}/no/x"], "--output-file must be in an existing folder"),
+        (["{tmp}/one.jsonl", "-o", "{tmp}"], "--output-file must be a file in an existing folder"),
+        (
+            ["{tmp}/one.jsonl", "-o", "{tmp}/no/x"],
+            "--output-file must be a file in an existing folder",
+        ),
         (["{tmp}/one.jsonl", "-o", "{tmp}/one.jsonl"], "--output-file must be another file"),
         (["{tmp}/b.partial", "-o", "{tmp}/b"], "--output-file must be another file"),
         (["{tmp}/one.jsonl", "-o", "{tmp}/x", "--max-num-seqs", "0"], "must be from 1 to 65536"),

@@ -307,6 +307,10 @@ def test_the_command_refuses_another_tokenizer(capsys, text_file, monkeypatch):
         (("--file", "TEXT", "--json", "/no/folder/x"), "--json must name a file in an existing"),
         (("--file", "TEXT", "--compare", "dtype=int3"), "dtype must be one of auto"),
         (("--file", "TEXT", "--compare", "dtype="), "--compare must be a model, or options of"),
+        (
+            ("--file", "TEXT", "--compare", "kv_cache_dtype=fp8"),
+            "--compare must be a model, or options of model=, dtype=, quantization=, device=",
+        ),
         (("--file", "TEXT", "--compare", "dtype=float16,x=1"), "got 'x=1'"),
         (("--file", "TEXT", "-q", "int3"), "int3"),
     ],
