@@ -230,10 +230,11 @@ class _Writer:
                 names, patterns, others, required, facts["names"], properties
             )
         if others is False:
-            for pattern in [p for p in patterns if self._is_used_up(p, names)]:
+            known = dict.fromkeys([*names, *required])
+            for pattern in [p for p in patterns if self._is_used_up(p, known)]:
                 del patterns[pattern]
-                for name in names:
-                    if names[name] is not False and self._cases.matches(pattern, name):
+                for name in known:
+                    if names.get(name) is not False and self._cases.matches(pattern, name):
                         names[name] = self._property(properties, name)
         elif names or patterns:
             self._has_open_names = True

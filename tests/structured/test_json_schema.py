@@ -337,11 +337,15 @@ def test_the_valid_texts_are_allowed_and_no_others(name):
         {"propertyNames": {"pattern": "^[cd]$"}},
     ],
 )
-@pytest.mark.parametrize("names", ["cd", "dc"])
-def test_names_that_all_have_schemas_leave_no_comma(names, rules):
+@pytest.mark.parametrize(
+    ("properties", "required", "names"),
+    [("cd", "", "cd"), ("dc", "", "dc"), ("c", "d", "cd"), ("", "dc", "dc")],
+)
+def test_names_that_all_have_schemas_leave_no_comma(properties, required, names, rules):
     """After it no name could follow: the request would end with an error."""
-    properties = {name: {"type": "integer"} for name in names}
-    matcher, why = compiled({"type": "object", "properties": properties, **rules})
+    properties = {name: {"type": "integer"} for name in properties}
+    schema = {"type": "object", "properties": properties, "required": list(required)}
+    matcher, why = compiled(schema | rules)
     assert why == ""
     text = "{" + ",".join(f'"{name}":1' for name in names)
     assert accepts(matcher, text + "}")
