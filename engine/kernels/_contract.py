@@ -19,11 +19,12 @@ from typing import Any
 import numpy as np
 
 from engine import device
+from engine.checks import shown
 from engine.dtypes import BFLOAT16
 from engine.errors import ContractError, DTypeError, ShapeError
 from engine.plan_array import NotContiguousError, PlanArray
 
-__all__ = ["FLOATS", "INT32", "INT64", "MIRROR_FLOATS", "Contract"]
+__all__ = ["FLOATS", "INT32", "INT64", "MIRROR_FLOATS", "Contract", "shown_argument"]
 
 FLOATS = (np.dtype(np.float32), np.dtype(np.float16), BFLOAT16)
 FLOAT32 = np.dtype(np.float32)
@@ -43,6 +44,13 @@ def _parsed_shape(shape: str) -> tuple[bool, tuple[str | int, ...]]:
     has_more = symbols[:1] == ["*"]
     names = symbols[1:] if has_more else symbols
     return has_more, tuple(int(name) if name.isdecimal() else name for name in names)
+
+
+def shown_argument(value: Any) -> str:
+    """Return an argument as a short text for an error: an array by its shape."""
+    if hasattr(value, "shape") and not isinstance(value, np.generic | type):
+        return f"an array of shape {tuple(value.shape)}"
+    return shown(value)
 
 
 class Contract:
@@ -168,6 +176,19 @@ class Contract:
             return result
         return self.output(name, out, result.shape, result.dtype, layout=layout)
 
+    def check_target(
+        self,
+        out: Any,
+        shape: Sequence[int],
+        dtype: np.dtype[Any],
+        name: str = "out",
+        *,
+        layout: str = "C",
+    ) -> None:
+        """Check `out`, if it is given, for a mirror that writes an argument: before it does."""
+        if out is not None:
+            self.output(name, out, shape, dtype, layout=layout)
+
     @staticmethod
     def fill(target: Any, result: Any) -> Any:
         """Copy the mirror's `result` to its `target` and return the target."""
@@ -178,7 +199,7 @@ class Contract:
     def check(self, name: str, ok: bool, wanted: str, got: Any) -> None:
         """Raise a ContractError unless `ok`."""
         if not ok:
-            raise ContractError(f"{self.op}: {name}: must be {wanted}; got {got!r}")
+            raise ContractError(f"{self.op}: {name}: must be {wanted}; got {shown_argument(got)}")
 
     def number(
         self, name: str, value: Any, *, low: float = -math.inf, high: float = math.inf
@@ -187,7 +208,8 @@ class Contract:
         ok = isinstance(value, int | float | np.number) and not isinstance(value, bool)
         if not (ok and low <= value <= high):
             raise ContractError(
-                f"{self.op}: {name}: must be a number from {low} to {high}; got {value!r}"
+                f"{self.op}: {name}: must be a number from {low} to {high}; "
+                f"got {shown_argument(value)}"
             )
         return float(value)
 

@@ -137,6 +137,7 @@ def causal_conv(
         out_gate = call.array("out_gate", out_gate, "T C", x.dtype, layout="rows")
     call.check("activation", activation in (None, "silu"), "None or 'silu'", activation)
     if call.on_cpu:
+        call.check_target(out, x.shape, x.dtype)
         options = {"activation": activation, "in_gate": in_gate, "out_gate": out_gate}
         result = reference.causal_conv(x, weight, **slots.arrays, bias=bias, **options)
         return call.finish(out, result)

@@ -109,21 +109,19 @@ def decode_inputs(
     is_triple = out is None or (isinstance(out, tuple | list) and len(out) == 3)
     call.check("out", is_triple, "None or three arrays", type(out).__name__)
     arrays = (rows, token_ids, positions, last_ids, tables, new_starts, cu_new_blocks, new_blocks)
-    outs = (None, None, None) if out is None else out
-    if call.on_cpu:
-        _check_values(call, rows, positions, new_starts, cu_new_blocks, block_size)
-        results = reference.decode_inputs(*arrays, block_size=block_size)
-        names = ("out[0]", "out[1]", "out[2]")
-        targets = [call.target(*three) for three in zip(outs, results, names, strict=True)]
-        return tuple(map(call.fill, targets, results))
     batch = call["B"]
     width = call["W"]
     query_len = call["Q"]
+    outs = (None, None, None) if out is None else out
     outs = (
         call.output("out[0]", outs[0], (batch, query_len), INT32),
         call.output("out[1]", outs[1], (batch, query_len), INT64),
         call.output("out[2]", outs[2], (batch, width), INT32),
     )
+    if call.on_cpu:
+        _check_values(call, rows, positions, new_starts, cu_new_blocks, block_size)
+        results = reference.decode_inputs(*arrays, block_size=block_size)
+        return tuple(map(call.fill, outs, results))
     _launch(arrays, outs, block_size)
     return outs
 

@@ -77,7 +77,8 @@ def lora_expand(
         Promise that no kernel still running on the stream writes `b`, `bias`, `order` or
         `offsets`, which are then read while the preceding kernel ends.
     out : (T, N) array of b's dtype, optional
-        Array for the result; a view whose last axis is contiguous.
+        Array for the result; a view whose last axis is contiguous. Must not overlap another
+        argument.
 
     Returns
     -------

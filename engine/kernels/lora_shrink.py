@@ -74,7 +74,7 @@ def lora_shrink(
         Promise that no kernel still running on the stream writes `a`, `order` or `offsets`, which
         are then read while the preceding kernel ends.
     out : (num_splits, T, R) array of float32 (of float64 if x has it), optional
-        Array for the result.
+        Array for the result; must not overlap another argument.
 
     Returns
     -------

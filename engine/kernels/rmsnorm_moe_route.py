@@ -201,6 +201,8 @@ def rmsnorm_moe_route(
     top_k = int(top_k)
     norm: dict[str, Any] = {"eps": eps, "weight_offset": weight_offset}
     if call.on_cpu:
+        call.check_target(out, x.shape, x.dtype)  # before `load` is written
+        call.check_target(residual_out, x.shape, x.dtype, "residual_out")
         results = reference.rmsnorm_moe_route(
             x,
             norm_weight,
@@ -213,10 +215,9 @@ def rmsnorm_moe_route(
             **options,
         )
         y, routing, *others = results
-        own = call.target(out, y)
         if residual is not None:
             others[-1] = call.finish(residual_out, others[-1], "residual_out")
-        return (call.fill(own, y), routing, *others)
+        return (call.finish(out, y), routing, *others)
     y = call.output("out", out, x.shape, x.dtype)
     h = None
     if residual is not None:

@@ -9,6 +9,7 @@ from engine import kernels
 from engine.errors import ContractError, DTypeError
 
 ROWS = np.arange(24, dtype=np.float32).reshape(3, 8)
+CUBE = ROWS[:, None].copy()
 IDS = np.array([0, 2, 2], np.int32)
 LOGITS = np.arange(24, dtype=np.float32).reshape(3, 8) % 5
 ORDER, OFFSETS = np.array([1, 0, 2], np.int32), np.array([0, 1, 3], np.int32)
@@ -220,3 +221,103 @@ def test_a_file_may_be_an_argument_and_an_out(tmp_path):
 def test_an_array_in_place_of_a_flag_is_named(name, call, flag):
     with pytest.raises(ContractError, match=f"^{name}: must be True or False; got an array of"):
         call(flag)
+
+
+def _zeros(*shape, dtype=np.float32):
+    return np.zeros(shape, dtype)
+
+
+# Name of an op that also writes an argument in place -> a call with `out`, and that argument.
+def _causal_conv(out):
+    states = _zeros(1, 1, 8)
+    sequence = {"cu_seqlens_q": np.array([0, 3], np.int32), "context_lens": np.array([3], np.int32)}
+    slots = {"states": states, "state_slots": _zeros(1, dtype=np.int32)}
+    return lambda: kernels.causal_conv(ROWS, _zeros(8, 2), **slots, **sequence, out=out), states
+
+
+def _mamba2(out):
+    states = np.ones((1, 1, 8, 8), np.float32)
+    heads = dict.fromkeys(("a_log", "d", "dt_bias"), _zeros(1))
+    sequence = {"cu_seqlens_q": np.array([0, 3], np.int32), "context_lens": np.array([3], np.int32)}
+    slots = {"states": states, "state_slots": _zeros(1, dtype=np.int32)}
+    arrays = (ROWS[:, None].copy(), _zeros(3, 1), ROWS[:, None].copy(), ROWS[:, None].copy())
+    return lambda: kernels.mamba2(*arrays, **heads, **slots, **sequence, out=out), states
+
+
+def _gated_delta(out):
+    states = np.ones((1, 1, 8, 8), np.float32)
+    heads = dict.fromkeys(("a_log", "dt_bias"), _zeros(1))
+    sequence = {"cu_seqlens_q": np.array([0, 3], np.int32), "context_lens": np.array([3], np.int32)}
+    slots = {"states": states, "state_slots": _zeros(1, dtype=np.int32)}
+    arrays = (*[ROWS[:, None].copy()] * 3, _zeros(3, 1), _zeros(3, 1))
+    return lambda: kernels.gated_delta(*arrays, **heads, **slots, **sequence, out=out), states
+
+
+def _decode_inputs(out):
+    tables = _zeros(2, 2, dtype=np.int32)
+    lists = [np.array(values, np.int32) for values in ([1], [[-1, 8]], [[17, 18]], [5, 6])]
+    news = [np.array(values, np.int32) for values in ([0], [0, 2], [9, 4])]
+    outs = (None, None, out)
+    return lambda: kernels.decode_inputs(*lists, tables, *news, block_size=16, out=outs), tables
+
+
+def _rmsnorm_moe_route(out):
+    load = _zeros(4, dtype=np.int64)
+    options = {"residual": ROWS, "residual_out": out, "load": load}
+    return lambda: kernels.rmsnorm_moe_route(
+        ROWS, ROWS[0], ROWS[:1].repeat(4, 0), 2, **options
+    ), load
+
+
+@pytest.mark.parametrize(
+    "op", [_causal_conv, _mamba2, _gated_delta, _decode_inputs, _rmsnorm_moe_route]
+)
+@pytest.mark.parametrize("out", [_zeros(3, 9), np.broadcast_to(_zeros(1, 8), (3, 8)), "out"])
+def test_nothing_is_written_if_out_is_wrong(op, out):
+    call, written = op(out)
+    before = written.copy()
+    with pytest.raises(ContractError, match=r"out(\[2\])?: must"):
+        call()
+    np.testing.assert_array_equal(written, before)
+    call, written = op(None)  # the call itself does write
+    call()
+    assert not np.array_equal(written, before)
+
+
+@pytest.mark.parametrize("word", [["silu"], np.ones(2), {}, 1.5, b"silu"], ids=str)
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("gelu: approximate", lambda word: kernels.gelu(ROWS, approximate=word)),
+        ("quantize_rows: dtype", lambda word: kernels.quantize_rows(ROWS, dtype=word)),
+        ("gemm: activation", lambda word: kernels.gemm(ROWS, ROWS, activation=word)),
+        ("gated_norm: activation", lambda w: kernels.gated_norm(CUBE, CUBE, ROWS[0], activation=w)),
+        ("moe_route: score", lambda word: kernels.moe_route(LOGITS, 2, score=word)),
+        ("activation_backward: activation", lambda w: kernels.activation_backward(ROWS, ROWS, w)),
+    ],
+)
+def test_a_word_of_another_type_is_named(name, call, word):
+    with pytest.raises(ContractError, match=f"^{name}: must be .*; got"):
+        call(word)
+
+
+def test_an_array_in_an_error_is_told_by_its_shape():
+    """Its elements would fill pages."""
+    many = np.zeros((1000, 8), np.float32)
+    order, offsets = np.zeros(1000, np.int32), np.array([0, 1000], np.int32)
+    for call, text in (
+        (lambda: kernels.rmsnorm(many, many[0], residual_out=many), "got an array of shape (1000,"),
+        (lambda: kernels.rmsnorm(many, many[0], eps=many), "got an array of shape (1000, 8)"),
+        (lambda: kernels.moe_combine(many[:, None], num_identity=many), "got an array of shape"),
+        (
+            lambda: kernels.lora_shrink(many, np.ones((1, 4, 8), np.float32), order, offsets),
+            "a permutation of range(1000); got 'token 0 1000 times'",
+        ),
+        (
+            lambda: kernels.lora_shrink(many, np.ones((1, 4, 8), np.float32), order - 1, offsets),
+            "order: must be a permutation of range(1000); got [-1]",
+        ),
+    ):
+        with pytest.raises(ContractError) as failure:
+            call()
+        assert text in str(failure.value) and len(str(failure.value)) < 200

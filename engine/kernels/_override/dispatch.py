@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
-from engine.errors import ContractError
+from engine.errors import ContractError, EngineError
+from engine.kernels._contract import shown_argument
 
 __all__ = [
     "ACTIVE",
@@ -76,9 +77,9 @@ def dispatched(op: OpT) -> OpT:
             runs = active.runs
             runs[name] = runs.get(name, 0) + 1
             return op(*args, **options)
-        except ValueError as error:
-            if not isinstance(error, ContractError):
-                _refuse_flags(op, options, error)
+        except (TypeError, ValueError) as error:
+            if not isinstance(error, EngineError):
+                _refuse_kinds(op, args, options, error)
             raise
 
     OPS[name] = op
@@ -86,14 +87,25 @@ def dispatched(op: OpT) -> OpT:
     return call  # type: ignore[return-value]
 
 
-def _refuse_flags(op: Callable[..., Any], options: Mapping[str, Any], error: ValueError) -> None:
-    """Raise a ContractError if a flag of a call that failed is an array without a truth value."""
+_WANTED = {"bool": "True or False", "int": "an int", "float": "a number", "str": "a str"}
+
+
+def _refuse_kinds(
+    op: Callable[..., Any], args: tuple[Any, ...], options: Mapping[str, Any], error: Exception
+) -> None:
+    """Raise a ContractError for an argument that is no number or word, of a call that failed.
+
+    An array has no truth value, and a list, which has no hash, is not looked up in a table.
+    """
     kinds = inspect.signature(op).parameters
-    for name, value in options.items():
-        if name in kinds and kinds[name].annotation == "bool" and getattr(value, "size", 1) != 1:
-            raise ContractError(
-                f"{op.__name__}: {name}: must be True or False; got an array of shape {value.shape}"
-            ) from error
+    for name, value in (*zip(kinds, args, strict=False), *options.items()):
+        kind = str(kinds[name].annotation).removesuffix(" | None") if name in kinds else ""
+        if kind not in _WANTED:
+            continue
+        is_array = hasattr(value, "shape") and getattr(value, "size", 1) != 1
+        if is_array or (kind == "str" and not isinstance(value, str | None)):
+            what = f"must be {_WANTED[kind]}; got {shown_argument(value)}"
+            raise ContractError(f"{op.__name__}: {name}: {what}") from error
 
 
 def run(name: str, *args: Any, **options: Any) -> Any:

@@ -207,6 +207,7 @@ def gated_delta(
     if max_seqlen_q is not None:
         longest = min(longest, check_count(call, "max_seqlen_q", max_seqlen_q))
     if call.on_cpu:
+        call.check_target(out, v.shape, v.dtype)
         result = reference.gated_delta(**arrays, **slots.arrays, **numbers, **norm.mirror_args)
         return call.finish(out, result)
     out = call.output("out", out, v.shape, v.dtype)

@@ -152,6 +152,7 @@ def mamba2(
     if max_seqlen_q is not None:
         longest = min(longest, check_count(call, "max_seqlen_q", max_seqlen_q))
     if call.on_cpu:
+        call.check_target(out, x.shape, x.dtype)
         return call.finish(out, reference.mamba2(**arrays, **slots.arrays, **limits))
     out = call.output("out", out, x.shape, x.dtype)
     args = kernel_args(arrays, slots, limits, out)
