@@ -253,6 +253,50 @@ def test_a_reference_that_returns_too_many_results_is_told():
     assert "must return one array, out; it returned a tuple of 2" in told
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_a_reference_cannot_write_an_argument_of_the_caller(dtype):
+    def double(x):
+        x *= 2
+        return x
+
+    x = np.arange(4).astype(dtype)
+    with pytest.raises(errors.ContractError, match="f: the reference modifies an argument: let"):
+        define(reference=double)(x)
+    np.testing.assert_array_equal(x, np.arange(4))
+    assert "the reference modifies an argument: let it copy" in findings(reference=double)
+    in_place = define(signature="x: (N,) float inout", reference=double)
+    assert in_place(x) is x
+    np.testing.assert_array_equal(x, 2 * np.arange(4))
+
+
+@pytest.mark.parametrize("result", [1j, None, "a"])
+def test_a_reference_that_returns_no_real_numbers_is_told(result):
+    op = define(reference=lambda x: np.array([result] * x.size))
+    with pytest.raises(errors.DTypeError, match="f: its reference must return real numbers, out;"):
+        op(np.ones(3, np.float32))
+
+
+def test_a_reference_or_launch_of_other_arguments_is_told():
+    signature = "x: (N,) float, scale: (N,) float32 -> (N,) like x"
+    words = r"f: reference: must take the arguments \(x, scale\) by position; it takes \(x\)"
+    with pytest.raises(errors.ConfigError, match=words):
+        define(signature=signature)
+    with pytest.raises(errors.ConfigError, match=r"reference: must .* \(x\) .* takes \(\*, x\)"):
+        define(reference=lambda *, x: x)
+    with pytest.raises(errors.ConfigError, match=r"f: launch: must take the arguments \(problem\)"):
+        define(launch=lambda: None)
+    define(signature=signature, reference=np.multiply)
+    define(signature=signature, reference=lambda *args, factor=2: args[0] * factor)
+
+
+def test_a_size_that_no_array_can_have_is_told_before_the_reference_runs():
+    op = define(
+        signature="x: (N,) float, k: int32 -> (k,) like x", reference=lambda x, k: np.zeros(k)
+    )
+    with pytest.raises(errors.ShapeError, match="f: out: k must be an integer of at least 0; got"):
+        op(np.ones(3, np.float32), -1)
+
+
 def test_templates_may_stand_beside_the_kernel():
     helper = "template <typename T> __global__ void g(const T* x) {}\n"
     assert "f: ok" in findings(source=helper + SCALE)

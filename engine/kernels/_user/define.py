@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -115,6 +116,8 @@ def define(
     file = sys._getframe(1).f_globals.get("__file__") or ""
     folder = Path(file).resolve().parent if file else Path.cwd()
     parsed = parse_signature(signature, name)
+    _check_parameters(name, "reference", reference, [arg.name for arg in parsed.args])
+    _check_parameters(name, "launch", launch, ("problem",))
     _check_types(name, tolerance, sizes or {}, in_place)
     definition = Definition(
         name,
@@ -138,6 +141,23 @@ def define(
     )
     _check_names(definition)
     return Op(definition)
+
+
+def _check_parameters(
+    name: str, label: str, function: Callable[..., Any], wanted: Sequence[str]
+) -> None:
+    """Check that a function can be called with these arguments by position."""
+    try:
+        parameters = inspect.signature(function)
+    except ValueError:  # a built-in function without a signature
+        return
+    try:
+        parameters.bind(*wanted)
+    except TypeError:
+        raise ConfigError(
+            f"{name}: {label}: must take the arguments ({', '.join(wanted)}) by position; "
+            f"it takes {parameters}"
+        ) from None
 
 
 def _known_arch(name: str, requires: str) -> str:

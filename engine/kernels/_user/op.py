@@ -19,6 +19,7 @@ from engine.errors import (
     ConfigError,
     ContractError,
     DeviceError,
+    DTypeError,
     EngineError,
     LaunchPlanError,
     ShapeError,
@@ -335,8 +336,18 @@ class Op:
 
     def _run_reference(self, bound: Bound, outs: tuple[Any, ...]) -> Any:
         written = {a.name: bound.values[a.name] for a in self.signature.arrays if a.is_inout}
-        args = [_widened(bound.values[name], copy=name in written) for name in self._names]
-        returned = self.reference(*args)
+        for array in self.signature.outputs:
+            bound.shape(array)  # an error of the sizes, before one of the reference
+        args = [_widened(bound.values[name], is_written=name in written) for name in self._names]
+        try:
+            returned = self.reference(*args)
+        except ValueError as error:
+            if "read-only" not in str(error):
+                raise
+            raise ContractError(
+                f"{self.name}: the reference modifies an argument: let it copy, or declare the "
+                "argument inout"
+            ) from error
         results = self._results(bound, returned)
         targets = [
             bound.contract.target(out, result, array.name, layout=_layout(array))
@@ -373,6 +384,11 @@ class Op:
                     f"it returned a tuple of {len(value)}"
                 )
             result = np.asarray(value)
+            if result.dtype.kind not in "biufV":  # V: bfloat16
+                raise DTypeError(
+                    f"{self.name}: its reference must return real numbers, {array.name}; "
+                    f"got {result.dtype}"
+                )
             shape = bound.shape(array)
             if result.shape != shape:
                 raise ShapeError(
@@ -559,11 +575,18 @@ _C_TYPES = {
 }
 
 
-def _widened(value: Any, *, copy: bool) -> Any:
-    """Return what the reference gets: halves as float32, arguments written in place as a copy."""
+def _widened(value: Any, *, is_written: bool) -> Any:
+    """Return what the reference gets: halves as float32, arguments written in place as a copy.
+
+    Other arrays are read-only: ``x *= 2`` in a reference would change the caller's array.
+    """
     if not isinstance(value, np.ndarray):
         return value
-    return value.astype(np.float32) if value.dtype in _HALVES else value.copy() if copy else value
+    if is_written:
+        return value.astype(np.float32) if value.dtype in _HALVES else value.copy()
+    given = value.astype(np.float32) if value.dtype in _HALVES else value.view()
+    given.flags.writeable = False
+    return given
 
 
 def _returned(results: list[Any]) -> Any:
