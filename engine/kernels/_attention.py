@@ -196,11 +196,19 @@ def checked_starts(call: Contract, name: str, starts: Any, total: int) -> Any:
 
 
 def checked_longest(call: Contract, name: str, longest: Any, starts: Any) -> int:
-    """Return an upper bound of the lengths: `longest`, or their maximum, which needs a sync."""
-    if longest is not None:
-        return check_count(call, name, longest)
+    """Return an upper bound of the lengths: `longest`, or their maximum, which needs a sync.
+
+    On the CPU a `longest` that is too small is an error: a kernel would leave out its tokens.
+    """
+    bound = None if longest is None else check_count(call, name, longest)
+    if bound is not None and not call.on_cpu:
+        return bound
     lengths = call.xp.diff(starts)
-    return int(lengths.max()) if lengths.size else 0
+    needed = int(lengths.max()) if lengths.size else 0
+    if bound is None:
+        return needed
+    call.check(name, bound >= needed, f"at least {needed}, the longest sequence", bound)
+    return bound
 
 
 def check_count(call: Contract, name: str, value: Any) -> int:

@@ -225,6 +225,21 @@ def test_packed_sequences(where):
     _compare(run, formula, [q, k, v, sinks])
 
 
+def test_what_packed_sequences_need():
+    q, k = torch.ones(5, 2, 8), torch.ones(5, 1, 8)
+    ends = torch.tensor([0, 2, 5], dtype=torch.int32)
+    for x in (q[0], q[None]):
+        with pytest.raises(
+            ShapeError, match=r"attention_varlen: q: must have shape \(tokens, heads"
+        ):
+            ops.attention_varlen(x, k, k, ends, ends, 3, 3)
+    with pytest.raises(ContractError, match="max_seqlen_q: must be at least 3, the longest seq"):
+        ops.attention_varlen(q, k, k, ends, ends, 2, 3)
+    q.requires_grad_()
+    with pytest.raises(ContractError, match="max_seqlen_k: must be at least 3, the longest seq"):
+        ops.attention_varlen(q, k, k, ends, ends, 3, 2).sum().backward()
+
+
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize(("n", "m"), [(17, 17), (9, 17)])
 @pytest.mark.parametrize("lead", [(), (2,), (2, 3)])

@@ -318,6 +318,11 @@ def test_wrong_arguments():
         ops.linear_cross_entropy(x, weight, target, sum_dtype=torch.int32)
     with pytest.raises(ContractError, match=r"bias: must have shape \(50,\); got \(1,\)"):
         ops.linear_cross_entropy(x, weight, target, bias=weight[0, :1])
+    for other in (weight[:, 1:], weight[None]):
+        with pytest.raises(
+            ContractError, match=r"weight: must have shape \(V, \d+\), as x has; got"
+        ):
+            ops.linear_cross_entropy(x, other, target)
     for function in (ops.cross_entropy, lambda x, t: ops.linear_cross_entropy(x, weight, t)):
         with pytest.raises(ContractError, match=r"target: must have shape \(20, 30\); got \(30"):
             function(x.unflatten(0, (20, 30)), target.view(30, 20))

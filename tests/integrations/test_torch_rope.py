@@ -8,6 +8,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from torch.library import opcheck  # noqa: E402
 
+from engine.errors import ShapeError  # noqa: E402
 from engine.integrations import torch as ops  # noqa: E402
 
 
@@ -63,6 +64,17 @@ def test_positions_are_integers():
     q = torch.ones(3, 1, 8)
     with pytest.raises(TypeError, match="rope: positions: must be int64 or int32; got float32"):
         ops.rope(q, q, _table(4, 6, "cpu"), torch.tensor([0.5, 1.0, 2.0]))
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 3), (3, 1), (3, 2, 1)])
+def test_positions_that_do_not_fit_the_tokens_are_told(shape):
+    q = torch.ones(3, 2, 1, 8)
+    positions = torch.zeros(shape, dtype=torch.int64)
+    if shape == (3, 1):
+        ops.rope(q, q, _table(4, 6, "cpu"), positions)
+        return
+    with pytest.raises(ShapeError, match=r"rope: positions: must have shape \(3, 2\), the leading"):
+        ops.rope(q, q, _table(4, 6, "cpu"), positions)
 
 
 def test_vmap_and_opcheck(where):

@@ -321,3 +321,35 @@ def test_an_array_in_an_error_is_told_by_its_shape():
         with pytest.raises(ContractError) as failure:
             call()
         assert text in str(failure.value) and len(str(failure.value)) < 200
+
+
+def test_a_bound_of_the_lengths_that_is_too_small_is_named_on_the_host():
+    """On a GPU the tokens beyond it would be left out."""
+    ends = np.array([0, 1, 3], np.int32)
+    sequences = {"cu_seqlens_q": ends, "cu_seqlens_k": ends}
+    for bound, text in (
+        (1, "at least 2, the longest sequence; got 1"),
+        (-1, "an int of 0 or more"),
+    ):
+        with pytest.raises(ContractError, match=f"max_seqlen_q: must be {text}"):
+            kernels.attention_prefill(CUBE, CUBE, CUBE, **sequences, max_seqlen_q=bound)
+    out, lse = kernels.attention_prefill(
+        CUBE, CUBE, CUBE, **sequences, max_seqlen_q=9, return_lse=True
+    )
+    for name in ("max_seqlen_q", "max_seqlen_k"):
+        with pytest.raises(ContractError, match=f"{name}: must be at least 2, the longest seq"):
+            kernels.attention_backward(CUBE, CUBE, CUBE, CUBE, out, lse, **sequences, **{name: 1})
+    slots = {"state_slots": np.array([0, 1], np.int32), "context_lens": np.array([1, 2], np.int32)}
+    heads = dict.fromkeys(("a_log", "dt_bias"), _zeros(1))
+    states = _zeros(2, 1, 8, 8)
+    with pytest.raises(ContractError, match="gated_delta: max_seqlen_q: must be at least 2"):
+        kernels.gated_delta(
+            *[CUBE] * 3,
+            *[_zeros(3, 1)] * 2,
+            **heads,
+            states=states,
+            **slots,
+            cu_seqlens_q=ends,
+            max_seqlen_q=1,
+        )
+    assert not states.any()

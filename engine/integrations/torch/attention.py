@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from engine.errors import ContractError
+from engine.errors import ContractError, ShapeError
 from engine.integrations.torch._attention_operators import ATTENTION
 from engine.integrations.torch._core import to_autocast_dtype
 from engine.integrations.torch._tensors import accumulation_dtype
@@ -133,6 +133,10 @@ def attention_varlen(
     >>> attention_varlen(q, q, q, ends, ends, 2, 2, causal=True)[:, 0, 0]
     tensor([1., 1., 1.])
     """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 3:
+            wanted = f"attention_varlen: {name}: must have shape (tokens, heads, D)"
+            raise ShapeError(f"{wanted}; got {tuple(x.shape)}")
     options = (causal, scale, window, softcap, pattern, deterministic)
     q, k, v = to_autocast_dtype(q, k, v)
     starts = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)

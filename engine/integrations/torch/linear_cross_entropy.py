@@ -398,6 +398,9 @@ def _check_parameters(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
             raise ContractError(
                 f"linear_cross_entropy: {name}: must be {x.dtype}, as x is; got {tensor.dtype}"
             )
+    if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
+        wanted = f"linear_cross_entropy: weight: must have shape (V, {x.shape[-1]}), as x has"
+        raise ShapeError(f"{wanted}; got {tuple(weight.shape)}")
     if bias is not None and bias.shape != weight.shape[:1]:
         wanted = f"linear_cross_entropy: bias: must have shape ({len(weight)},)"
         raise ShapeError(f"{wanted}; got {tuple(bias.shape)}")

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from engine import kernels
+from engine.errors import ShapeError
 from engine.integrations.torch._core import define
 from engine.integrations.torch._tensors import check_integers
 from engine.integrations.torch._transforms import fold_rows
@@ -87,8 +88,15 @@ def rope(
     tensor([[[0., 1.]]])
     """
     check_integers("rope", "positions", positions)
-    if positions.shape != q.shape[:-2]:
-        positions = positions.expand(q.shape[:-2])
+    lead = q.shape[:-2]
+    if positions.shape != lead:
+        sizes = zip(reversed(positions.shape), reversed(lead), strict=False)
+        if positions.dim() > len(lead) or any(size not in (1, of_q) for size, of_q in sizes):
+            wanted = f"rope: positions: must have shape {tuple(lead)}, the leading axes of q"
+            raise ShapeError(
+                f"{wanted}, or one that broadcasts to it; got {tuple(positions.shape)}"
+            )
+        positions = positions.expand(lead)
     if positions.dtype != torch.int32:
         positions = positions.to(torch.int32)
     rotated: tuple[torch.Tensor, torch.Tensor] = _ROPE(q, k, positions, cos_sin, interleaved, False)

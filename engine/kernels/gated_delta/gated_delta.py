@@ -6,7 +6,7 @@ from typing import Any
 
 from engine import reference
 from engine.dtypes import BFLOAT16, accumulation_dtype
-from engine.kernels._attention import check_count
+from engine.kernels._attention import checked_longest
 from engine.kernels._contract import FLOAT32, FLOAT64, MIRROR_FLOATS, Contract
 from engine.kernels._module import ModuleSpec
 from engine.kernels._state_slots import StateSlots
@@ -205,7 +205,8 @@ def gated_delta(
     norm = OutputNorm.checked(call, q.dtype, z, norm_weight, norm_eps, norm_activation)
     longest = call["T"]
     if max_seqlen_q is not None:
-        longest = min(longest, check_count(call, "max_seqlen_q", max_seqlen_q))
+        starts = slots.arrays["cu_seqlens_q"]
+        longest = min(longest, checked_longest(call, "max_seqlen_q", max_seqlen_q, starts))
     if call.on_cpu:
         call.check_target(out, v.shape, v.dtype)
         result = reference.gated_delta(**arrays, **slots.arrays, **numbers, **norm.mirror_args)

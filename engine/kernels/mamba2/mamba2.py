@@ -7,7 +7,7 @@ from typing import Any
 
 from engine import reference
 from engine.dtypes import BFLOAT16, accumulation_dtype
-from engine.kernels._attention import check_count
+from engine.kernels._attention import checked_longest
 from engine.kernels._contract import FLOAT32, FLOAT64, MIRROR_FLOATS, Contract
 from engine.kernels._module import ModuleSpec
 from engine.kernels._state_slots import StateSlots
@@ -150,7 +150,8 @@ def mamba2(
     arrays = {"x": x, "dt": dt, "b": b, "c": c, **gates}
     longest = call["T"]
     if max_seqlen_q is not None:
-        longest = min(longest, check_count(call, "max_seqlen_q", max_seqlen_q))
+        starts = slots.arrays["cu_seqlens_q"]
+        longest = min(longest, checked_longest(call, "max_seqlen_q", max_seqlen_q, starts))
     if call.on_cpu:
         call.check_target(out, x.shape, x.dtype)
         return call.finish(out, reference.mamba2(**arrays, **slots.arrays, **limits))
