@@ -28,6 +28,7 @@ __all__ = [
     "needed_properties",
     "type_of",
     "value_key",
+    "whole_bounds",
 ]
 
 Literal = tuple[Subschema, bool]
@@ -249,8 +250,10 @@ def _trimmed(types: frozenset[str], facts: dict[str, Any]) -> Case:
     high = facts.get("high")
     if low and high and (low[0] > high[0] or (low[0] == high[0] and (low[1] or not high[1]))):
         gone.add("number")
-    if facts.get("is_integer") and facts.get("is_fraction"):
-        gone.add("number")
+    if facts.get("is_integer"):
+        bottom, top = whole_bounds(low or (-math.inf, True), high or (math.inf, False))
+        if bottom > top or facts.get("is_fraction"):
+            gone.add("number")
     for kind, what in (("string", "length"), ("array", "items"), ("object", "properties")):
         least = facts.get(f"min_{what}", 0)
         least = max(least, len(facts.get("required", ()))) if kind == "object" else least
@@ -273,6 +276,27 @@ def _trimmed(types: frozenset[str], facts: dict[str, Any]) -> Case:
         facts.pop("excluded", None)
         types = frozenset(map(type_of, values))
     return Case(types, **facts)
+
+
+def whole_bounds(low: tuple[Any, bool], high: tuple[Any, bool]) -> tuple[Any, Any]:
+    """Return the least and the greatest integer of a range, infinite where it is open.
+
+    Parameters
+    ----------
+    low, high : tuple
+        Bound, and whether it is excluded (`low`) or included (`high`).
+
+    Examples
+    --------
+    >>> whole_bounds((0.5, False), (3, False)), whole_bounds((1, True), (math.inf, False))
+    ((1, 2), (2, inf))
+    """
+    bottom, top = low[0], high[0]
+    if bottom > -math.inf:
+        bottom = math.floor(bottom) + 1 if low[1] else math.ceil(bottom)
+    if top < math.inf:
+        top = math.floor(top) if high[1] else math.ceil(top) - 1
+    return bottom, top
 
 
 def _is_in_range(value: float, facts: dict[str, Any]) -> bool:

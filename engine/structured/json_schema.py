@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
-from engine.structured.case import ALL_TYPES, Case, Conjunction, Properties, type_of
+from engine.structured.case import ALL_TYPES, Case, Conjunction, Properties, type_of, whole_bounds
 from engine.structured.cases import Cases
 from engine.structured.patterns import all_but
 from engine.structured.references import Document, SchemaError
@@ -401,7 +401,8 @@ def _numbers(facts: Mapping[str, Any], excluded: Sequence[float]) -> list[dict[s
     for bottom, top in ranges:
         option: dict[str, Any] = {"type": "integer" if facts.get("is_integer") else "number"}
         if facts.get("is_integer"):
-            bottom, top = _whole(bottom, top)
+            least, greatest = whole_bounds(bottom, top)
+            bottom, top = (least, False), (greatest, True)
         else:
             bottom, top = _apart(bottom, top)
         if bottom[0] > top[0] or (bottom[0] == top[0] and (bottom[1] or not top[1])):
@@ -439,17 +440,6 @@ def _spellings(multiple: float) -> list[float]:
         shorter = (math.lcm(count, 10**left_out) for left_out in range(1, digits))
         found += dict.fromkeys(value / 10**digits for value in shorter)
     return found
-
-
-def _whole(low: tuple[Any, bool], high: tuple[Any, bool]) -> tuple[Any, Any]:
-    """Return bounds of integers: themselves included, and whole."""
-    bottom = low[0]
-    if bottom > -math.inf:
-        bottom = math.floor(bottom) + 1 if low[1] else math.ceil(bottom)
-    top = high[0]
-    if top < math.inf:
-        top = math.floor(top) if high[1] else math.ceil(top) - 1
-    return (bottom, False), (top, True)
 
 
 def _apart(low: tuple[Any, bool], high: tuple[Any, bool]) -> tuple[Any, Any]:

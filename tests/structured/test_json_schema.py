@@ -274,6 +274,18 @@ CASES = {
         ["{}", '{"a":1,"ab":4}', '{"ab":"a"}', '{"c":0}'],
         ['{"a":10}', '{"a":0.5}', '{"ab":1}', '{"ab":10}', '{"d":1}'],
     ),
+    "a-property-that-no-integer-fits": (
+        {
+            "items": {
+                "type": "object",
+                "properties": {"c": {"type": "integer", "exclusiveMinimum": 1, "maximum": 1.5}},
+                "required": ["c"],
+            },
+            "type": "array",
+        },
+        ["[]"],
+        ["[{}]", '[{"c":1}]', '[{"c":1.2}]', "[1]"],
+    ),
     "constant-names-beside-lengths": (
         {"type": "object", "propertyNames": {"enum": ["a", "abc"], "maxLength": 2}},
         ["{}", '{"a":1}'],
