@@ -596,6 +596,25 @@ def test_a_signature_that_no_call_suits_is_an_error_at_once(function, text):
         pass
 
 
+def test_a_place_named_like_a_keyword_of_the_op_is_an_error_at_once():
+    """attention_decode passes pages by position, and the new token's k by name."""
+    text = r"<lambda>\(q, k, v, \*\*others\) gets \(q, k_pages, v_pages\) by position, and k as"
+    with (
+        pytest.raises(ConfigError, match=text),
+        kernels.override("attention_decode", lambda q, k, v, **others: q),
+    ):
+        pass
+    for function in (lambda q, k, v, /, **others: q, lambda q, k_pages, v_pages, **others: q):
+        with kernels.override("attention_decode", function):
+            pass
+
+
+def test_an_override_of_no_op_is_an_error():
+    text = "op must be the name of an op; got None, for <function"
+    with pytest.raises(ConfigError, match=text), kernels.override(None, lambda x: x):
+        pass
+
+
 def test_a_method_is_one_function():
     """``object.method`` makes a new object each time; its graphs and prefixes are kept by table."""
 

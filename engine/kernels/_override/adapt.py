@@ -248,13 +248,23 @@ def _check_signature(
     except (TypeError, ValueError):  # a built-in, or a CuPy kernel
         return
     keywords = inspect.signature(OPS[op]).parameters
+    by_position = ", ".join(positional)
+    parameters = list(signature.parameters.values())
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        places = [p for p in parameters[: len(positional)] if p.kind is p.POSITIONAL_OR_KEYWORD]
+        for name in (p.name for p in places):
+            if name in keywords and name not in positional:
+                raise ConfigError(
+                    f"kernels[{op!r}]: {name_of(function)}{signature} gets ({by_position}) by "
+                    f"position, and {name} as a keyword, too: rename its {name}"
+                )
     try:
         signature.bind(*positional, **dict.fromkeys(name for name in needed if name in keywords))
     except TypeError as error:
         known = ", ".join(name for name in keywords if name not in positional) or "none"
         raise ConfigError(
             f"kernels[{op!r}]: {name_of(function)}{signature} must accept "
-            f"({', '.join(positional)}) by position, and others by name ({known}): {error}"
+            f"({by_position}) by position, and others by name ({known}): {error}"
         ) from error
 
 

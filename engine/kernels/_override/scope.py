@@ -62,6 +62,8 @@ def override(
     ...     kernels.silu(np.array([[-1.0, 2.0]], np.float32))
     array([[0., 2.]], dtype=float32)
     """
+    if op is None and function is not None:
+        raise ConfigError(f"override: op must be the name of an op; got None, for {function!r}")
     given = functions if op is None else {op: function, **functions}
     added = Overrides.from_option(given, "override")
     outer = ACTIVE.get()
