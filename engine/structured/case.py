@@ -291,7 +291,8 @@ def whole_bounds(low: tuple[Any, bool], high: tuple[Any, bool]) -> tuple[Any, An
     >>> whole_bounds((0.5, False), (3, False)), whole_bounds((1, True), (math.inf, False))
     ((1, 2), (2, inf))
     """
-    bottom, top = low[0], high[0]
+    bottom = low[0]
+    top = high[0]
     if bottom > -math.inf:
         bottom = math.floor(bottom) + 1 if low[1] else math.ceil(bottom)
     if top < math.inf:

@@ -402,7 +402,8 @@ def _numbers(facts: Mapping[str, Any], excluded: Sequence[float]) -> list[dict[s
         option: dict[str, Any] = {"type": "integer" if facts.get("is_integer") else "number"}
         if facts.get("is_integer"):
             least, greatest = whole_bounds(bottom, top)
-            bottom, top = (least, False), (greatest, True)
+            bottom = (least, False)
+            top = (greatest, True)
         else:
             bottom, top = _apart(bottom, top)
         if bottom[0] > top[0] or (bottom[0] == top[0] and (bottom[1] or not top[1])):
