@@ -168,14 +168,14 @@ def choose_skinny_in_parts(
     if m > 1 and ceil_div(n, _ROWS) > sm_count:  # tiles are faster than several rounds
         return None
     parts = ceil_div(k, part_k)
-    if has_norm:  # a warp for every two pieces of each lane, as in `rmsnorm`
-        parts = max(parts, 1 << (ceil_div(k, 2 * _PIECES_K) - 1).bit_length())
+    # With a norm, as many warps as in `rmsnorm`: one for two pieces of each lane, rounded up.
+    least = 1 << (ceil_div(k, 2 * _PIECES_K) - 1).bit_length() if has_norm else 1
     for cluster in (1,) if has_norm or m > 1 else (1, 2):
         k_warps = ceil_div(parts, cluster)
         row_warps = max(1, _PART_WARPS // k_warps) if m == 1 else 1
         layout = Layout(k_warps * cluster, cluster, k_warps * row_warps)
         config = _config(shape, m, n, k, layout, sm_count, limits, part_k)
-        has_warps = k_warps * row_warps <= _LAUNCH_WARPS
+        has_warps = least <= k_warps * row_warps <= _LAUNCH_WARPS
         if has_warps and config.shared_bytes + _STATIC_BYTES <= limits.sm_shared_bytes:
             return replace(config, sums_parts=True)
     return None

