@@ -343,8 +343,10 @@ def _force_parts(monkeypatch, parts, head_dim, launches, value_dim=None):
         monkeypatch.setattr(
             few_tokens,
             "choose_tile",
-            lambda q, k, out, batch, most: (
-                FewTokensTile(tile, parts) if most * q.shape[1] // k.shape[1] <= 16 else None
+            lambda q, keys, out, most: (
+                FewTokensTile(tile, parts)
+                if most * q.shape[1] // keys["k"].shape[1] <= 16
+                else None
             ),
         )
     kernel = few_tokens._KERNELS if parts else prefill_sm90._KERNELS

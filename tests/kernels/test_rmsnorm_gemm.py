@@ -209,7 +209,7 @@ def test_a_row_has_the_same_bits_alone(xp, monkeypatch, k, dtype):
     if xp is np:
         pytest.skip("BLAS sums a row as the matrix's shape wants it")
     limits = _chip.limits()
-    config = choose_config(3, 64, k, dtype, 132, limits=limits)
+    config = choose_config(3, 64, k, dtype, 132, limits=limits, has_norm=True)
     monkeypatch.setattr(gemm_launch, "choose_config", lambda *_, **__: config)
     x, norm_weight, weight, _ = _inputs(3, 64, k, dtype)
     gx, gn, gw = cases.to_module(xp, x, norm_weight, weight)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from engine import device, reference
+from engine import reference
 from engine.dtypes import accumulation_dtype
 from engine.kernels import _cpu
 from engine.kernels._attention import (
@@ -24,6 +24,7 @@ from engine.kernels._contract import MIRROR_FLOATS, Contract
 from engine.kernels._module import ModuleSpec
 from engine.kernels._new_tokens import NewTokens
 from engine.kernels._pages import written_pages
+from engine.kernels._prepared_call import constant
 from engine.kernels._quantize import GROUP
 from engine.kernels.attention_decode import portable, sm90
 from engine.kernels.attention_decode.portable import choose_num_splits, choose_tile
@@ -336,7 +337,7 @@ def _launch_in_order(
     )
     if new_tokens is not None:
         is_hopper = prefill_sm90.is_supported(rows, pages.k, pages.v, outs, None)
-        if is_hopper and few_tokens.can_fuse(rows, new_tokens):
+        if is_hopper and pages.k_scale is None and few_tokens.can_fuse(rows, new_tokens):
             tile = few_tokens.choose_tile(rows, keys, outs, queries)
             if tile is not None:
                 fused: dict[str, Any] = {"is_early": pdl, "new_tokens": new_tokens}
@@ -346,6 +347,12 @@ def _launch_in_order(
         pdl = True
     options = {"num_splits": 1, "sinks": sinks, "pdl": pdl}
     launch_prefill(rows, keys, outs, lses, True, rule, queries, **options)
+
+
+@cache
+def _starts(device_id: int, batch: int, queries: int) -> Any:
+    """Return each sequence's first token, and the end, on the current device."""
+    return constant(np.arange(batch + 1, dtype=np.int32) * np.int32(queries))
 
 
 def _store(new_tokens: NewTokens, q: Any, pages: Pages) -> None:
@@ -365,14 +372,6 @@ def _store(new_tokens: NewTokens, q: Any, pages: Pages) -> None:
         weight_offset=new_tokens.weight_offset,
         **pages.scales,
     )
-
-
-@cache
-def _starts(device_id: int, batch: int, queries: int) -> Any:
-    """Return the first token of each sequence, and the end, on a device."""
-    cp = device.cupy()
-    with cp.cuda.Device(device_id):
-        return cp.arange(0, (batch + 1) * queries, queries, dtype=np.int32)
 
 
 def _quantized(quantize: Callable[..., Any], heads: Any) -> tuple[Any, Any]:

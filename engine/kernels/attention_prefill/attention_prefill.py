@@ -283,7 +283,7 @@ def launch(
     """Launch on checked CuPy arrays; `keys` are those of `attention_prefill` by name."""
     is_hopper = sm90.is_supported(q, keys["k"], keys["v"], out, pattern)
     chosen = None
-    if is_hopper and num_splits == 1 and pattern is None:
+    if is_hopper and num_splits == 1 and pattern is None and keys["k_scale"] is None:
         chosen = few_tokens.choose_tile(q, keys, out, max_q)
     if chosen is not None:
         few_tokens.launch(q, keys, out, lse, causal, rule, chosen, sinks, is_early=pdl)

@@ -170,17 +170,15 @@ def new_token_specs(dtype: str, *, head_dim: int | None = None) -> tuple[ModuleS
 def choose_tile(q: Any, keys: dict[str, Any], out: Any, max_q: int) -> FewTokensTile | None:
     """Choose as many parts as fit on half of the multiprocessors.
 
-    None if pages hold codes, or if there are more than 16 rows, or more pairs than multiprocessors.
-    With more parts, launches that overlap waited for room and took up to 40 % longer.
+    None if there are more than 16 rows, or more pairs than multiprocessors. With more parts,
+    launches that overlap waited for room and took up to 40 % longer.
 
-    The arrays are those that `sm90.is_supported` accepts.
+    The arrays are those that `sm90.is_supported` accepts, without codes.
     """
     dtype = dtype_name(q.dtype)
     (total_q, num_heads, head_dim) = q.shape
     num_kv_heads = keys["k"].shape[1]
     pairs = (keys["cu_seqlens_q"].size - 1) * num_kv_heads
-    if keys["k_scale"] is not None:
-        return None
     if min(max_q, total_q) * (num_heads // num_kv_heads) > FEW_ROWS or pairs > sm_count():
         return None
     tile = choose_hopper_tile(dtype, head_dim, value_dim=out.shape[2])
