@@ -515,7 +515,7 @@ def test_few_rows_in_place(cp):
     got = kernels.attention_prefill(q, k, v, out=q, **own)
     assert got is q and bool((got.view(np.uint16) == want.view(np.uint16)).all())
     for out, parts in ((q, 1), (want, 4)):
-        chosen = few_tokens.choose_tile(q, k, out, 1, 1)
+        chosen = few_tokens.choose_tile(q, {"k": k, "cu_seqlens_q": own["cu_seqlens_q"]}, out, 1)
         assert chosen is None or chosen.parts == parts or not _is_hopper()
 
 
