@@ -478,36 +478,27 @@ def _sent_rows() -> Picture:
 
 def _deterministic() -> Picture:
     record = _load("deterministic")
-    steps = record["steps"]["rows"]
+    steps = record["steps_in_parts_2026_11_30"]["rows"]
     attention = record["few_tokens_2026_11_29"]["rows"]
     int4 = record["int4_steps_2026_11_30"]["rows"]
-    rows = record["rows"]
-    shapes = {row["layer"]: row for row in _load("gemm_skinny")["rows"]}
-    bounds = []
-    for row in rows:
-        layer, _, m = row["case"].rpartition(" M=")
-        bounds.append(_gemm_bound_us({**shapes[layer], "m": int(m)}))
     panels = [
-        Bars("gemm, layer and rows", "us, less is better", [row["case"] for row in rows],
-             {"ours": [row["default_us"] for row in rows],
-              "ours, deterministic=True": [row["invariant_us"] for row in rows]},
-             ("tensor cores (989 TFLOP/s) or memory (4.8 TB/s)", bounds), log=True, digits=".1f"),
         Bars("a decode step", "ms, less is better",
-             [f"{model}, {n} request{'s' * (n > 1)}" for model, n, _, _ in steps],
-             {"ours": [row[2] for row in steps],
-              "ours, deterministic=True": [row[3] for row in steps]}, digits=".2f"),
-        Bars("attention, 2026-11-29", "us, less is better",
+             [f"{model}, {n} after {prompt:,} tokens" for model, n, prompt, _, _ in steps],
+             {"ours": [row[3] for row in steps],
+              "ours, deterministic=True": [row[4] for row in steps]}, log=True, digits=".2f"),
+        Bars("attention", "us, less is better",
              [f"{n} request{'s' * (n > 1)}, {keys:,} keys" for n, keys, *_ in attention],
              {"ours": [row[2] for row in attention],
               "ours, deterministic=True": [row[5] for row in attention],
               "ours, before": [row[3] for row in attention]}, log=True, digits=".1f"),
-        Bars("a decode step of Llama-3.1-8B in int4, 2026-11-30", "ms, less is better",
+        Bars("a step of the 8B in int4", "ms, less is better",
              [f"{row[0]} request{'s' * (row[0] > 1)}" for row in int4],
              {"ours": [row[1] for row in int4],
               "ours, deterministic=True": [row[3] for row in int4],
               "ours, before": [row[2] for row in int4]}, digits=".2f"),
     ]  # fmt: skip
-    return Picture("What deterministic=True costs", _source(record), panels, 2, 4.6)
+    source = f"{record['card']}, 2026-11-30, attention 2026-11-29"
+    return Picture("What deterministic=True costs", source, panels, 3, 4.6)
 
 
 def _intensities(stem: str, peer: str | None = None) -> list[tuple[float, float]]:
