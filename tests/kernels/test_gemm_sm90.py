@@ -16,7 +16,8 @@ from engine.kernels.gemm.config import choose_config
 from engine.kernels.gemm.skinny import choose_skinny_in_parts, gemv_configs, resident_config
 from engine.kernels.gemm.sm90 import (
     HOPPER_CONFIGS,
-    INVARIANT_CONFIGS,
+    NARROW_CONFIGS,
+    PART_CONFIGS,
     HopperConfig,
     choose_hopper,
     hopper_specs,
@@ -28,7 +29,12 @@ from engine.testing.tolerances import assert_close
 
 HALVES = ("float16", "bfloat16")
 GATES = ("silu_and_mul", "swiglu")
-EVERY_CONFIG = (*HOPPER_CONFIGS, *INVARIANT_CONFIGS)
+EVERY_CONFIG = (*HOPPER_CONFIGS, *NARROW_CONFIGS, *PART_CONFIGS)
+# Tiles that sum a row in the same order, by whether k has parts.
+ALIKE = {
+    False: [c for c in (*HOPPER_CONFIGS, *NARROW_CONFIGS) if c.sums_in_order],
+    True: list(PART_CONFIGS),
+}
 CONFIGS = [
     pytest.param(
         c,
@@ -192,13 +198,14 @@ def test_swiglu_of_a_row_has_the_same_bits_in_any_company(hopper, dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("has_parts", [False, True])
 @pytest.mark.parametrize("dtype", HALVES)
-def test_gate_and_up_have_the_same_bits_in_every_tile(hopper, monkeypatch, dtype):
+def test_gate_and_up_have_the_same_bits_in_every_tile(hopper, monkeypatch, dtype, has_parts):
     x, weight, bias, _ = _inputs(300, 1040, 1032, dtype)
     gx, gw, gb = cases.to_module(hopper, x, weight, bias)
     options = {"bias": gb, "activation": "swiglu", "deterministic": True}
     results = []
-    for config in INVARIANT_CONFIGS:
+    for config in ALIKE[has_parts]:
         if config.gates:
             _force(monkeypatch, config)
             results.append(to_numpy(kernels.gemm(gx, gw, **options).view(np.int16)))
@@ -208,9 +215,10 @@ def test_gate_and_up_have_the_same_bits_in_every_tile(hopper, monkeypatch, dtype
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("has_parts", [False, True])
 @pytest.mark.parametrize("out_dtype", ["bfloat16", "float32"])
 def test_gated_sums_with_a_residual_have_the_same_bits_in_every_tile(
-    hopper, monkeypatch, out_dtype
+    hopper, monkeypatch, out_dtype, has_parts
 ):
     """No tile contracts the gated product and the residual to one operation."""
     x, weight, bias, _ = _inputs(40, 1040, 1032, "bfloat16")
@@ -218,7 +226,7 @@ def test_gated_sums_with_a_residual_have_the_same_bits_in_every_tile(
     gx, gw, gb, gr = cases.to_module(hopper, x, weight, bias, residual)
     options = {"bias": gb, "residual": gr, "out_dtype": residual.dtype}
     results = []
-    for config in INVARIANT_CONFIGS:
+    for config in ALIKE[has_parts]:
         if config.gates:
             _force(monkeypatch, config)
             y = kernels.gemm(gx, gw, activation="silu_and_mul", deterministic=True, **options)
@@ -290,6 +298,8 @@ def test_error_is_no_larger_than_cublas(hopper, m, n, k, dtype):
 def _streams(n, k):
     """Yield the kernels for few rows, and their rows: rings, and register-resident weights."""
     part_k, limits = part_length(k), Limits(227 * 1024, has_clusters=True)
+    if part_k == 0:
+        return
     for m in (1, 2, 8, 9, 16):
         config = choose_skinny_in_parts(m, n, k, part_k, 132, limits)
         if config is not None:
@@ -307,7 +317,7 @@ def _streams(n, k):
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("k", [72, 520, 1024, 2056, 3072, 4096, 5000])
 def test_rows_are_summed_alike_by_every_kernel(hopper, monkeypatch, k, dtype):
-    """The basis of `deterministic`: tiles in parts and streams produce the same bits."""
+    """The basis of `deterministic`: tiles, and with parts of k streams, produce the same bits."""
     x, weight, bias, residual = _inputs(300, 520, k, dtype)
     gx, gw, gb, gr = cases.to_module(hopper, x, weight, bias, residual)
     wholes = (
@@ -326,7 +336,7 @@ def test_rows_are_summed_alike_by_every_kernel(hopper, monkeypatch, k, dtype):
             return to_numpy(kernels.gemm(gx[rows], gw[columns], **every))
 
         results = []
-        for config in INVARIANT_CONFIGS:
+        for config in ALIKE[part_length(k) > 0]:
             if options.get("activation") in GATES and not config.gates:
                 continue
             _force(monkeypatch, config)
@@ -385,22 +395,23 @@ def test_choice_covers_the_problem(sm_count):
             assert config.cluster_size <= sm_count
             if config.cluster_k > 1:
                 assert config.waves(m, n, sm_count) == 1 and k >= 64 * config.cluster_k
-            assert choose_hopper(m, n, k, sm_count, deterministic=True).sums_parts
+            assert choose_hopper(m, n, k, sm_count, deterministic=True).sums_in_order
             gated = choose_hopper(m, n, k, sm_count, is_gated=True)
             assert gated.tile_n // gated.cluster_k % 16 == 0
 
 
 def test_deterministic_choice_depends_on_m_only_in_the_tile():
-    """Every candidate sums parts of k in one CTA; narrow tiles fill the chip with few columns."""
+    """Every candidate sums all of k in one CTA; narrow tiles fill the chip with few columns."""
     for n, k in [*MODEL_LAYERS.values(), (1, 8), (100, 4096)]:
         for m in (1, 16, 64, 65, 256, 1000, 4096):
             default = choose_hopper(m, n, k, 132)
             chosen = choose_hopper(m, n, k, 132, deterministic=True)
-            assert chosen.sums_parts and not default.sums_parts
+            assert chosen.sums_in_order and default in HOPPER_CONFIGS
+            assert chosen.sums_parts == (part_length(k) > 0)
             assert chosen.spec("bfloat16") in hopper_specs("bfloat16", deterministic=True)
             assert default.spec("bfloat16") in hopper_specs("bfloat16")
             gated = choose_hopper(m, n, k, 132, deterministic=True, is_gated=True)
-            assert gated.gates and gated.sums_parts
+            assert gated.gates and gated.sums_in_order and gated.sums_parts == chosen.sums_parts
     for m in (1, 16, 64):
         assert choose_hopper(m, 1024, 3072, 132, deterministic=True).tile_n == 16
         assert choose_hopper(m, 4096, 12288, 132, deterministic=True).tile_n == 32
@@ -408,8 +419,9 @@ def test_deterministic_choice_depends_on_m_only_in_the_tile():
     assert choose_hopper(16, 24576, 4096, 132, deterministic=True).tile_n == 96
     chosen = choose_hopper(256, 1024, 3072, 132, deterministic=True)
     assert chosen == HopperConfig(64, 32, cluster_m=2, depth=2, sums_parts=True)
-    chosen = choose_hopper(4096, 4096, 4096, 132, deterministic=True)
-    assert chosen == HopperConfig(128, 128, cluster_m=2, sums_parts=True)
+    assert choose_hopper(4096, 4096, 4096, 132, deterministic=True) in HOPPER_CONFIGS
+    chosen = choose_hopper(4096, 4096, 1024, 132, deterministic=True)
+    assert (chosen.tile_m, chosen.tile_n, chosen.sums_parts) == (128, 128, True)
 
 
 def test_choice_at_known_problems():

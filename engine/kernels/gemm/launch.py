@@ -135,26 +135,25 @@ def launch(op: str, operands: Operands, norm: Norm | None = None) -> None:
 def fuses_norm(operands: Operands, norm: Norm) -> bool:
     """Tell whether one kernel returns the bits of `rmsnorm`, then `gemm`, with `deterministic`."""
     x = operands.x
+    weight = operands.weight
+    if not sums_in_parts(weight) or not _is_aligned(x, weight, norm, deterministic=True):
+        return False
     (m, k) = x.shape
-    if not is_hopper(dtype_name(x.dtype)):
-        return False
-    if not _is_aligned(x, operands.weight, norm, deterministic=True):
-        return False
-    n = operands.weight.shape[0]
-    part_k = part_length(k)
-    return choose_skinny_in_parts(m, n, k, part_k, sm_count(), limits(), has_norm=True) is not None
+    problem = (m, weight.shape[0], k, part_length(k), sm_count(), limits())
+    return choose_skinny_in_parts(*problem, has_norm=True) is not None
 
 
 def sums_in_parts(weight: Any) -> bool:
-    """Tell whether a `deterministic` product with `weight` rounds before it adds a residual.
+    """Tell whether a `deterministic` product with `weight` (N, K) sums parts of k.
 
-    Then a residual added by the product and one added by a norm after it yield the same bits, and
-    `rmsnorm_gemm` those of `rmsnorm`, then `gemm`.
+    It then rounds before it adds a residual. So a residual added by the product and one added by a
+    norm after it yield the same bits, and `rmsnorm_gemm` those of `rmsnorm`, then `gemm`.
     """
+    k = weight.shape[1]
     if not device.is_cupy_array(weight) or not is_hopper(dtype_name(weight.dtype)):
         return False
-    steps = weight.data.ptr, weight.shape[1] * weight.itemsize
-    return all(step % 16 == 0 for step in steps)
+    steps = weight.data.ptr, k * weight.itemsize
+    return part_length(k) > 0 and all(step % 16 == 0 for step in steps)
 
 
 def plan_sending(

@@ -18,8 +18,9 @@ from engine.kernels._tensor_map import tensor_map, tensor_map_2d
 
 __all__ = [
     "HOPPER_CONFIGS",
-    "INVARIANT_CONFIGS",
     "MAX_FEW_ROWS",
+    "NARROW_CONFIGS",
+    "PART_CONFIGS",
     "FewRowsCost",
     "HopperConfig",
     "OutVector",
@@ -387,30 +388,30 @@ _FEW_ROWS: dict[HopperConfig, float] = {
     HopperConfig(64, 64, cluster_k=4, depth=2): -0.15,
 }
 
-# Tiles for `deterministic`: those above that have registers for two sets of sums, and narrow ones,
-# since CTAs do not share a sum. Constants are extrapolated from those above, not fitted.
-_invariant = partial(replace, sums_parts=True)
-_INVARIANT_TILES: dict[HopperConfig, TileCost] = {
-    _invariant(config): cost
-    for config, cost in (
-        _TILES
-        | {
-            HopperConfig(64, 32, cluster_m=2, depth=2): TileCost(1.63, 0.54, 0.13),
-            HopperConfig(64, 32, cluster_m=4, depth=2): TileCost(1.7, 0.6, 0.13),
-        }
-    ).items()
+# Further tiles for `deterministic`, which rules out split-k: narrow ones keep more multiprocessors
+# busy. Extrapolated from the constants above, not fitted.
+_NARROW_TILES: dict[HopperConfig, TileCost] = {
+    HopperConfig(64, 32, cluster_m=2, depth=2): TileCost(1.63, 0.54, 0.13),
+    HopperConfig(64, 32, cluster_m=4, depth=2): TileCost(1.7, 0.6, 0.13),
+}
+_NARROW_FEW_ROWS: dict[HopperConfig, float] = {
+    HopperConfig(64, 16, depth=2): 0.0,
+    HopperConfig(64, 32, depth=2): 0.0,
+}
+# The same for k in parts: those that have registers for two sets of sums, with the same constants.
+_in_parts = partial(replace, sums_parts=True)
+_PART_TILES: dict[HopperConfig, TileCost] = {
+    _in_parts(config): cost
+    for config, cost in (_TILES | _NARROW_TILES).items()
     if config.holds_parts
 }
-_INVARIANT_FEW_ROWS: dict[HopperConfig, float] = {
-    _invariant(config): us
-    for config, us in (
-        _FEW_ROWS | {HopperConfig(64, 16, depth=2): 0.0, HopperConfig(64, 32, depth=2): 0.0}
-    ).items()
+_PART_FEW_ROWS: dict[HopperConfig, float] = {
+    _in_parts(config): us
+    for config, us in (_FEW_ROWS | _NARROW_FEW_ROWS).items()
     if config.holds_parts
 }
-_MIN_PART_K = 256  # minimum values of k per part: whole stages of every tile
-_SHORT_K = 3072  # maximum k of parts of this length
-_MAX_PARTS = 4  # maximum parts of a longer k
+_PART_K = 256  # values of k per part: whole stages of every tile
+_MAX_PARTS = 12  # of a longer k there is one part
 _SM_BYTES_PER_US = 3.3e4  # rate at which one multiprocessor reads the weight
 
 # Swapped tiles: columns, and maximum rows of x. A wave costs as much as _WAVE_COLUMNS more columns.
@@ -440,16 +441,16 @@ def swapped_configs(*, deterministic: bool = False) -> tuple[HopperConfig, ...]:
 def part_length(k: int) -> int:
     """Return the values of k in a part of a `deterministic` sum over `k` values in 16 bits.
 
-    It depends on nothing else: shards of a weight have fewer rows, and must produce the same bits.
+    0 means that k has no parts: longer sums keep a tile busy, which would have to hold two sets of
+    sums. The length depends on nothing else: shards of a weight have fewer rows, and must produce
+    the same bits.
 
     Examples
     --------
-    >>> part_length(1024), part_length(3072), part_length(4096), part_length(14336)
-    (256, 256, 1024, 3584)
+    >>> part_length(1024), part_length(3072), part_length(4096)
+    (256, 256, 0)
     """
-    if k <= _SHORT_K:
-        return _MIN_PART_K
-    return ceil_div(k, _MAX_PARTS * _MIN_PART_K) * _MIN_PART_K
+    return _PART_K if k <= _PART_K * _MAX_PARTS else 0
 
 
 @cache
@@ -481,10 +482,15 @@ def choose_swapped(
 
 
 HOPPER_CONFIGS: tuple[HopperConfig, ...] = (*_TILES, *_FEW_ROWS, *swapped_configs())
-INVARIANT_CONFIGS: tuple[HopperConfig, ...] = (
-    *_INVARIANT_TILES,
-    *(config for config in _INVARIANT_FEW_ROWS if config not in _INVARIANT_TILES),
-    *map(_invariant, swapped_configs(deterministic=True)),
+NARROW_CONFIGS: tuple[HopperConfig, ...] = (
+    *_NARROW_TILES,
+    *_NARROW_FEW_ROWS,
+    *(c for c in swapped_configs(deterministic=True) if c not in HOPPER_CONFIGS),
+)
+PART_CONFIGS: tuple[HopperConfig, ...] = (
+    *_PART_TILES,
+    *(config for config in _PART_FEW_ROWS if config not in _PART_TILES),
+    *map(_in_parts, swapped_configs(deterministic=True)),
 )
 
 
@@ -512,7 +518,7 @@ def hopper_specs(
     """Return the modules that `launch_hopper` may launch for `dtype`; `sends`: also with peers."""
     if dtype not in HOPPER_DTYPES:
         return ()
-    configs = (*HOPPER_CONFIGS, *INVARIANT_CONFIGS) if deterministic else HOPPER_CONFIGS
+    configs = (*HOPPER_CONFIGS, *NARROW_CONFIGS, *PART_CONFIGS) if deterministic else HOPPER_CONFIGS
     senders = _SENDERS if sends else ()
     return (
         *(config.spec(dtype) for config in configs),
@@ -539,9 +545,10 @@ def choose_hopper(
 ) -> HopperConfig:
     """Choose the tile with the least estimated time for x (m, k) and weight (n, k), both aligned.
 
-    CTAs share a sum over k only if all tiles are resident at once. With `deterministic` the tiles
-    are `INVARIANT_CONFIGS`, which all sum a row in the same order: parts of `part_length(k)`, each
-    in ascending steps of 16, then the parts. `is_gated` restricts the choice to tiles with `gates`.
+    CTAs share a sum over k only if all tiles are resident at once. With `deterministic` neither
+    they nor warpgroups do: all tiles sum a row in the same order, k or a part of `part_length(k)`
+    in ascending steps of 16, then the parts. In return it may choose `NARROW_CONFIGS`, or chooses
+    among `PART_CONFIGS`. `is_gated` restricts the choice to tiles with `gates`.
 
     Examples
     --------
@@ -550,16 +557,21 @@ def choose_hopper(
     (128, 192, 2)
     """
 
+    has_parts = deterministic and part_length(k) > 0
     if m <= _SWAPPED_ROWS[0] or k >= _SWAPPED_LONG_K:
         swapped = choose_swapped(m, n, sm_count, deterministic=deterministic)
         if swapped is not None:
-            return _invariant(swapped) if deterministic else swapped
+            return _in_parts(swapped) if has_parts else swapped
 
     def is_possible(config: HopperConfig) -> bool:
-        return config.is_supported(m, n, k, sm_count, is_gated=is_gated)
+        may_choose = config.sums_in_order or not deterministic
+        return may_choose and config.is_supported(m, n, k, sm_count, is_gated=is_gated)
 
-    few_rows = _INVARIANT_FEW_ROWS if deterministic else _FEW_ROWS
-    tiles = _INVARIANT_TILES if deterministic else _TILES
+    few_rows = _FEW_ROWS | _NARROW_FEW_ROWS if deterministic else _FEW_ROWS
+    tiles = _TILES | _NARROW_TILES if deterministic else _TILES
+    if has_parts:
+        few_rows = _PART_FEW_ROWS
+        tiles = _PART_TILES
 
     def estimate(config: HopperConfig) -> float:
         if m <= MAX_FEW_ROWS:
