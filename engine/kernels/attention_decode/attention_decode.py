@@ -57,7 +57,8 @@ def specs(
     `num_rows` is Q * H / K; None means any. `kv_dtype` names the dtype of a quantized KV cache.
     `strided_tokens` selects the modules for pages in which a head's tokens are not adjacent; weight
     formats that multiply e4m3 codes with a scale per 128 columns add modules for `quantize_out`.
-    `deterministic` adds those for new tokens in the order of prompts.
+    `deterministic` adds those that fuse norm, rotation and store of new tokens with the order of
+    sums of `attention_prefill`; its own modules are not included.
     """
     quantizes_out = any(
         FORMATS[name].activations == "fp8" and FORMATS[name].activation_group == GROUP
@@ -174,9 +175,10 @@ def attention_decode(
     max_context_len : int, optional
         Upper bound of `context_lens`, by default NB * block_size. It affects only the splits.
     deterministic : bool
-        Return the bits of `attention_prefill` with ``num_splits=1``, so that a token's result does
-        not depend on whether it is decoded or part of a prompt. Requires neither `num_splits`,
-        `chunk`, `tree_mask` nor `quantize_out`. Slower for few long sequences.
+        On a GPU, return the bits of `attention_prefill` with ``num_splits=1``, so that a token's
+        result does not depend on whether it is decoded or part of a prompt; on the CPU without
+        effect. Not combined with `num_splits`, `chunk`, `tree_mask` or `quantize_out`. Slower for
+        few long sequences.
     pdl : bool
         Programmatic dependent launch (Hopper's kernel only): the kernel starts while the preceding
         one ends. It reads `block_tables` and `context_lens` early, and with `k` also `positions`,
@@ -332,9 +334,8 @@ def _launch_in_order(
         "k_scale": pages.k_scale,
         "v_scale": pages.v_scale,
     }
-    rows, outs, lses = (
-        None if x is None else x.reshape(batch * queries, *x.shape[2:]) for x in (q, out, lse)
-    )
+    rows, outs = (x.reshape(batch * queries, *x.shape[2:]) for x in (q, out))
+    lses = None if lse is None else lse.reshape(batch * queries, lse.shape[2])
     if new_tokens is not None:
         is_hopper = prefill_sm90.is_supported(rows, pages.k, pages.v, outs, None)
         if is_hopper and pages.k_scale is None and few_tokens.can_fuse(rows, new_tokens):
@@ -347,6 +348,8 @@ def _launch_in_order(
         pdl = True
     options = {"num_splits": 1, "sinks": sinks, "pdl": pdl}
     launch_prefill(rows, keys, outs, lses, True, rule, queries, **options)
+    if outs.data.ptr != out.data.ptr:  # a copy: no single stride leads from token to token of out
+        out[...] = outs.reshape(out.shape)
 
 
 @cache
