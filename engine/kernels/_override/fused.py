@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.device import empty_like
+from engine.device import array_module, empty_like
 from engine.kernels._override.arrays import copy_into
 from engine.kernels._override.dispatch import run
 
@@ -381,6 +381,39 @@ def _qk_norm_rope_store(
     run("kv_store", key, normed(v, v_weight), k_pages, v_pages, slot_mapping, **scales)
 
 
+def _prompt_parts(options: Options) -> Collection[str]:
+    return ("attention_prefill",) if options.get("deterministic") else ()
+
+
+def _decode_as_prompts(q: Any, k_pages: Any, v_pages: Any, **options: Any) -> Any:
+    """Store new tokens, if any; then every sequence is a prompt of Q tokens, with one split."""
+    if options.get("k") is not None:
+        return _store_new_token(_decode_as_prompts, (q, k_pages, v_pages), options)
+    (batch, queries) = q.shape[:2]
+    starts = array_module(q).arange(batch + 1, dtype=np.int32) * np.int32(queries)
+    result = run(
+        "attention_prefill",
+        q.reshape(batch * queries, *q.shape[2:]),
+        k_pages,
+        v_pages,
+        cu_seqlens_q=starts,
+        max_seqlen_q=queries,
+        num_splits=1,
+        **{name: options[name] for name in _PROMPT_OPTIONS if name in options},
+    )
+    results = result if isinstance(result, tuple) else (result,)
+    out, *lse = (one.reshape(q.shape[: one.ndim + 1]) for one in results)
+    if options.get("out") is not None:
+        out = copy_into(options["out"], out)
+    return (out, *lse) if lse else out
+
+
+_PROMPT_OPTIONS = (
+    *("block_tables", "context_lens", "scale", "window", "softcap", "sinks", *_SCALES),
+    "return_lse",
+)
+
+
 def _head_parts(options: Options) -> Collection[str]:
     weights = (options.get(f"{name}_weight") for name in "qkv")
     norm = ("rmsnorm",) if any(weight is not None for weight in weights) else ()
@@ -401,6 +434,7 @@ WHOLES: dict[str, tuple[Parts, Callable[..., Any]]] = {
     "swiglu_quantize": (_always("swiglu", "quantize_rows"), _swiglu_quantize),
     "moe_gemm_combine": (_combine_parts, _moe_gemm_combine),
     "qk_norm_rope_store": (_head_parts, _qk_norm_rope_store),
+    "attention_decode": (_prompt_parts, _decode_as_prompts),
 }
 """Fused op -> its parts, given its keywords, and the op composed of them."""
 
