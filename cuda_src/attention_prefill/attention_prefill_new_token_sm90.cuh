@@ -45,8 +45,8 @@ class NewToken {
     if (slot == (page << problem.block_shift) + within) key_ = last - (cta.tile.end - 1) * kKeys;
   }
 
-  // Computes and stores all rows; `thread` of `threads`, whole warps. The queries come first, then
-  // the key and the value. Later kernels and other warps may read them after a barrier.
+  // Computes and stores all rows: the queries, then the key, then the value. `thread` of `threads`,
+  // whole warps. Other warps may read them once all these threads have arrived on q_full.
   __device__ __forceinline__ void run(int thread, int threads) const {
     const int first = thread / kLanes, group = cta_.problem.group;
 #pragma unroll 1
@@ -146,5 +146,6 @@ class NewToken {
           cta_.smem.v + (own / width * kKeys + key_) * 2 * width + (own % width / 8 ^ swizzle) * 16;
     }
     st_shared_v4(to, words.x, words.y, words.z, words.w);
+    fence_async_proxy();  // SAFETY: TMA will overwrite this stage with a later tile
   }
 };
