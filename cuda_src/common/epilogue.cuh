@@ -88,7 +88,8 @@ struct Epilogue {
   __device__ __forceinline__ float with_residual(float y, float r) const {
     const bool adds_zero = kSumsInParts && !is_gated() && (is_float || activation != kIdentity);
     if (kSumsInParts && !is_float) y = addend<scalar_t>(y);
-    if (residual != nullptr || adds_zero) y += r;
+    if (kSumsInParts) return residual != nullptr || adds_zero ? __fadd_rn(y, r) : y;  // no FMA
+    if (residual != nullptr) y += r;
     return y;
   }
 
