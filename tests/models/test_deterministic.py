@@ -131,3 +131,45 @@ def test_the_default_mode_is_close(model):
     want, got = _alone(plain, _ids(3, 60)), _alone(model, _ids(3, 60))
     limit = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 2e-1}[model.dtype]
     assert np.abs(got - want).max() < limit * want.std()
+
+
+FUSED = {
+    "plain": CONFIG,
+    "biases": replace(CONFIG, qkv_bias=True, o_bias=True, mlp_bias=True, qk_norm=True),
+    "offset": replace(CONFIG, norm_weight_offset=1.0, activation="gelu_tanh", embed_scale=3.0),
+    "no gate": replace(CONFIG, gated_mlp=False, activation="relu2", attn_gate="heads"),
+}
+
+
+@pytest.mark.parametrize("config", FUSED.values(), ids=FUSED)
+def test_fused_layers_of_one_token_change_no_bit(monkeypatch, config):
+    """On a GPU products that sum in parts are fused; here as if, in float32, which rounds alike."""
+    monkeypatch.setattr("engine.layers.linear.sums_in_parts", lambda weight: True)
+    place = {"device": "cpu", "dtype": "float32"}
+    model = engine.load(config=config, load_format="dummy", deterministic=True, **place)
+    ids = _ids(4, 20)
+    want = _alone(model, ids)
+    runs = model.decoder.kernels.runs
+    assert all(layer.can_fuse for layer in model.decoder.layers) and "rmsnorm_gemm" not in runs
+    cache = model.new_cache(1, len(ids))
+    parts = [to_numpy(model.step([[one]], cache))[0] for one in ids]
+    np.testing.assert_array_equal(np.stack(parts), want)
+    assert runs["rmsnorm_gemm"] == 2 * config.num_layers * len(ids)
+
+
+@pytest.mark.parametrize(
+    ("changes", "fused"),
+    [
+        ({"moe": MoeConfig(9, 4, 96, (False, True))}, [True, False]),
+        ({"inner_norms": True}, [False, False]),
+        ({"post_norms": True}, [False, False]),
+        ({"layer_norm": True}, [False, False]),
+        ({"branch_scale": 0.5}, [False, False]),
+        ({"parallel": True}, [False, False]),
+    ],
+)
+def test_other_layers_are_not_fused(monkeypatch, changes, fused):
+    monkeypatch.setattr("engine.layers.linear.sums_in_parts", lambda weight: True)
+    config = replace(CONFIG, **changes)
+    model = engine.load(config=config, load_format="dummy", deterministic=True, device="cpu")
+    assert [layer.can_fuse for layer in model.decoder.layers] == fused
