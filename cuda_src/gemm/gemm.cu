@@ -15,8 +15,8 @@
 // fill the GPU, several blocks split a tile's k, and gemm_reduce adds their partials. With few
 // rows, reading the weight dominates: skinny_ring.cuh streams it through rings of shared memory,
 // gemv.cuh keeps it in registers for one row, resident_rows.cuh for up to eight, and
-// skinny_direct.cuh loads it straight into
-// registers if shared memory is too small or values are float32.
+// skinny_direct.cuh loads it straight into registers if shared memory is too small or values are
+// float32.
 // Mirror: engine/reference/gemm.py
 #include "gemm/gemm_entries.cuh"
 

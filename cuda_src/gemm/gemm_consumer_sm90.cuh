@@ -38,8 +38,8 @@ __device__ __forceinline__ void add_part(Sums& part, Sums& total) {
 }
 
 // Accumulates this CTA's share of k in `acc`; with kSumsInParts, parts of `part` stages one after
-// another, each from zero. A warm-up pass runs the same instructions once on
-// uninitialised shared memory; it neither waits nor releases.
+// another, each from zero. A warm-up pass runs the same instructions once on uninitialised shared
+// memory; it neither waits nor releases.
 __device__ __forceinline__ void multiply(const Pipeline& p, const TileScheduler& s, int warpgroup,
                                          int part, bool is_warmup, DynamicPipelineState& state,
                                          Sums& acc) {

@@ -31,7 +31,7 @@ struct GemmParams {
 };
 
 // Parameters of the skinny kernels that keep weights in a ring (skinny_ring.cuh) or in registers
-// (gemv.cuh).
+// (gemv.cuh, resident_rows.cuh).
 struct SkinnyParams {
   const scalar_t* x;  // (M, K), rows x_stride elements apart
   int64_t x_stride;

@@ -25,8 +25,8 @@ struct SkinnyShape {
   // parts has the order of wgmma: one chain.
   static constexpr int kSets = kTokenTiles <= 2 && !kSumsInParts ? 4 : 1;
   static constexpr int kStageBytes = kLoads * kWarpSize * 16;
-  // Bytes by which rows of x are longer than whole 128-byte lines, against bank conflicts: of
-  // 16-byte loads; in parts of 8-byte loads, or with a ring of ldmatrix.
+  // Padding of a row of x in bytes, against bank conflicts. Rows are read 16 bytes at a time; with
+  // kSumsInParts 8 bytes at a time, or by ldmatrix if the weights are in a ring.
   static constexpr int kRowPad = !kSumsInParts ? 64 : kStages == 1 ? 32 : 16;
   static constexpr int kPitch = kRows + 4;             // 2 * kPitch is 8 mod 32: no bank conflicts
   static constexpr int kSumFloats = kTokens * kPitch;  // floats per warp

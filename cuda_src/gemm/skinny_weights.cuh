@@ -40,7 +40,7 @@ struct WeightLoader {
   __device__ __forceinline__ void load() {
     if (tile < b.num_tiles && b.k_begin < b.k_end) {
       unsigned char* smem = b.ring + stage * Shape::kStageBytes + to;
-      unsigned char* smem_of_odd = b.ring + stage * Shape::kStageBytes + (to ^ 64);  // rows 4-7, ..
+      unsigned char* smem_of_odd = b.ring + stage * Shape::kStageBytes + (to ^ 64);  // row & 4
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const bool has_k = k + half * 64 < b.k_end;

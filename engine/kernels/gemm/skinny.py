@@ -1,7 +1,7 @@
 """Kernel and tiling choice for few rows of x (skinny GEMM): a pure function.
 
 `cuda_src/gemm/skinny_ring.cuh` streams the weight through rings in shared memory; `gemv.cuh`, for
-one row of x, keeps it in registers.
+one row of x, and `resident_rows.cuh`, for up to eight, keep it in registers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MAX_CLUSTER = 2  # blocks per cluster; larger ones leave multiprocessors idle
 _MIN_PART_STEPS = 4  # minimum steps of k per part, if the rows alone fill the chip
 _SMALL_BLOCKS_BELOW = 0.4  # with fewer 8-warp blocks per SM, use 4 warps per block
 _PART_WARPS = 8  # warps per block for sums in parts, if the parts are fewer
-_PIECES_K = 256  # extent of k of a warp's pieces of 16 bytes
+_PIECES_K = 256  # values of k in a piece of 16 bytes per lane of a warp
 _STATIC_BYTES = 3328  # static shared memory and the driver's reserve, in bytes
 
 
@@ -71,7 +71,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class SkinnyConfig:
-    """A ring kernel or the GEMV, and its tiling of the problem.
+    """A kernel with weights in a ring or in registers, and its tiling of the problem.
 
     Attributes
     ----------
@@ -250,9 +250,8 @@ _GEMV_STEPS = 2  # steps of k (by 16 rows) in a warp's registers
 _GEMV_WARPS = 8
 _RESIDENT_WARPS = 12
 _SHORT_K = 1024
-# Minimum blocks per multiprocessor: of larger blocks, and with a norm, where k is over _TINY_K.
-_MIN_FILL = 0.5
-_MIN_NORM_FILL = 0.9
+_MIN_FILL = 0.5  # minimum blocks per multiprocessor, if blocks have several groups of rows
+_MIN_NORM_FILL = 0.9  # the same with a norm, for more than _TINY_K values of k
 _TINY_K = 768
 _MAX_FILL = 1.5  # maximum blocks per multiprocessor of 8 warps, with several rows
 _MAX_ROWS_K = 3 << 13  # maximum elements of x, with several rows of more than _SHORT_K values
