@@ -13,7 +13,15 @@ from engine.errors import ContractError, DTypeError, ShapeError
 from engine.kernels.gemm import choose_config, interleave_gate_up
 from engine.kernels.gemm import launch as gemm_launch
 from engine.kernels.gemm.config import all_configs
-from engine.kernels.gemm.skinny import Limits, SkinnyConfig, gemv_configs, resident_config
+from engine.kernels.gemm.skinny import (
+    Limits,
+    SkinnyConfig,
+    choose_skinny_in_parts,
+    gemv_configs,
+    resident_config,
+)
+from engine.kernels.gemm.sm90 import part_length
+from engine.kernels.rmsnorm import choose_config as rmsnorm_config
 from engine.testing import cases
 from engine.testing.cases_gemm import MODEL_LAYERS, PRODUCTS
 from engine.testing.tolerances import assert_close
@@ -505,3 +513,25 @@ def test_deterministic_rows_have_the_same_bits(xp, n, k, dtype):
         got = kernels.gemm(gx[start:stop], weight, deterministic=True)
         assert bool((got == want[start:stop]).all()), (start, stop)
     assert_close(want, reference.gemm(x, cases.to_module(np, to_numpy(weight))), reduction=k)
+
+
+@pytest.mark.parametrize("has_norm", [False, True])
+@pytest.mark.parametrize("m", [1, 2, 8, 9, 16])
+def test_streams_sum_the_parts_of_tiles(m, has_norm):
+    """A warp sums a part; with a norm the block has the threads that `rmsnorm` has for a row."""
+    lengths = (8, 264, 512, 1032, 2048, 2056, 3072, 3080, 4096, 4104, 14336)
+    chosen = 0
+    for n, k in [*MODEL_LAYERS.values(), *((n, k) for n in (8, 2000, 9000) for k in lengths)]:
+        part = part_length(k)
+        c = choose_skinny_in_parts(m, n, k, part, 132, HOPPER, has_norm=has_norm)
+        if has_norm and (m > 1 or k > 4096):
+            assert c is None
+        if c is None:
+            continue
+        chosen += 1
+        assert c.sums_parts and c.k_per_split == part and c.num_parts * part >= k
+        assert c.threads <= 512 and c.shared_bytes + 2304 <= HOPPER.shared_bytes
+        if has_norm:
+            norm = rmsnorm_config(k, 2, is_aligned=True)
+            assert c.cluster == 1 and c.threads >= norm.threads // norm.rows_per_block
+    assert chosen > 0 or (has_norm and m > 1)
