@@ -275,7 +275,10 @@ class Attention:
         return query, key, rows[:, first : first + k], gate
 
     def _decodes(self, q: Any) -> bool:
-        """Tell whether the decode kernel computes decodes; `deterministic` needs the GPU's."""
+        """Tell whether the decode kernel computes decodes.
+
+        With `deterministic` only the GPU's has the bits of the prefill kernel.
+        """
         p = self.params
         return p.decodes and not (p.deterministic and array_module(q) is np)
 
