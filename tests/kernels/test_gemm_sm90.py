@@ -234,6 +234,26 @@ def test_gated_sums_with_a_residual_have_the_same_bits_in_every_tile(
     assert len(results) > 10
     for result in results:
         np.testing.assert_array_equal(result, results[0])
+    options |= {"activation": "silu_and_mul", "deterministic": True}
+    for config, m in _streams(1040, 1032):
+        _force(monkeypatch, config)
+        y = kernels.gemm(gx[5 : 5 + m], gw, **options | {"residual": gr[5 : 5 + m]})
+        np.testing.assert_array_equal(
+            to_numpy(y.view(np.int16)), results[0][5 : 5 + m], str(config)
+        )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("m", [1, 5, 16, 300])
+@pytest.mark.parametrize("k", [520, 4096])
+def test_a_deterministic_product_is_rounded_before_the_residual(hopper, m, k, dtype):
+    """So a layer may add the residual in the product, or in the norm after it."""
+    arrays = cases.to_module(hopper, *_inputs(m, 520, k, dtype))
+    x, weight, bias, residual = arrays
+    whole = kernels.gemm(x, weight, bias=bias, residual=residual, deterministic=True)
+    apart = kernels.residual_add(kernels.gemm(x, weight, bias=bias, deterministic=True), residual)
+    np.testing.assert_array_equal(to_numpy(whole).view(np.uint8), to_numpy(apart).view(np.uint8))
 
 
 def test_where_swiglu_is_fused():
