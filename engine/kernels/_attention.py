@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from engine.kernels._contract import FLOAT32, INT32, Contract
 from engine.kernels._elementwise import MAX_GRID_Y
 from engine.kernels._module import ModuleSpec
 from engine.kernels._pages import PageRows, checked_pages
+from engine.kernels._prepared_call import constant
 from engine.kernels._quantized_kv import checked_scales, kv_dtype_of
 
 __all__ = [
@@ -30,6 +32,7 @@ __all__ = [
     "checked_scale",
     "checked_sinks",
     "checked_starts",
+    "even_starts",
     "grid_parts",
 ]
 
@@ -193,6 +196,15 @@ def checked_starts(call: Contract, name: str, starts: Any, total: int) -> Any:
         is_rising = bool(np.all(starts[1:] >= starts[:-1]))
         call.check(name, is_whole and is_rising, f"rising from 0 to {total}", starts.tolist())
     return starts
+
+
+@cache
+def even_starts(device_id: int, batch: int, num_tokens: int) -> Any:
+    """Return cu_seqlens of `batch` sequences of `num_tokens`, on the current device `device_id`.
+
+    It is kept, so launch plans and graphs may read it.
+    """
+    return constant(np.arange(batch + 1, dtype=np.int32) * np.int32(num_tokens))
 
 
 def checked_longest(call: Contract, name: str, longest: Any, starts: Any) -> int:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from engine.device import array_module, empty_like
+from engine.kernels._attention import even_starts
 from engine.kernels._override.arrays import copy_into
 from engine.kernels._override.dispatch import run
 
@@ -390,7 +391,10 @@ def _decode_as_prompts(q: Any, k_pages: Any, v_pages: Any, **options: Any) -> An
     if options.get("k") is not None:
         return _store_new_token(_decode_as_prompts, (q, k_pages, v_pages), options)
     (batch, queries) = q.shape[:2]
-    starts = array_module(q).arange(batch + 1, dtype=np.int32) * np.int32(queries)
+    if array_module(q) is np:
+        starts = np.arange(batch + 1, dtype=np.int32) * np.int32(queries)
+    else:
+        starts = even_starts(q.device.id, batch, queries)
     result = run(
         "attention_prefill",
         q.reshape(batch * queries, *q.shape[2:]),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -19,12 +18,12 @@ from engine.kernels._attention import (
     check_count,
     check_heads,
     checked_sinks,
+    even_starts,
 )
 from engine.kernels._contract import MIRROR_FLOATS, Contract
 from engine.kernels._module import ModuleSpec
 from engine.kernels._new_tokens import NewTokens
 from engine.kernels._pages import written_pages
-from engine.kernels._prepared_call import constant
 from engine.kernels._quantize import GROUP
 from engine.kernels.attention_decode import portable, sm90
 from engine.kernels.attention_decode.portable import choose_num_splits, choose_tile
@@ -327,7 +326,7 @@ def _launch_in_order(
     keys = {
         "k": pages.k,
         "v": pages.v,
-        "cu_seqlens_q": _starts(q.device.id, batch, queries),
+        "cu_seqlens_q": even_starts(q.device.id, batch, queries),
         "cu_seqlens_k": None,
         "block_tables": pages.block_tables,
         "context_lens": pages.context_lens,
@@ -350,12 +349,6 @@ def _launch_in_order(
     launch_prefill(rows, keys, outs, lses, True, rule, queries, **options)
     if outs.data.ptr != out.data.ptr:  # a copy: no single stride leads from token to token of out
         out[...] = outs.reshape(out.shape)
-
-
-@cache
-def _starts(device_id: int, batch: int, queries: int) -> Any:
-    """Return each sequence's first token, and the end, on the current device."""
-    return constant(np.arange(batch + 1, dtype=np.int32) * np.int32(queries))
 
 
 def _store(new_tokens: NewTokens, q: Any, pages: Pages) -> None:
