@@ -276,20 +276,20 @@ def _choose_resident(
         return None
     k_warps = ceil_div(k, _GEMV_STEPS * _STEP_K)
     rows = ceil_div(n, _ROWS)  # groups of 16 weight rows
-    if k_warps > _LAUNCH_WARPS or m > _SHAPES[0].tokens:
+    if k_warps > (_LAUNCH_WARPS if m == 1 else _RESIDENT_WARPS) or m > _SHAPES[0].tokens:
         return None
     groups = 1
-    most = 1.0
+    most_fill = 1.0  # blocks per multiprocessor
     if k <= _SHORT_K:
         groups = (_GEMV_WARPS if m == 1 else _RESIDENT_WARPS) // k_warps
         groups = max(1, min(groups, int(rows / (_MIN_FILL * sm_count))))
-        most = 2.0 if m == 1 else 1.0
+        most_fill = 2.0 if m == 1 else 1.0
     elif m * k > _MAX_ROWS_K or (has_norm and k_warps > _GEMV_WARPS):
         return None
     elif m > 1 and k_warps <= _GEMV_WARPS:
-        most = _MAX_FILL
+        most_fill = _MAX_FILL
     fill = ceil_div(rows, groups) / sm_count
-    if fill > most or (has_norm and fill < _MIN_NORM_FILL and k > _TINY_K):
+    if fill > most_fill or (has_norm and fill < _MIN_NORM_FILL and k > _TINY_K):
         return None
     return _gemv_config(k, n, groups, 1) if m == 1 else resident_config(m, n, k, groups)
 
