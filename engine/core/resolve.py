@@ -160,6 +160,7 @@ def resolve(
     geometry = KVGeometry.of_model(
         model.config, model.dtype, config.block_size, config.kv_cache_dtype, config.state_dtype
     )
+    config = _with_default_drafts(config, geometry, reasons)
     _check_states(config, model, geometry)
     memory = _memory(config, model, tokens, seqs, has_graphs, num_features)
     if geometry.has_states and config.max_num_seqs is None:
@@ -319,6 +320,22 @@ def _check_ranks(config: EngineConfig, model: ServedModel) -> None:
             f"have this model's layers (LLMEngine.from_name starts them); got "
             f"{config.pipeline_parallel_size}"
         )
+
+
+def _with_default_drafts(
+    config: EngineConfig, geometry: KVGeometry, reasons: dict[str, str]
+) -> EngineConfig:
+    """Return `config` with no more drafts than recurrent layers verify, if none were asked for."""
+    drafts = config.speculative_config
+    most = MAX_STATE_QUERY_LEN - 1
+    if not geometry.has_states or config.max_draft_tokens <= most:
+        return config
+    if drafts is None or not drafts.is_default_length:
+        return config
+    if config.max_draft_tokens != drafts.num_tokens:  # asked for by its own option
+        return config
+    reasons["max_draft_tokens"] = f"{most}: as many as recurrent layers verify"
+    return replace(config, max_draft_tokens=most)
 
 
 def _check_states(config: EngineConfig, model: ServedModel, geometry: KVGeometry) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from engine.checks import shown, shown_with_type
@@ -47,7 +47,7 @@ class SpeculativeConfig:
         Default: "custom" with a `proposer`, "draft_model" with a `model`.
     num_speculative_tokens : int, optional
         Maximum number of drafts per request and step, at most 63. Default: 8 for "ngram", 12 for
-        "suffix", else 4.
+        "suffix", else 4; at most 7 for models with recurrent layers.
     model : str, optional
         For "draft_model", "eagle3" and "mtp": a name, folder, .gguf file or hub id. By default,
         "mtp" reads the head from the target's own folder.
@@ -92,6 +92,7 @@ class SpeculativeConfig:
     quantization: str | None = None
     dtype: str | None = None
     revision: str | None = None
+    is_default_length: bool = field(default=False, init=False, repr=False, compare=False)
 
     @classmethod
     def from_option(cls, option: Any) -> SpeculativeConfig | None:
@@ -105,7 +106,7 @@ class SpeculativeConfig:
         if option is None or isinstance(option, cls):
             return option
         if isinstance(option, Mapping):
-            known = [field.name for field in fields(cls)]
+            known = [option.name for option in fields(cls) if option.init]
             for name in option:
                 if name not in known:
                     raise unknown_keyword("speculative_config", str(name), known)
@@ -141,6 +142,7 @@ class SpeculativeConfig:
             raise _wrong("prompt_lookup_min", f"at most prompt_lookup_max = {most}", least)
         if self.num_speculative_tokens is None:
             self._set("num_speculative_tokens", _NUM_TOKENS.get(self.method, 4))
+            self._set("is_default_length", True)
 
     def _match_lengths(self) -> tuple[int, int]:
         """Return the minimum and maximum match length, with defaults filled in."""

@@ -52,7 +52,7 @@ def make_speculation(
     graph_lens = None
     if runner.graphs is not None:
         graph_lens = sorted({key.query_len for key in runner.graphs.keys})
-    lens = graph_lens or [1, 1 + config.num_tokens]
+    lens = graph_lens or [1, 1 + min(config.num_tokens, scheduler.config.max_draft_tokens)]
     limits = scheduler.config
     costs = measure_step_costs(runner, lens, limits.max_num_seqs, limits.max_num_batched_tokens)
     controller = Controller(costs, graph_lens, is_adaptive=config.adaptive)

@@ -196,7 +196,12 @@ def test_the_plan_counts_the_states(model):
     with pytest.raises(ConfigError, match="max_draft_tokens must be at most 7 for a model with"):
         make_engine(model, max_draft_tokens=8)
     with pytest.raises(ConfigError, match="num_speculative_tokens must be at most 7 for"):
-        make_engine(model, speculative_config={"method": "ngram"})
+        make_engine(model, speculative_config={"method": "ngram", "num_speculative_tokens": 8})
+    with make_engine(model, speculative_config={"method": "ngram"}) as engine:
+        assert engine.config.scheduler.max_draft_tokens == 7
+        assert engine.config.reasons["max_draft_tokens"].startswith("7: as many as recurrent")
+    with pytest.raises(ConfigError, match="max_draft_tokens must be at most 7 for a model with"):
+        make_engine(model, max_draft_tokens=9, speculative_config={"method": "ngram"})
     with pytest.raises(ConfigError, match=r"swap_space_gb must have room .*; got 1e-09 GiB"):
         make_engine(model, swap_space_gb=1e-9, preemption_mode="swap")
     model.deterministic = False
