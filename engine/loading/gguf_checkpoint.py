@@ -48,7 +48,7 @@ class GgufCheckpoint:
     ------
     ConfigError
         If the configuration cannot be used, or the family's checkpoints store tensors that a .gguf
-        file does not give.
+        file does not give, or store matrices transposed.
     WeightsError
         If the file is damaged, or a tensor is missing or unexpected.
     """
@@ -65,9 +65,11 @@ class GgufCheckpoint:
         self._tensors = expected_tensors(self.config, kind.names)
         for name, (_, places) in self._tensors.items():
             if not places or any(place.layout != ROWS for place in places):
+                is_stored = any(place.layout.transposed for place in places)
+                reason = "is stored transposed in one" if is_stored else "has no counterpart"
                 raise ConfigError(
                     f"{path}: a .gguf file of the family {kind.model_type} cannot become a folder: "
-                    f"tensor {name!r} has no counterpart"
+                    f"tensor {name!r} {reason}. Quantize the model when it is loaded"
                 )
 
     def names(self) -> Iterator[str]:
