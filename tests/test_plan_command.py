@@ -48,6 +48,7 @@ def test_json_has_the_parts_of_the_times(capsys):
 def test_sizes_leave_only_their_ways(capsys):
     text = _run(capsys, "--gpus", "8", "--tensor-parallel-size", "4", "--data-parallel-size", "1")
     assert "tp 4 x pp 2" in text and "dp" not in text
+    assert _run(capsys, "--gpus", "8", "-tp", "4", "-pp", "2") == text  # `--data-...` follows
 
 
 def test_stages_of_given_sizes(capsys):

@@ -11,6 +11,7 @@ from typing import Any
 
 from engine.checks import shown
 from engine.commands._bench_models import named_config
+from engine.commands._parallel import PARALLEL_OPTIONS
 from engine.commands._parser import add_positional_model, chosen_model
 from engine.commands._quantization import add_quantization_argument, planned_quantization
 from engine.config import ModelConfig
@@ -58,7 +59,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpus", type=int, default=1, help="number of GPUs")
     parser.add_argument("--gpus-per-host", type=int, default=8, help="number of GPUs per host")
     for name, meaning in _WAYS.items():
-        parser.add_argument(f"--{name}-parallel-size", type=int, metavar="N",
+        option = f"{name}_parallel_size"
+        short = [PARALLEL_OPTIONS[option][0]] if option in PARALLEL_OPTIONS else []
+        parser.add_argument(*short, f"--{name}-parallel-size", type=int, metavar="N",
                             help=f"only plans with N {meaning}")  # fmt: skip
     parser.add_argument("--pipeline-layers", metavar="N,N",
                         help="only plans with stages of these layers, such as 17,15")  # fmt: skip

@@ -108,29 +108,29 @@ class Constants:
         GB/s per GPU between two hosts, and latency in us.
     """
 
-    read: float = 0.958
-    read_codes: float = 0.862
-    read_packed: float = 0.76
-    read_super: float = 0.811
-    read_experts: float = 0.865
-    read_expert_codes: float = 0.921
-    read_packed_experts: float = 0.505
+    read: float = 0.946
+    read_codes: float = 0.849
+    read_packed: float = 0.743
+    read_super: float = 0.797
+    read_experts: float = 0.869
+    read_expert_codes: float = 0.927
+    read_packed_experts: float = 0.51
     read_pages: float = 0.95
-    read_page_codes: float = 0.762
+    read_page_codes: float = 0.765
     elementwise: float = 0.8
-    tensor_16: float = 0.714
+    tensor_16: float = 0.715
     tensor_8: float = 0.675
-    tensor_packed: float = 0.872
-    tensor_experts: float = 0.568
+    tensor_packed: float = 0.874
+    tensor_experts: float = 0.567
     tensor_attention: float = 0.6
-    packed_tile: float = 17.1
-    super_tile: float = 4.89
-    packed_rows: float = 39.0
+    packed_tile: float = 16.8
+    super_tile: float = 4.86
+    packed_rows: float = 38.3
     edge: float = 140.0
-    launch_us: float = 2.29
-    elementwise_us: float = 1.1
-    sequence_us: float = 2.76
-    route_us: float = 11.7
+    launch_us: float = 2.08
+    elementwise_us: float = 0.953
+    sequence_us: float = 2.89
+    route_us: float = 12.8
     sample_us: float = 4.0
     step_us: float = 13.3
     host_step_us: float = 66.0

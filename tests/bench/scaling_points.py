@@ -34,6 +34,7 @@ _GROUPS = (
 _LATENCY, _MIDDLE = 128 + 512 / 2, 512 + 256 / 2
 _PROMPT, _MAX_MODEL_LEN = 4096, 4096
 _PACKED = "int4_g128", "q4_k"
+_SMALL = "qwen3-0.6b", "llama-3.2-1b", "qwen2.5-0.5b"  # `_resident` yields their steps
 # Weights -> figure of the H100's rows that was measured with kernels replaced since.
 _REPLACED = {
     **dict.fromkeys((*_PACKED, "fp8_block"), "output_tokens_per_s"),
@@ -210,6 +211,7 @@ def measured_points() -> list[Point]:
     loop, quantized, whole = map(_load, ("decode_loop", "quantized_models", "whole_models"))
     points = [
         *_beside_vllm(loop),
+        *_resident(loop),
         *_quantized(quantized),
         *_few_requests(loop),
         *_steps(loop),
@@ -229,7 +231,17 @@ def measured_points() -> list[Point]:
 def _beside_vllm(loop: dict[str, Any]) -> Iterator[Point]:
     key = "beside_vllm_2026_11_23"
     for row in [*loop[key]["rows"], *loop[key]["ours_alone"]]:
+        if row["model"] in _SMALL:
+            row = {name: value for name, value in row.items() if name != "ms_per_token"}
         yield from _of_row(_Case(row["model"]), row, f"decode_loop.json, {key}")
+
+
+def _resident(loop: dict[str, Any]) -> Iterator[Point]:
+    """Yield the steps of small models, whose products keep their weights in registers."""
+    key = "resident_2026_11_30"
+    keys = 500 + 30 + 4 * 30 / 2  # the prompt, the steps before, and half of those measured
+    for name, rows, _, measured in loop[key]["rows"]:
+        yield _step(_Case(name), rows, keys, measured, f"decode_loop.json, {key}")
 
 
 def _quantized(quantized: dict[str, Any]) -> Iterator[Point]:
@@ -266,13 +278,14 @@ def _third_round(record: dict[str, Any]) -> Iterator[Point]:
     """Yield the points of whole models on one H100, and of batches of an 8B model.
 
     With packed weights or experts in fp8_block only one request and prompts, with experts in mxfp4
-    no prompts: the other kernels have been replaced since.
+    no prompts, of small models not one request: the other kernels have been replaced since.
     """
     source = "whole_models.json"
     for row in record["rows"]:
         weights, _, pages = row["weights"].partition(", ")
         pages = pages.removesuffix(" pages") or "bfloat16"
-        kept = {key: value for key, value in row.items() if key != _REPLACED.get(weights)}
+        replaced = "ms_per_token" if row["model"] in _SMALL else _REPLACED.get(weights)
+        kept = {key: value for key, value in row.items() if key != replaced}
         yield from _of_row(_Case(row["model"], weights, pages, "h100"), kept, source)
     for row in record["batches"]["rows"]:
         for weights in ("fp8", "int4_g128"):
