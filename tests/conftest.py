@@ -166,6 +166,21 @@ def _cupy_or_skip():
     return device.cupy()
 
 
+@pytest.fixture
+def launched(monkeypatch):
+    """Entry points of the kernels that the test launches, in order."""
+    from engine.kernels._launch import Kernel
+
+    entries, launch = [], Kernel.launch
+
+    def noted(kernel, *args, **options):
+        entries.append(kernel.entry)
+        launch(kernel, *args, **options)
+
+    monkeypatch.setattr(Kernel, "launch", noted)
+    return entries
+
+
 @pytest.fixture(scope="session")
 def repo_root() -> Path:
     """The folder that contains `engine/`, `cuda_src/` and `tests/`."""

@@ -52,7 +52,7 @@ class Boxes {
   }
 };
 
-// Loads every kLoaders-th key tile; warp 0 also loads Q, unless it is that of new tokens.
+// Loads every kLoaders-th key tile; warp 0 also loads Q, unless NewToken computes it.
 __device__ __forceinline__ void load_queries_and_keys(const Cta& cta, int warp_idx,
                                                       const TensorMap* q_map,
                                                       const TensorMap* k_map) {

@@ -54,7 +54,7 @@ __device__ __forceinline__ void multiply(const Pipeline& p, const TileScheduler&
   if (is_warmup) state.phase = 1;  // no wait: the phase before the first counts as completed
   state.stage = __shfl_sync(~0u, state.stage, 0);  // tells ptxas that it is warp-uniform
   int last = 0;
-  // Sums stages `begin` to `end` - 1, from zero.
+  // Sums stages [begin, end); the first product overwrites `sums`.
   const auto sum_stages = [&](int begin, int end, Sums& sums) {
 #pragma unroll 1
     for (int i = begin; i < end; ++i) {

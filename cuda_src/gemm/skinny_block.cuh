@@ -22,7 +22,7 @@ struct SkinnyShape {
   static constexpr int kStages = kStages_, kBuffers = kBuffers_;
   static constexpr int kLoads = 8;  // 16-byte loads per lane and stage
   // Sets of independent accumulators, so that an mma need not wait for the previous one. A sum in
-  // parts has the order of wgmma: one chain.
+  // parts is one chain, the order of wgmma.
   static constexpr int kSets = kTokenTiles <= 2 && !kSumsInParts ? 4 : 1;
   static constexpr int kStageBytes = kLoads * kWarpSize * 16;
   // Padding of a row of x in bytes, against bank conflicts. Rows are read 16 bytes at a time; with

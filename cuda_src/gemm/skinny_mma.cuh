@@ -87,8 +87,8 @@ __device__ __forceinline__ void multiply_fragments(
       }
 }
 
-// The tokens that ldmatrix loads for sums in parts. Rows that do not exist repeat the last: their
-// sums are not used.
+// The tokens that ldmatrix loads for sums in parts. Rows past the end repeat the last one, since
+// ldmatrix needs valid addresses; their sums are not used.
 template <typename Shape>
 struct TokenMatrices {
   unsigned at[Shape::kTokenTiles];  // shared-memory address of this lane's row
@@ -109,7 +109,7 @@ __device__ __forceinline__ void multiply_stage(float (&acc)[1][Shape::kTokenTile
                                                const TokenMatrices<Shape>& x, int k_offset) {
   const int lane_idx = g * 4 + t, row = lane_idx % 16;
   const unsigned rows = smem_address(stage) + row * 128;
-  const int chunk = (lane_idx / 16) ^ (row % 8);  // of the first step
+  const int chunk = (lane_idx / 16) ^ (row % 8);  // chunk of step 0
 #pragma unroll
   for (int half = 0; half < 2; ++half)
 #pragma unroll

@@ -39,8 +39,8 @@ __device__ __forceinline__ float sum_of_squares(const Vec<scalar_t, kVec>& v, fl
   return sum;
 }
 
-// Index of this thread's 16-byte piece j of a row. With a norm and kSumsInParts the threads are
-// those of rmsnorm_row.cuh, which hold up to two pieces each; others have none.
+// Returns the index of this thread's j-th 16-byte piece of a row. With a norm and kSumsInParts only
+// as many threads as in rmsnorm_row.cuh have pieces, up to two each, so that squares add up alike.
 template <bool kNorm, typename Shape>
 __device__ __forceinline__ int row_piece(const Problem& p, const SkinnyBlock<Shape>& b, int j) {
   if constexpr (kNorm && kSumsInParts) {

@@ -330,9 +330,8 @@ def _with_default_drafts(
     most = MAX_STATE_QUERY_LEN - 1
     if not geometry.has_states or config.max_draft_tokens <= most:
         return config
-    if drafts is None or not drafts.is_default_length:
-        return config
-    if config.max_draft_tokens != drafts.num_tokens:  # asked for by its own option
+    is_default = drafts is not None and drafts.has_default_num_tokens
+    if not is_default or config.max_draft_tokens != drafts.num_tokens:
         return config
     reasons["max_draft_tokens"] = f"{most}: as many as recurrent layers verify"
     return replace(config, max_draft_tokens=most)

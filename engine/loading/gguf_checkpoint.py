@@ -65,8 +65,8 @@ class GgufCheckpoint:
         self._tensors = expected_tensors(self.config, kind.names)
         for name, (_, places) in self._tensors.items():
             if not places or any(place.layout != ROWS for place in places):
-                is_stored = any(place.layout.transposed for place in places)
-                reason = "is stored transposed in one" if is_stored else "has no counterpart"
+                is_transposed = any(place.layout.transposed for place in places)
+                reason = "is stored transposed in one" if is_transposed else "has no counterpart"
                 raise ConfigError(
                     f"{path}: a .gguf file of the family {kind.model_type} cannot become a folder: "
                     f"tensor {name!r} {reason}. Quantize the model when it is loaded"

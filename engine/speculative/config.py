@@ -92,7 +92,7 @@ class SpeculativeConfig:
     quantization: str | None = None
     dtype: str | None = None
     revision: str | None = None
-    is_default_length: bool = field(default=False, init=False, repr=False, compare=False)
+    has_default_num_tokens: bool = field(default=False, init=False, repr=False, compare=False)
 
     @classmethod
     def from_option(cls, option: Any) -> SpeculativeConfig | None:
@@ -142,7 +142,7 @@ class SpeculativeConfig:
             raise _wrong("prompt_lookup_min", f"at most prompt_lookup_max = {most}", least)
         if self.num_speculative_tokens is None:
             self._set("num_speculative_tokens", _NUM_TOKENS.get(self.method, 4))
-            self._set("is_default_length", True)
+            self._set("has_default_num_tokens", True)
 
     def _match_lengths(self) -> tuple[int, int]:
         """Return the minimum and maximum match length, with defaults filled in."""

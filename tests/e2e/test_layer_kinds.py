@@ -1,8 +1,9 @@
-"""States and latents in the engine: tokens are those of a request alone, whatever else runs."""
+"""Kinds of layers in the engine: tokens are those of a request alone, whatever else runs."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,16 @@ from engine import SamplingParams
 from engine.device import resolve_device
 from engine.errors import ConfigError
 from tests.distributed.golden import write_checkpoint
-from tests.e2e.tiny import alone, check_drained, make_engine, mixed_params, run, swap_gb
+from tests.e2e.tiny import (
+    CONFIG,
+    alone,
+    check_drained,
+    make_engine,
+    mixed_params,
+    run,
+    swap_gb,
+    tiny_model,
+)
 
 # One model of each kind of layer.
 STATES = (
@@ -33,6 +43,23 @@ STATES = (
 )
 LATENTS = ("deepseek_v3", "deepseek_v2", "glm4_moe_lite", "longcat_flash")
 VOCAB = 128
+LEARNED_POSITIONS = replace(
+    CONFIG,
+    model_type="gpt2",
+    vocab_size=VOCAB,
+    num_kv_heads=6,
+    layer_norm=True,
+    norm_bias=True,
+    qkv_bias=True,
+    o_bias=True,
+    mlp_bias=True,
+    gated_mlp=False,
+    activation="gelu_tanh",
+    learned_positions=True,
+    attn_scale_by_layer=True,
+    rope_layers=(False, False),
+    tie_word_embeddings=True,
+)
 ROOM = {"max_position_embeddings": 512, "model_max_length": 512}
 
 
@@ -42,10 +69,12 @@ def _places(cases):
     return [*((case, "cpu") for case in cases), *on_gpus]
 
 
-@pytest.fixture(scope="module", params=_places((*STATES, *LATENTS)), ids=str)
+@pytest.fixture(scope="module", params=_places((*STATES, *LATENTS, "gpt2")), ids=str)
 def model(request, tmp_path_factory):
-    """A golden model, with room for long sequences."""
+    """A golden model, with room for long sequences; of GPT-2 the weights have as many positions."""
     case, where = request.param
+    if case == "gpt2":
+        return tiny_model(where, LEARNED_POSITIONS, deterministic=True)
     if where == "cuda" and not resolve_device("auto")[0].is_cuda:
         pytest.skip("no GPU")
     folder = write_checkpoint(case, tmp_path_factory.mktemp(case))

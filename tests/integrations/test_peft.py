@@ -38,7 +38,7 @@ FAMILIES = {
     "phi3": ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
     "gpt_neox": ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"),
     "glm4": (*ATTENTION, "gate_up_proj", "down_proj"),
-    # Both c_proj: peft takes the ends of names. It warns, and says that matrices are transposed.
+    # peft compares the ends of names, so c_proj is both of them; it warns that they are transposed.
     "gpt2": ("c_attn", "c_proj", "c_fc"),
     "opt": ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"),
 }

@@ -11,7 +11,6 @@ import pytest
 from engine import kernels, reference
 from engine.device import to_numpy
 from engine.errors import ContractError, DTypeError, ShapeError
-from engine.kernels._launch import Kernel
 from engine.kernels.attention_decode import sm90 as decode_sm90
 from engine.kernels.attention_decode.sm90 import HopperTile
 from engine.testing import cases
@@ -269,14 +268,7 @@ def test_what_deterministic_excludes(wrong, name):
 
 
 @pytest.mark.gpu
-def test_deterministic_launches_one_kernel(cp, monkeypatch):
-    launched, launch = [], Kernel.launch
-
-    def noted(kernel, *args, **options):
-        launched.append(kernel.entry)
-        launch(kernel, *args, **options)
-
-    monkeypatch.setattr(Kernel, "launch", noted)
+def test_deterministic_launches_one_kernel(cp, launched):
     one = "attention_prefill_few_tokens_sm90"
     for batch, is_fused in ((1, True), (16, True), (17, False)):
         case = AttentionCase((1,) * batch, (100,) * batch, 16, 8, 128, block_size=16)
@@ -316,14 +308,7 @@ def _unfused_op(_, *args, **more):
 
 
 @pytest.mark.gpu
-def test_which_calls_quantize_in_the_kernel(cp, monkeypatch):
-    launched, launch = [], Kernel.launch
-
-    def noted(kernel, *args, **options):
-        launched.append(kernel.entry)
-        launch(kernel, *args, **options)
-
-    monkeypatch.setattr(Kernel, "launch", noted)
+def test_which_calls_quantize_in_the_kernel(cp, launched):
     for heads, batch, is_fused in (((32, 4), 40, True), ((32, 4), 16, False), ((14, 2), 80, False)):
         dim = 64 if heads[0] == 14 else 128
         case = AttentionCase((1,) * batch, (100,) * batch, *heads, dim, block_size=16)

@@ -138,7 +138,7 @@ def choose_config(
         Rows start and end at multiples of 16 bytes.
     deterministic : bool
         Choose a kernel among those that sum a row in the same order: tiled kernels without splits;
-        on Hopper with a short k tiles and skinny kernels that sum parts of k.
+        on Hopper, if k is short, tiles and skinny kernels that sum parts of k.
     is_hopper : bool
         Use the tiles of gemm_sm90.cu from nine rows on, or from 17 if the weight is small.
     is_gated : bool
@@ -158,12 +158,11 @@ def choose_config(
         return (_HALF_UNALIGNED if size == 2 else _FLOAT_UNALIGNED).config(k)
     most = _RING_MAX_M_SMALL if n * k <= _SMALL_WEIGHT else _RING_MAX_M
     if deterministic and is_hopper and k > 0:
-        skinny = None
         part_k = part_length(k)
         if m <= most and part_k:
             skinny = choose_skinny_in_parts(m, n, k, part_k, sm_count, limits, has_norm=has_norm)
-        if skinny is not None:
-            return skinny
+            if skinny is not None:
+                return skinny
         return choose_hopper(m, n, k, sm_count, deterministic=True, is_gated=is_gated)
     if not deterministic:
         if size == 2 and not (is_hopper and m > most):

@@ -244,9 +244,9 @@ def _config(
 _GEMV = "gemv"
 _GEMV_NORM_MAX_K = 4096  # maximum k with a fused norm
 _GEMV_STEPS = 2  # steps of k (by 16 rows) in a warp's registers
-# Warps per block of the GEMV, and of the kernel for several rows, up to _SHORT_K values of k. At
-# 128 registers per thread two blocks of the GEMV fit on a multiprocessor, one of the next kernel
-# beside one of this.
+# Maximum warps per block of several groups of 16 rows: of the GEMV, and of the kernel for several
+# rows of x. At 128 registers per thread a multiprocessor has room for two blocks of 8 warps, so the
+# next kernel's block fits beside this one's.
 _GEMV_WARPS = 8
 _RESIDENT_WARPS = 12
 _SHORT_K = 1024

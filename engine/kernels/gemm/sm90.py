@@ -411,7 +411,7 @@ _PART_FEW_ROWS: dict[HopperConfig, float] = {
     if config.holds_parts
 }
 _PART_K = 256  # values of k per part: whole stages of every tile
-_MAX_PARTS = 12  # of a longer k there is one part
+_MAX_PARTS = 12  # a longer k has no parts
 _SM_BYTES_PER_US = 3.3e4  # rate at which one multiprocessor reads the weight
 
 # Swapped tiles: columns, and maximum rows of x. A wave costs as much as _WAVE_COLUMNS more columns.
@@ -463,9 +463,8 @@ def choose_swapped(
 
     Examples
     --------
-    >>> config = choose_swapped(16, 6144, 132)
-    >>> config.tile_m, config.tile_n, config.swapped
-    (16, 48, 2)
+    >>> choose_swapped(16, 6144, 132) == HopperConfig(16, 48, depth=4, swapped=2)
+    True
     """
     rows = next((rows for rows in _SWAPPED_ROWS if m <= rows), None)
     configs = [
@@ -552,9 +551,8 @@ def choose_hopper(
 
     Examples
     --------
-    >>> config = choose_hopper(1024, 6144, 4096, 132)
-    >>> config.tile_m, config.tile_n, config.cluster_m
-    (128, 192, 2)
+    >>> choose_hopper(1024, 6144, 4096, 132) == HopperConfig(128, 192, cluster_m=2)
+    True
     """
 
     has_parts = deterministic and part_length(k) > 0

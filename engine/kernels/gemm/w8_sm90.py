@@ -169,9 +169,9 @@ def choose_w8_hopper(
 
     Examples
     --------
-    >>> config = choose_w8_hopper("fp8", 4096, 24576, 4096, 132)
-    >>> config.tile_m, config.tile_n, config.cluster_n
-    (256, 128, 2)
+    >>> chosen = choose_w8_hopper("fp8", 4096, 24576, 4096, 132)
+    >>> chosen == HopperConfig(256, 128, cluster_n=2)
+    True
     """
     swapped_rows = _SWAPPED_MAX_ROWS[_has_groups(codes, has_blocks=has_blocks)]
     if m <= swapped_rows and (k >= _SWAPPED_MIN_K or deterministic):
