@@ -235,7 +235,7 @@ def test_gated_sums_with_a_residual_have_the_same_bits_in_every_tile(
     for result in results:
         np.testing.assert_array_equal(result, results[0])
     options |= {"activation": "silu_and_mul", "deterministic": True}
-    for config, m in _streams(1040, 1032):
+    for config, m in _streams(1040, 1032) if has_parts else ():
         _force(monkeypatch, config)
         y = kernels.gemm(gx[5 : 5 + m], gw, **options | {"residual": gr[5 : 5 + m]})
         np.testing.assert_array_equal(
@@ -246,14 +246,36 @@ def test_gated_sums_with_a_residual_have_the_same_bits_in_every_tile(
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("m", [1, 5, 16, 300])
-@pytest.mark.parametrize("k", [520, 4096])
-def test_a_deterministic_product_is_rounded_before_the_residual(hopper, m, k, dtype):
+@pytest.mark.parametrize("k", [520, 3072])
+def test_a_product_in_parts_is_rounded_before_the_residual(hopper, m, k, dtype):
     """So a layer may add the residual in the product, or in the norm after it."""
+    assert part_length(k)
     arrays = cases.to_module(hopper, *_inputs(m, 520, k, dtype))
     x, weight, bias, residual = arrays
     whole = kernels.gemm(x, weight, bias=bias, residual=residual, deterministic=True)
     apart = kernels.residual_add(kernels.gemm(x, weight, bias=bias, deterministic=True), residual)
     np.testing.assert_array_equal(to_numpy(whole).view(np.uint8), to_numpy(apart).view(np.uint8))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(("m", "n", "k"), [(3, 4104, 8200), (5, 4104, 4104), (8, 8192, 4096)])
+@pytest.mark.parametrize("activation", [None, "silu_and_mul"])
+def test_few_rows_of_large_weights(hopper, m, n, k, dtype, activation):
+    """Tiles multiply them, whose 16 rows of x are not full."""
+    assert isinstance(choose_config(m, n, k, dtype, 132, is_hopper=True), HopperConfig)
+    x, weight, bias, residual = _inputs(m, n, k, dtype)
+    out, buffer = cases.guarded(hopper, (m, n // 2 if activation else n), x.dtype)
+    options = {"bias": bias, "activation": activation}
+    if activation is None:
+        options["residual"] = residual
+    on_device = {
+        name: value if value is None or name == "activation" else hopper.asarray(value)
+        for name, value in options.items()
+    }
+    kernels.gemm(*cases.to_module(hopper, x, weight), **on_device, out=out, pdl=True)
+    assert_close(out, reference.gemm(x, weight, **options), reduction=k)
+    assert bool(hopper.isnan(buffer[:64]).all()) and bool(hopper.isnan(buffer[-64:]).all())
 
 
 def test_where_swiglu_is_fused():
@@ -465,13 +487,19 @@ def test_choice_at_known_problems():
     limits = Limits(231_424, has_clusters=True)
     for m, n, k, is_tile in (
         (4096, 4096, 4096, True),
-        (9, 4096, 4096, True),
-        (8, 4096, 4096, False),
         (17, 6144, 1024, True),
         (16, 6144, 1024, False),  # a small weight
+        (9, 16384, 2048, True),  # Llama-3.2-1B
+        (8, 16384, 2048, False),
+        (8, 2048, 8192, False),
+        (5, 4096, 4096, True),  # Llama-3.1-8B
+        (4, 4096, 4096, False),
+        (4, 28672, 4096, False),
+        (3, 4096, 14336, True),
+        (2, 4096, 14336, False),
     ):
         chosen = choose_config(m, n, k, "bfloat16", 132, is_hopper=True, limits=limits)
-        assert isinstance(chosen, HopperConfig) == is_tile
+        assert isinstance(chosen, HopperConfig) == is_tile, (m, n, k)
     for unfit in ({"is_hopper": False}, {"is_hopper": True, "is_aligned": False}):
         chosen = choose_config(4096, 4096, 4096, "bfloat16", 132, **unfit)
         assert not isinstance(chosen, HopperConfig)

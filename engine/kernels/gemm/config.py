@@ -97,11 +97,14 @@ _HALF_DIRECT = ((8, 16, 8), (16, 32, 8), (32, 32, 8), (8, 16, 16), (16, 16, 16),
 _FLOAT_DIRECT = ((1, 4, 8), (8, 2, 8))
 _DIRECT_MAX_M = {2: 8, 4: 16}  # maximum rows of x, by itemsize
 # On Hopper, ring kernels take up to _RING_MAX_M rows, or _RING_MAX_M_SMALL for a weight of at most
-# _SMALL_WEIGHT elements; tiles take the rest. This minimises the time of a model step
-# (`python -m tests.bench decode_loop`); alone, tiles are faster (docs/benchmarks/gemm_sm90.md).
+# _SMALL_WEIGHT elements; tiles take the rest. If n and k are at least _WIDE, they already take five
+# rows, or three of more than _LONG_K values. This minimises the time of a model step (`python -m
+# tests.bench decode_loop`); alone, tiles are faster (docs/benchmarks/gemm_sm90.md).
 _RING_MAX_M = 8
 _RING_MAX_M_SMALL = 16
 _SMALL_WEIGHT = 1 << 23
+_WIDE = 4096
+_LONG_K = 8192
 
 # Constants of `_estimate`, estimated for Hopper like the rates.
 _BYTES_PER_CYCLE = 2400  # memory bandwidth of the chip
@@ -140,7 +143,8 @@ def choose_config(
         Choose a kernel among those that sum a row in the same order: tiled kernels without splits;
         on Hopper, if k is short, tiles and skinny kernels that sum parts of k.
     is_hopper : bool
-        Use the tiles of gemm_sm90.cu from nine rows on, or from 17 if the weight is small.
+        Use the tiles of gemm_sm90.cu from nine rows on, from 17 if the weight is small, and from
+        five or three if it is large.
     is_gated : bool
         The kernel must combine gate and up; some kernels cannot.
     has_norm : bool
@@ -156,7 +160,7 @@ def choose_config(
     size = itemsize(dtype)
     if not is_aligned:
         return (_HALF_UNALIGNED if size == 2 else _FLOAT_UNALIGNED).config(k)
-    most = _RING_MAX_M_SMALL if n * k <= _SMALL_WEIGHT else _RING_MAX_M
+    most = _ring_rows(n, k) if is_hopper else _RING_MAX_M
     if deterministic and is_hopper and k > 0:
         part_k = part_length(k)
         if m <= most and part_k:
@@ -165,11 +169,12 @@ def choose_config(
                 return skinny
         return choose_hopper(m, n, k, sm_count, deterministic=True, is_gated=is_gated)
     if not deterministic:
-        if size == 2 and not (is_hopper and m > most):
+        prefers_tiles = is_hopper and m > most
+        if size == 2 and not prefers_tiles:
             skinny = choose_skinny(m, n, k, sm_count, limits, has_norm=has_norm)
             if skinny is not None:
                 return skinny
-        if m <= _DIRECT_MAX_M[size] and not (is_gated and size == 4):
+        if m <= _DIRECT_MAX_M[size] and not prefers_tiles and not (is_gated and size == 4):
             return _direct(m, n, k, size, sm_count)
     if is_hopper and k > 0:
         return choose_hopper(m, n, k, sm_count, is_gated=is_gated)
@@ -185,6 +190,15 @@ def choose_config(
         )
     ]
     return min(choices, key=lambda config: _estimate(config, m, n, k, size, sm_count))
+
+
+def _ring_rows(n: int, k: int) -> int:
+    """Return the most rows of x for which ring kernels are faster than Hopper's tiles."""
+    if n * k <= _SMALL_WEIGHT:
+        return _RING_MAX_M_SMALL
+    if n < _WIDE or k < _WIDE:
+        return _RING_MAX_M
+    return 2 if k > _LONG_K else 4
 
 
 def all_configs(k: int, dtype: str, *, is_gated: bool = False) -> list[Config | SkinnyConfig]:
