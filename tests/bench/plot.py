@@ -478,7 +478,7 @@ def _sent_rows() -> Picture:
 
 def _deterministic() -> Picture:
     record = _load("deterministic")
-    steps = [r for r in record["steps_in_parts_2026_11_30"]["rows"] if r[0] != "llama-3.1-8b"]
+    steps = record["steps_in_parts_2026_11_30"]["rows"]
     attention = record["few_tokens_2026_11_29"]["rows"]
     int4 = record["int4_steps_2026_11_30"]["rows"]
     panels = [
