@@ -172,6 +172,7 @@ def rmsnorm_moe_route(
     (array([[0.849, 1.131]], dtype=float32), [[1]])
     """
     call = Contract("rmsnorm_moe_route")
+    quantize_out = bool(quantize_out)  # an array raises here, before anything is written
     x = call.array("x", x, "T N", FLOATS)
     norm_weight = call.array("norm_weight", norm_weight, "N", x.dtype)
     weight = call.array("weight", weight, "E N", x.dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -282,6 +283,75 @@ def test_nothing_is_written_if_out_is_wrong(op, out):
     call, written = op(None)  # the call itself does write
     call()
     assert not np.array_equal(written, before)
+
+
+def _attention_prefill(flag):
+    out = np.ones_like(CUBE)
+    ends = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), np.array([0, 3], np.int32))
+    options = {**ends, "out": out, "return_lse": flag}
+    return lambda: kernels.attention_prefill(CUBE, CUBE, CUBE, **options), (out,)
+
+
+def _attention_prefill_fp8(flag):
+    out = np.ones(CUBE.shape, ml_dtypes.bfloat16)
+    codes = CUBE.astype(ml_dtypes.float8_e4m3fn)
+    ends = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), np.array([0, 3], np.int32))
+    scales = dict.fromkeys(("q_scale", "k_scale", "v_scale"), np.ones(1, np.float32))
+    options = {**ends, **scales, "out": out, "return_lse": flag}
+    return lambda: kernels.attention_prefill_fp8(codes, codes, codes, **options), (out,)
+
+
+def _attention_decode(name):
+    def case(flag):
+        pages = np.ones((2, 2, 1, 16, 8), np.float32)
+        new = {"k": ROWS[:1, None, None].copy(), "v": ROWS[:1, None, None].copy()}
+        new |= {"positions": np.zeros(1, np.int32), "cos_sin": ROWS}
+        keys = {"block_tables": _zeros(1, 1, dtype=np.int32), "context_lens": np.ones(1, np.int32)}
+        options = {**keys, **new, "slot_mapping": np.zeros(1, np.int64), name: flag}
+        options["sinks"] = np.zeros(1, np.float32)
+        q = ROWS[1:2, None, None].copy()
+        return lambda: kernels.attention_decode(q, *pages, **options), (pages,)
+
+    return case
+
+
+def _mla_decode(flag):
+    out = np.ones((1, 1, 2, 8), np.float32)
+    keys = {"block_tables": _zeros(1, 1, dtype=np.int32), "context_lens": np.ones(1, np.int32)}
+    options = {**keys, "scale": 1.0, "out": out, "return_lse": flag}
+    arrays = (_zeros(1, 1, 2, 8), _zeros(1, 1, 2, 4), _zeros(1, 16, 12))
+    return lambda: kernels.mla_decode(*arrays, **options), (out,)
+
+
+def _rmsnorm_moe_route_codes(flag):
+    out = np.ones_like(ROWS)
+    load = _zeros(4, dtype=np.int64)
+    options = {"out": out, "load": load, "quantize_out": flag}
+    arrays = (ROWS, ROWS[0], ROWS[:1].repeat(4, 0))
+    return lambda: kernels.rmsnorm_moe_route(*arrays, 2, **options), (out, load)
+
+
+@pytest.mark.parametrize(
+    "op",
+    [
+        _attention_prefill,
+        _attention_prefill_fp8,
+        _attention_decode("return_lse"),
+        _attention_decode("quantize_out"),
+        _mla_decode,
+        _rmsnorm_moe_route_codes,
+    ],
+)
+def test_nothing_is_written_if_a_flag_is_an_array(op):
+    call, written = op(np.array([True, False]))
+    before = [one.copy() for one in written]
+    with pytest.raises(ContractError, match="must be True or False; got an array of"):
+        call()
+    for got, want in zip(written, before, strict=True):
+        np.testing.assert_array_equal(got, want)
+    call, written = op(False)  # the call itself does write
+    call()
+    assert not any(map(np.array_equal, written, before))
 
 
 @pytest.mark.parametrize("word", [["silu"], np.ones(2), {}, 1.5, b"silu"], ids=str)

@@ -228,6 +228,8 @@ def attention_decode(
     array([[[[53.176]]]], dtype=float32)
     """
     call = Contract("attention_decode")
+    return_lse = bool(return_lse)  # an array raises here, before anything is written
+    quantize_out = bool(quantize_out)
     q = call.array("q", q, "B Q H D", MIRROR_FLOATS, layout="rows")
     pages = Pages.checked(
         call,

@@ -222,6 +222,7 @@ def attention_prefill(
            [1., 2., 3., 4.]], dtype=float32)
     """
     call = Contract("attention_prefill")
+    return_lse = bool(return_lse)  # an array raises here, before anything is written
     q = call.array("q", q, "Tq H D", MIRROR_FLOATS, layout="rows")
     statistic = accumulation_dtype(q.dtype)
     keys = _check_keys(

@@ -136,6 +136,7 @@ def attention_prefill_fp8(
            [1., 2., 3., 4.]], dtype=float32)
     """
     call = Contract("attention_prefill_fp8")
+    return_lse = bool(return_lse)  # an array raises here, before anything is written
     arrays = _check_arrays(call, q, k, v, q_scale, k_scale, v_scale, cu_seqlens_q, cu_seqlens_k)
     check_heads(call, _MAX_HEAD_DIM)
     scale = checked_scale(call, call["D"], scale)

@@ -110,6 +110,7 @@ def mla_decode(
     array([[[[66.353, 67.353]]]], dtype=float32)
     """
     call = Contract("mla_decode")
+    return_lse = bool(return_lse)  # an array raises here, before anything is written
     q = call.array("q", q, "B Q H L", MIRROR_FLOATS, layout="rows")
     q_rope = call.array("q_rope", q_rope, "B Q H R", q.dtype, layout="rows")
     tables = {"block_tables": block_tables, "context_lens": context_lens}
