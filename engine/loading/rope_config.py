@@ -54,10 +54,11 @@ def rope_configs(
         If the scaling is unknown or one of its numbers is invalid.
     """
     full, local = _rope_objects(fields, family)
-    first = _RopeReader(fields, full, family, head_dim, max_position).read()
+    is_shared = local is None
+    first = _RopeReader(fields, full, family, head_dim, max_position, is_shared).read()
     if local is None:
         return first, None
-    return first, _RopeReader(fields, local, family, local_head_dim, max_position).read()
+    return first, _RopeReader(fields, local, family, local_head_dim, max_position, False).read()
 
 
 def scaled_max_position(rope: RopeConfig, max_position: int, family: Family) -> int:
@@ -114,12 +115,14 @@ class _RopeReader:
         family: Family,
         head_dim: int,
         max_position: int,
+        is_shared: bool,
     ) -> None:
         self.config = config
         self.rope = config.beside(values, "rope parameters")
         self.family = family
         self.head_dim = head_dim
         self.max_position = max_position
+        self.is_shared = is_shared  # by all layers
 
     def read(self) -> RopeConfig:
         kind = self._kind()
@@ -198,9 +201,13 @@ class _RopeReader:
         return factor
 
     def _original(self, default: int) -> int:
-        """Return the training length; a value outside the rope object (Phi-3) takes precedence."""
+        """Return the training length.
+
+        A value outside the rope object (Phi-3) takes precedence, unless there is one object for
+        each kind of layer: transformers then reads these alone.
+        """
         key = "original_max_position_embeddings"
-        source = self.config if self.config.has(key) else self.rope
+        source = self.config if self.is_shared and self.config.has(key) else self.rope
         original: int = source.integer(key, 2, MAX_POSITIONS, default)
         return original
 

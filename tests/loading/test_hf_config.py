@@ -476,6 +476,11 @@ def test_olmo3_scales_the_rope_of_layers_with_full_attention_only():
     assert (config.rope.scaling, config.rope.factor, config.rope.theta) == ("yarn", 8.0, 5e5)
     assert config.rope_local == RopeConfig(theta=5e5, rotary_dim=8)
     assert known("olmo3", rope_parameters=nested) == config
+    # As in transformers, a training length beside ropes of kinds of layers is not theirs.
+    outside = {"original_max_position_embeddings": 32}
+    assert known("olmo3", rope_parameters=nested, **outside) == config
+    assert known("olmo3", rope_theta=5e5, rope_scaling=scaling, **outside) == config
+    assert known("qwen3-0.6b", rope_scaling=scaling, **outside).rope.original_max_position == 32
     flat = {**scaling, "rope_theta": 1e6}
     assert known("olmo3", rope_parameters=flat).rope_local.theta == 1e6
     assert known("olmo3", rope_parameters=flat).rope.scaling == "yarn"
