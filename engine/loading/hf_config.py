@@ -673,7 +673,7 @@ def _pattern(fields: Fields, num_layers: int) -> list[bool]:
     key = "sliding_window_pattern"
     pattern = fields.raw(key)
     if isinstance(pattern, str):
-        if not pattern or set(pattern) > set("LG"):
+        if not pattern or not set(pattern) <= set("LG"):
             raise fields.error(key, "a whole number, or a string of L (window) and G (full)")
         return [pattern[layer % len(pattern)] == "L" for layer in range(num_layers)]
     every = fields.integer(key, 1, _MAX_LAYERS)

@@ -339,8 +339,10 @@ def test_exaone_has_rope_only_with_a_window_if_any_layer_may_have_one(kind):
     for changes in ({}, {"layer_types": full}, {"sliding_window_pattern": "LLLG"}):
         config = known(kind, num_hidden_layers=4, sliding_window=None, **changes)
         assert (config.layer_windows, config.rope_layers) == ((0,) * 4, ())
-    with pytest.raises(ConfigError, match=r"sliding_window_pattern must be .* of L .*got 'LXG'"):
-        known(kind, **sizes, sliding_window_pattern="LXG")
+    for pattern in ("LXG", "llg", "LL ", "X"):
+        wrong = rf"sliding_window_pattern must be .* of L .*got '{pattern}'"
+        with pytest.raises(ConfigError, match=wrong):
+            known(kind, **sizes, sliding_window_pattern=pattern)
 
 
 @pytest.mark.parametrize("place", ["full_attention", "sliding_attention"])
