@@ -8,6 +8,7 @@ import numpy as np
 
 from engine import reference
 from engine.dtypes import dtype_name
+from engine.errors import ShapeError
 from engine.kernels._contract import FLOATS, INT32, Contract
 from engine.kernels._elementwise import ROW_THREADS, element_strides, is_aligned, vector_width
 from engine.kernels._launch import Kernel, ceil_div
@@ -76,9 +77,8 @@ def kv_gather(
     array([2., 3., 0.], dtype=float32)
     """
     call = Contract("kv_gather")
-    # Views are rejected: a copy would duplicate the whole cache.
-    k_pages = call.written("k_pages", k_pages, "P K block_size D", FLOATS)
-    v_pages = call.written("v_pages", v_pages, "P K block_size D", k_pages.dtype)
+    k_pages = _checked_pages(call, "k_pages", k_pages, FLOATS)
+    v_pages = _checked_pages(call, "v_pages", v_pages, k_pages.dtype)
     call.check("k_pages", call["block_size"] > 0, "pages of at least one slot", k_pages.shape)
     tables = call.array("block_tables", block_tables, "B NB", INT32, layout="rows")
     lens = call.array("context_lens", context_lens, "B", INT32)
@@ -99,6 +99,14 @@ def kv_gather(
     v = call.output("out[1]", v_out, shape, k_pages.dtype)
     _launch(k_pages, v_pages, tables, lens, starts, k, v)
     return k, v
+
+
+def _checked_pages(call: Contract, name: str, value: Any, dtype: Any) -> Any:
+    """Return the checked pages. Views are refused: a copy would duplicate the whole cache."""
+    pages = call.array(name, value, "P K block_size D", dtype, layout="any")
+    if not pages.flags.c_contiguous:
+        raise ShapeError(f"{call.op}: {name}: must be C-contiguous; got strides {pages.strides}")
+    return pages
 
 
 def _check_values(call: Contract, tables: Any, lens: Any, starts: Any, num_rows: int) -> None:

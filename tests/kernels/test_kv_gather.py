@@ -104,6 +104,15 @@ def test_heads_without_features():
     assert [each.shape for each in kernels.kv_gather(empty, empty, *lists)] == [(23, 2, 0)] * 2
 
 
+def test_pages_may_be_read_only():
+    inputs = _inputs((4, 2, 16, 8), "float32", [3, 20])
+    want = kernels.kv_gather(*inputs)
+    for pages in inputs[:2]:
+        pages.flags.writeable = False
+    for got, expected in zip(kernels.kv_gather(*inputs), want, strict=True):
+        assert_same(got, expected)
+
+
 def test_contract(xp):
     inputs = cases.to_module(xp, *_inputs((4, 2, 16, 8), "float32", [3, 20]))
     pages, _, tables, lens, cu = inputs
