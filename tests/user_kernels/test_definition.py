@@ -202,6 +202,23 @@ def test_remembered_checks_keep_scalars_apart():
             op(x, True)
 
 
+def test_zeros_of_either_sign_are_kept_apart():
+    op = _define(
+        "x: (N,) float, s: float32 -> (N,) like x",
+        reference=np.copysign,
+        source="""
+extern "C" __global__ void f(const scalar_t* x, float s, scalar_t* out, int64_t N) {}
+""",
+    )
+    x = np.ones(1, np.float32)
+    for _ in range(2):
+        assert op(x, 0.0)[0] == 1
+        assert op(x, -0.0)[0] == -1
+    for zero in ("0.0", "-0.0"):
+        [launch] = op.match(op.example_problem({"N": 1}, s=float(zero)))
+        assert str(launch.values({"x": x, "out": x}, {})["s"]) == zero
+
+
 def test_remembered_checks_keep_no_array_alive():
     import weakref
 

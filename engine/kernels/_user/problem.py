@@ -200,13 +200,23 @@ class Problem:
     is_aligned: bool = True
     chip: Chip = CHIPS["sm_90a"]
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Problem) and self._key == other._key
+
     def __hash__(self) -> int:
         return self._hash
 
     @cached_property
+    def _key(self) -> tuple[Any, ...]:
+        """All fields; scalars as text, which tells 0.0 from -0.0."""
+        scalars = repr(self.scalars)
+        arrays = (self.dtype, self.dtypes, self.is_aligned)
+        return (self.op, self.sizes, scalars, *arrays, self.chip)
+
+    @cached_property
     def _hash(self) -> int:
         """A call looks its launches up by its problem, which calls like it share."""
-        return hash((self.op, self.sizes, self.scalars, self.dtype, self.is_aligned))
+        return hash(self._key)
 
     @cached_property
     def values(self) -> Mapping[str, Any]:
