@@ -17,6 +17,7 @@ from engine.kernels._tools import check as check_module
 from engine.kernels._tools.check_cases import all_cases, case_problem, huge_case, make_inputs
 from engine.kernels._tools.check_compare import compare
 from engine.kernels._tools.check_placement import placed_call
+from engine.kernels._tools.check_reference import run_reference
 from engine.kernels._tools.check_sizes import check_sizes
 from engine.kernels._tools.child import (
     Link,
@@ -131,6 +132,22 @@ def test_cases_vary_dtypes_optional_arguments_scalars_and_views():
     ):
         assert any(words in text for text in texts), (words, texts)
     assert len(set(texts)) == len(texts)
+
+
+def test_cases_omit_what_a_call_may_omit():
+    def reference(x, y, total):
+        if total is not None:
+            total += 1
+
+    op = _op(
+        "x: (N,) float = None, y: (N,) like x = None, total: (N,) int32 inout = None ->",
+        reference=reference,
+    )
+    cases = all_cases(op)
+    assert {case.omitted for case in cases} == {(), ("x", "y"), ("y",), ("total",)}
+    for case in cases:
+        wanted, findings = run_reference(op, case, make_inputs(op, case, 0))
+        assert not findings and set(wanted) == {"total"} - set(case.omitted)
 
 
 def test_arguments_are_equal_for_equal_seeds():

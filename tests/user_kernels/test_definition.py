@@ -48,6 +48,11 @@ def _define(signature="x: (N,) float -> (N,) like x", **options):
         ("x: (N,) float, n: int32 = 1.5 -> (N,) like x", "its default must be int32; got '1.5'"),
         ("x: (N,) float = None, y: (N,) float -> (N,) like y", "'y', which must be given, follows"),
         ("x: (N,) float32 -> (N,) int32|int64", "a result must have one dtype"),
+        ("x: (N,) float = None -> (N,) like x", "out: 'like' must name an argument that is always"),
+        (
+            "y: (N,) like x, x: (N,) float = None -> (N,) float",
+            "y: 'like' must name an argument that is always given; got 'x', which may be omitted",
+        ),
         ("x: (N + import os,) float -> (N,) like x", "must be numbers, symbols"),
         ("x: (f(N),) float -> (N,) like x", "must be numbers, symbols"),
         ("eps: float32 -> (3,) float32", "must have an array argument"),
@@ -249,6 +254,36 @@ def test_inout_is_written_in_place_and_returned():
     returned = op(x, np.ones(3, np.float16))
     assert returned is x
     assert x.tolist() == [1, 2, 3]
+
+
+def test_an_inout_argument_may_be_omitted():
+    def reference(x, total):
+        if total is not None:
+            total += x
+        return 2 * x
+
+    op = _define(
+        "x: (N,) float, total: (N,) float32 inout = None -> (N,) like x", reference=reference
+    )
+    x = np.ones(2, np.float16)
+    total = np.zeros(2, np.float32)
+    assert op(x).tolist() == op(x, total).tolist() == [2, 2]
+    assert total.tolist() == [1, 1]
+    sizes = {"N": 2}
+    assert op.nbytes(op.problem(x)) == 8 and op.nbytes(op.example_problem(sizes, "float16")) == 24
+
+
+def test_arguments_that_may_all_be_omitted_keep_their_places():
+    op = _define(
+        "x: (N,) float inout = None, y: (N,) like x inout = None, z: (N,) int32 inout = None ->",
+        reference=lambda *_: None,
+    )
+    x = np.ones(2, np.float16)
+    assert op(x, z=None)[1:] == (None, None) and op(x)[0] is x
+    with pytest.raises(errors.ContractError, match="x, y, z: must be given, at least one of them"):
+        op()
+    with pytest.raises(errors.ContractError, match="y: must be None without x, whose dtype it has"):
+        op(y=x)
 
 
 def test_out_is_filled_and_returned():

@@ -162,10 +162,9 @@ def _dtype(op: Op, array: ArrayArg, dtype: str, turn: int) -> str:
 
 def _variations(op: Op, plain: Case, special: Sequence[str]) -> Iterator[Case]:
     yield from _other_dtypes(op, plain)
-    optional = [array.name for array in op.signature.arrays if array.is_optional]
-    for omitted in dict.fromkeys([*((name,) for name in optional), tuple(optional)]):
-        if omitted:
-            kept = tuple((name, d) for name, d in plain.dtypes if name not in omitted)
+    for omitted in _omissions(op):
+        kept = tuple((name, d) for name, d in plain.dtypes if name not in omitted)
+        if kept:
             yield dataclasses.replace(plain, dtypes=kept, omitted=omitted)
     yield from _other_scalars(op, plain)
     for view in VIEWS:
@@ -174,6 +173,13 @@ def _variations(op: Op, plain: Case, special: Sequence[str]) -> Iterator[Case]:
     if any("float" in name for _, name in plain.dtypes):
         for value in special:
             yield dataclasses.replace(plain, special=(value,))
+
+
+def _omissions(op: Op) -> Iterator[tuple[str, ...]]:
+    """Yield arrays that a call may omit: each with those that are like it, and all."""
+    optional = [array for array in op.signature.arrays if array.is_optional]
+    each = (tuple(a.name for a in optional if one.name in (a.name, a.like)) for one in optional)
+    yield from dict.fromkeys([*each, *([tuple(a.name for a in optional)] if optional else [])])
 
 
 def _other_dtypes(op: Op, plain: Case) -> Iterator[Case]:

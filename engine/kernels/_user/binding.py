@@ -139,6 +139,8 @@ def bind(
             bound.sizes[scalar.name] = contract.bind(scalar.name, int(number), scalar.name)
     for array in sorted(signature.arrays, key=lambda array: array.like != ""):
         bound.values[array.name] = _array(bound, array, values[array.name])
+    names = ", ".join(array.name for array in signature.arrays)
+    contract.check(names, contract.xp is not None, "given, at least one of them", None)
     bound.dtype = bound.dtype or signature.scalar_dtypes[0]
     _derive_sizes(bound, signature)
     known = bound.sizes | {scalar.name: bound.values[scalar.name] for scalar in signature.scalars}
@@ -176,7 +178,10 @@ def _array(bound: Bound, array: ArrayArg, value: Any) -> Any:
         return None
     dtypes: Any = tuple(DTYPES[name] for name in array.dtypes)
     if array.like:
-        dtypes = bound.values[array.like].dtype
+        other = bound.values[array.like]
+        wanted = f"None without {array.like}, whose dtype it has"
+        contract.check(array.name, other is not None, wanted, value)
+        dtypes = other.dtype
     elif array.is_scalar_t and bound.dtype:
         dtypes = DTYPES[bound.dtype]
     tokens = ["*"] if array.has_batch else []

@@ -139,7 +139,8 @@ class Op:
         Returns
         -------
         array or tuple of arrays
-            The results; without any, the arguments that were written in place.
+            The results; without any, the arguments that were written in place, None for omitted
+            ones.
 
         Raises
         ------
@@ -279,11 +280,10 @@ class Op:
         if self.definition.nbytes is not None:
             return float(self.definition.nbytes.value(_numbers(problem)))
         dtypes = dict(problem.dtypes)
+        given = (array for array in self.signature.arrays if problem.has(array.name))
         total = 0
-        for array in (*self.signature.arrays, *self.signature.outputs):
+        for array in (*given, *self.signature.outputs):
             dtype = dtypes.get(array.like or array.name)
-            if dtype is None and array in self.signature.arrays:
-                continue  # omitted
             size = problem["batch"] if array.has_batch else 1
             for dim in array.dims:
                 size *= dim.value(problem.values)
@@ -335,7 +335,8 @@ class Op:
     # The reference.
 
     def _run_reference(self, bound: Bound, outs: tuple[Any, ...]) -> Any:
-        written = {a.name: bound.values[a.name] for a in self.signature.arrays if a.is_inout}
+        inout = {a.name: bound.values[a.name] for a in self.signature.arrays if a.is_inout}
+        written = {name: array for name, array in inout.items() if array is not None}
         for array in self.signature.outputs:
             bound.shape(array)  # an error of the sizes, before one of the reference
         args = [_widened(bound.values[name], is_written=name in written) for name in self._names]
@@ -356,7 +357,7 @@ class Op:
         for name, array in written.items():
             array[...] = args[self._names.index(name)].astype(array.dtype)
         filled = [bound.contract.fill(*pair) for pair in zip(targets, results, strict=True)]
-        return _returned(filled or [*written.values()])
+        return _returned(filled or [*inout.values()])
 
     def _results(self, bound: Bound, returned: Any) -> list[Any]:
         """Check what the reference returned, and round it once to the declared dtypes."""
@@ -411,7 +412,8 @@ class Op:
             new, given = self._target(bound, array, out)
             results[array.name] = new
             copies += [] if given is None else [(given, new)]
-        written = [arrays[a.name] for a in self.signature.arrays if a.is_inout]
+        inout = [arrays[a.name] for a in self.signature.arrays if a.is_inout]
+        written = [array for array in inout if array is not None]
         if any(array.size for array in (*results.values(), *written)):
             aligned = self._aligned(bound) and all(map(is_aligned, results.values()))
             problem = self._problem(bound, _chip(index), is_aligned=aligned)
@@ -424,7 +426,7 @@ class Op:
         final = dict(results)
         for array, out in zip(self.signature.outputs, outs, strict=True):
             final[array.name] = results[array.name] if out is None else out
-        return _returned([*final.values()] or written)
+        return _returned([*final.values()] or inout)
 
     def _at_alignment(self, bound: Bound, array: ArrayArg) -> Any:
         """Return the argument, copied if the kernel's accesses need a better alignment."""

@@ -339,6 +339,11 @@ def _check_dtypes(signature: Signature, op: str) -> None:
                 f"{op}: signature: {array.name}: 'like' must name one of {known}; "
                 f"got {array.like!r}"
             )
+        if array.like and arrays[array.like].is_optional and not array.is_optional:
+            raise ConfigError(
+                f"{op}: signature: {array.name}: 'like' must name an argument that is always "
+                f"given; got {array.like!r}, which may be omitted"
+            )
     for array in signature.outputs:
         has_scalar_t = any(other.is_scalar_t for other in signature.arrays)
         if len(array.dtypes) > 1 and not (array.is_scalar_t and has_scalar_t):
