@@ -45,12 +45,22 @@ _TWO_WAY_WINDOWS = {
     "pad_token_id": 0,
 }
 _MIXED = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
+_SHARED = {  # the last layer is computed for the logits that are kept
+    "num_hidden_layers": 3,
+    "sliding_window": 5,
+    "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+    "num_kv_shared_layers": 1,
+    "hidden_size_per_layer_input": 4,
+    "vocab_size_per_layer_input": 64,
+    "global_head_dim": 8,
+}
 FAMILIES = {
     "llama": {},
     "qwen2": {},
     "qwen3": {},
     "gemma2": _MIXED | {"query_pre_attn_scalar": 8},
     "gemma3_text": _MIXED,
+    "gemma4_text": _SHARED,
     "mistral": {"sliding_window": 5},
     "phi3": {},
     "olmo2": {},
@@ -63,8 +73,10 @@ FAMILIES = {
     "gpt_oss": _EXPERTS | _MIXED,
     "llama4_text": _EXPERTS | {"attention_chunk_size": 6, "intermediate_size_mlp": 48},
 }
-GENERATING = ("llama", "gemma2", "gemma3_text", "mistral", "gpt_oss", "llama4_text")
+GENERATING = ("llama", "gemma2", "gemma3_text", "gemma4_text", "mistral", "gpt_oss", "llama4_text")
 SDPA_REFUSES = {"gemma2", "gpt_oss"}  # a cap on scores, sinks
+# Gemma 4 does not scale its scores: eager and sdpa differ by 2e-5, too.
+BOUNDS = {"gemma4_text": 5e-5}
 
 
 @pytest.fixture(autouse=True)
@@ -112,7 +124,7 @@ def _assert_close(found, expected, bound=1e-5):
     assert error <= bound, f"relative error {error:.1e}"
 
 
-def _assert_same_training(ours, theirs, ids, **kwargs):
+def _assert_same_training(ours, theirs, ids, bound=1e-5, **kwargs):
     """Compare logits and gradients of one step; padding has no part in either."""
     mask = kwargs.get("attention_mask", torch.ones_like(ids)).bool()
     weights = torch.randn(*ids.shape, 64) * mask[..., None]
@@ -122,13 +134,13 @@ def _assert_same_training(ours, theirs, ids, **kwargs):
         logits = model(ids, use_cache=False, **kwargs).logits
         (logits * weights).sum().backward()
         results.append(logits[mask])
-    _assert_close(*results)
+    _assert_close(*results, bound)
     num_compared = 0
     for (name, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         if b.grad is not None and b.grad.abs().max() > 0:
             num_compared += 1
             assert a.grad is not None, name
-            _assert_close(a.grad, b.grad)
+            _assert_close(a.grad, b.grad, bound)
     assert num_compared > 10
 
 
@@ -136,7 +148,8 @@ def _assert_same_training(ours, theirs, ids, **kwargs):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_and_gradients(family, side):
     ids = _ids(2, 13)
-    _assert_same_training(*_pair(family), ids, **_padded(ids, side))
+    bound = BOUNDS.get(family, 1e-5)
+    _assert_same_training(*_pair(family), ids, bound, **_padded(ids, side))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss", "llama4_text"])

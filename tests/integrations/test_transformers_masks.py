@@ -237,6 +237,27 @@ def test_too_many_packed_sequences_in_a_graph_are_noticed(monkeypatch):
     assert not mask.runs.is_exact
 
 
+@pytest.mark.parametrize("count", [1, 3, LENGTH, LENGTH + 1])
+@pytest.mark.parametrize("padding", PADDINGS)
+@pytest.mark.parametrize("kind", ["causal", "window", "chunks"])
+def test_the_mask_of_the_last_queries(kind, padding, count, traced):
+    mask, _ = _made(kind, _padding(padding))
+    whole = _dense(mask, LENGTH, LENGTH)
+    part = mask[:, :, -count:, :]
+    torch.testing.assert_close(_dense(part, min(count, LENGTH), LENGTH), whole[:, -count:])
+    assert mask[:, :, slice(-0, None), :] == mask
+
+
+@pytest.mark.parametrize("index", [0, (0, 0, slice(-1, None), slice(None)), (slice(None),) * 3])
+def test_another_part_of_a_mask_is_refused(index):
+    mask, _ = _made("causal", None)
+    with pytest.raises(ContractError, match="attention mask: has no part"):
+        mask[index]
+    mask, _ = _made("both ways", None)
+    with pytest.raises(ContractError, match="attention mask: has no part"):
+        mask[:, :, -1:, :]
+
+
 def test_a_mask_moves_to_the_device_of_a_layer():
     mask, _ = _made("causal", _padding("left"))
     moved = mask.to("meta")

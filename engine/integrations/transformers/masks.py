@@ -48,6 +48,8 @@ class Runs:
         Likewise for keys: the row of the batch, and the position in that row.
     max_queries, max_keys : int
         Upper bounds of a run's length.
+    num_queries : int
+        Queries of each row.
     is_exact : bool tensor of shape (), optional
         False if runs cannot express the mask. None if that was checked when the mask was made.
     """
@@ -57,7 +59,22 @@ class Runs:
     key_positions: torch.Tensor
     max_queries: int
     max_keys: int
+    num_queries: int
     is_exact: torch.Tensor | None = None
+
+    def of_last(self, count: int) -> Runs:
+        """Return the runs of the last `count` queries of each row: they keep their keys."""
+        if count >= self.num_queries:
+            return self
+        ends = self.query_ends
+        left_out = self.num_queries - count
+        kept = (ends % self.num_queries - left_out).clamp(min=0)
+        return replace(
+            self,
+            query_ends=ends // self.num_queries * count + kept,
+            max_queries=min(self.max_queries, count),
+            num_queries=count,
+        )
 
 
 @dataclass(frozen=True)
@@ -95,6 +112,19 @@ class AttentionMask:
             if isinstance(value, torch.Tensor)
         }
         return replace(self, runs=replace(self.runs, **moved))
+
+    def __getitem__(self, index: Any) -> AttentionMask:
+        """Return the mask of the last queries, as ``mask[:, :, -1:, :]`` is of a dense one.
+
+        Gemma 4 computes its last layers for these alone.
+        """
+        match index:
+            case (batch, heads, slice(start=start, stop=None, step=None), keys) if (
+                batch == heads == keys == slice(None) and (start or 0) <= 0 and self.causal
+            ):
+                runs = self.runs if self.runs is None or not start else self.runs.of_last(-start)
+                return replace(self, runs=runs)
+        raise ContractError(f"attention mask: has no part {index!r}; {_REMEDY}")
 
 
 @dataclass(frozen=True)
@@ -263,13 +293,12 @@ def _counted_runs(
     if num_runs == problem.batch and has_no_padding:
         return None
     if problem.has_one_query():
-        return Runs(
-            *_ends_of_one_query(problem, starts, is_token), max_queries=1, max_keys=problem.keys
-        )
+        ends = _ends_of_one_query(problem, starts, is_token)
+        return Runs(*ends, max_queries=1, max_keys=problem.keys, num_queries=1)
     ends = _ends(problem, starts, is_token, num_runs, compact=True)
     max_keys = min(length_bound(longest), problem.keys)
     queries = min(max_keys, problem.queries) if problem.is_aligned else problem.queries
-    return Runs(*ends, max_queries=queries, max_keys=max_keys)
+    return Runs(*ends, max_queries=queries, max_keys=max_keys, num_queries=problem.queries)
 
 
 def _traced_runs(
@@ -282,10 +311,12 @@ def _traced_runs(
     starts, is_token, flaw = _find_runs(problem, mask_function, padding)
     if problem.has_one_query():
         ends = _ends_of_one_query(problem, starts, is_token)
-        return Runs(*ends, max_queries=1, max_keys=problem.keys, is_exact=~flaw)
+        return Runs(*ends, max_queries=1, max_keys=problem.keys, num_queries=1, is_exact=~flaw)
     ends = _ends(problem, starts, is_token, capacity, compact=False)
     is_exact = ~flaw & (starts.sum() <= capacity)
-    return Runs(*ends, max_queries=problem.queries, max_keys=problem.keys, is_exact=is_exact)
+    queries = problem.queries
+    sizes = {"max_queries": queries, "max_keys": problem.keys, "num_queries": queries}
+    return Runs(*ends, **sizes, is_exact=is_exact)
 
 
 def _find_runs(
