@@ -278,9 +278,15 @@ class Cases:
         options = _options(schema, "oneOf")
         yes = [self.of(((option, True),), scope=scope) for option in options]
         if wanted and all(case.facts.keys() == {"values"} for one in yes for case in one):
-            values = [value for one in yes for case in one for value in case.facts["values"]]
-            times = Counter(map(value_key, values))
-            once = tuple(value for value in values if times[value_key(value)] == 1)
+            # Cases of one option may share values.
+            by_option = [
+                {value_key(value): value for case in one for value in case.facts["values"]}
+                for one in yes
+            ]
+            times = Counter(key for values in by_option for key in values)
+            once = tuple(
+                value for values in by_option for key, value in values.items() if times[key] == 1
+            )
             return [Case(set(map(type_of, once)), values=once)]
         found = [] if wanted else self.of(tuple((option, False) for option in options))
         overlaps: dict[int, list[int]] = {i: [] for i in range(len(options))}

@@ -88,6 +88,11 @@ CASES = {
         ["1", "5"],
         ["2", "4"],
     ),
+    "one-of-whose-options-repeat-a-value": (
+        {"oneOf": [{"anyOf": [{"enum": ["a", "b"]}, {"enum": ["b", "c"]}]}, {"enum": ["c", "d"]}]},
+        ['"a"', '"b"', '"d"'],
+        ['"c"'],
+    ),
     "discriminator": (
         {
             "oneOf": [
