@@ -18,6 +18,7 @@ from engine.llm_engine import LLMEngine, Prompt
 from engine.outputs import Logprob, RequestOutput
 from engine.sampling_params import NumberRange, RequestOutputKind, SamplingParams
 from engine.signatures import checks_keywords
+from engine.text.detokenizer import IncrementalDetokenizer
 
 __all__ = ["BeamSearch", "BeamSearchOutput", "BeamSearchParams", "BeamSearchSequence"]
 
@@ -83,7 +84,8 @@ class BeamSearchSequence:
     score : float
         Length-normalised log-probability; sequences are ranked by it.
     text : str or None
-        Text without special tokens; None if the model has no tokenizer.
+        Text that follows the prompt's, without special tokens and the end of sequence; None if the
+        model has no tokenizer.
     finish_reason : str
         "stop" or "length".
     """
@@ -286,6 +288,13 @@ class BeamSearch:
         token_ids = (*beam.token_ids, token_id)
         length = len(token_ids) - (finish_reason == "stop")
         score = total / max(1, length) ** self._params.length_penalty
-        tokenizer = self._engine.tokenizer
-        text = None if tokenizer is None else tokenizer.decode(token_ids)
+        text = self._text(token_ids[:length])
         self._done.append(BeamSearchSequence(token_ids, total, score, text, finish_reason))
+
+    def _text(self, token_ids: Sequence[int]) -> str | None:
+        """Return the text that the tokens add to the prompt's, as `LLM.generate` does."""
+        tokenizer = self._engine.tokenizer
+        if tokenizer is None:
+            return None
+        stream = IncrementalDetokenizer(tokenizer, self._prompt.token_ids)
+        return stream.push(token_ids) + stream.finish()

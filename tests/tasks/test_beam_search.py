@@ -7,7 +7,16 @@ import pytest
 
 from engine import BeamSearchParams, SamplingParams
 from engine.errors import RequestError, UnknownOptionError
-from tests.e2e.tiny import CONFIG, EOS, HYBRID, check_drained, make_llm, swap_gb, tiny_model
+from tests.e2e.tiny import (
+    CONFIG,
+    EOS,
+    HYBRID,
+    Words,
+    check_drained,
+    make_llm,
+    swap_gb,
+    tiny_model,
+)
 
 
 @pytest.fixture(scope="module")
@@ -135,6 +144,45 @@ def test_other_requests_run_beside_it(model):
 
 def _greedy():
     return SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+
+
+class _Sentencepiece(Words):
+    """Decoding strips the space that the first token of a text begins with; no id is special."""
+
+    special_ids = frozenset()
+    strip_left = 1
+
+    def token_bytes(self, token_id):
+        return b" w%d" % token_id
+
+    def decode(self, ids, skip_special_tokens=True):
+        return b"".join(map(self.token_bytes, ids)).decode()[self.strip_left :]
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_texts_are_those_of_generate(monkeypatch, prompt):
+    """They follow the prompt's: the first word keeps its space, the end of sequence is left out."""
+    model = tiny_model()
+    monkeypatch.setattr(type(model), "has_tokenizer", True)
+    monkeypatch.setitem(model.__dict__, "tokenizer", _Sentencepiece())
+    llm = make_llm(model, max_num_seqs=9)
+    [found] = llm.beam_search([prompt], BeamSearchParams(beam_width=4, max_tokens=20))
+    for sequence in found.sequences:
+        follow = _following(sequence.token_ids)
+        params = SamplingParams(temperature=0.0, max_tokens=20, logits_processors=[follow])
+        [output] = llm.generate([prompt], params)
+        [same] = output.outputs
+        assert (same.token_ids, same.text) == (list(sequence.token_ids), sequence.text)
+        assert same.finish_reason == sequence.finish_reason
+
+
+def _following(wanted):
+    """Return a logits processor that makes the engine sample these tokens."""
+
+    def follow(ids, logits):
+        logits[wanted[len(ids)]] = 1e4
+
+    return follow
 
 
 def test_bad_params_are_refused(model):
