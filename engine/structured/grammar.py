@@ -44,6 +44,8 @@ _SLICES = [
     f"{_IN_STRINGS}+",
 ]
 
+_BEFORE = "\x02"  # text that gets the tokenizer's space in place of the forced text behind it
+
 
 @functools.lru_cache(maxsize=_MAX_CACHED)
 def check_structured(structured: StructuredOutput) -> None:
@@ -304,6 +306,8 @@ class _Vocabulary:
         special = {*tokenizer.special_ids, *eos_token_ids}
         self.special_token_ids = sorted(i for i in special if i < vocab_size)
         self._encode = tokenizer.encode
+        ordinary = enumerate(self.tokens)
+        self._ordinary = {i: text for i, text in ordinary if text and i not in special}
 
     def special_ids(self) -> dict[str, int]:
         """Return the special tokens by their text."""
@@ -311,5 +315,47 @@ class _Vocabulary:
         return {text: i for i, text in texts if text}
 
     def __call__(self, text: str) -> list[int]:
+        """Return the tokens of a text that the grammar forces behind other text.
+
+        They are the tokenizer's if these spell the text: many tokenizers begin it with a space, and
+        read the name of a special token as that token.
+        """
+        data = text.encode()
         ids: list[int] = self._encode(text, add_special_tokens=False)
+        if self._spelled(ids) == data:
+            return ids
+        before = self._encode(_BEFORE, add_special_tokens=False)
+        ids = self._encode(_BEFORE + text, add_special_tokens=False)
+        count = len(before)
+        if ids[:count] == before and self._spelled(ids[count:]) == data:
+            return ids[count:]
+        return self._longest_tokens(data)
+
+    def _spelled(self, ids: Sequence[int]) -> bytes | None:
+        """Return the text of `ids`; None if one is special or has no text."""
+        if not self._ordinary.keys() >= set(ids):
+            return None
+        return b"".join(self._ordinary[i] for i in ids)
+
+    def _longest_tokens(self, data: bytes) -> list[int]:
+        """Return the longest ordinary tokens, one after the other, until none follows."""
+        ids = []
+        start = 0
+        while start < len(data):
+            ends = range(min(start + self._longest, len(data)), start, -1)
+            found = next((end for end in ends if data[start:end] in self._ids), None)
+            if found is None:
+                break
+            ids.append(self._ids[data[start:found]])
+            start = found
         return ids
+
+    @functools.cached_property
+    def _ids(self) -> dict[bytes, int]:
+        """Ordinary tokens by their text."""
+        return {text: i for i, text in self._ordinary.items()}
+
+    @functools.cached_property
+    def _longest(self) -> int:
+        """Bytes of the longest ordinary token."""
+        return max(map(len, self._ids), default=0)

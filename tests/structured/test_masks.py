@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import json
+import random
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +14,10 @@ import pytest
 from engine.structured.grammar import GrammarCompiler
 from engine.structured.masks import MaskPlan
 from engine.structured.spec import StructuredOutput
+from engine.text.tokenizer import load_tokenizer
+
+GOLDEN = json.loads(Path(__file__).parents[1].joinpath("golden/text.json").read_text())
+BYTE_LEVEL = GOLDEN["byte_level"]["metadata"] | {"tokenizer.ggml.pre": "gpt-2"}
 
 TOKENS = [b"", b"<eos>", b"a", b"b", b"c", b"ab", b"bc", b"aab", b"\xc3", b"\xa9", b"\xc3\xa9b"]
 EOS, VOCAB = 1, 70  # ids without a token at the end, in three words
@@ -90,3 +97,32 @@ def test_a_token_that_is_not_allowed_is_an_error(grammar):
     masks = np.zeros((2, 3), np.int32)
     assert _fill([state, other], [(), ()], masks) == [True, True]
     assert state.error == error and (masks[0] == -1).all() and not other.error
+
+
+@pytest.mark.parametrize("text", ["yes", " a  b", "<0x41>", "日本語 é", "{0}", "a{0}b{1} "])
+@pytest.mark.parametrize(
+    "metadata", [BYTE_LEVEL, *(one["metadata"] for one in GOLDEN["sentencepiece"])]
+)
+def test_forced_text_is_ordinary_tokens(metadata, text):
+    """Tokenizers that write a space before a text, and texts that name special tokens."""
+    tokenizer = load_tokenizer(metadata)
+    special = sorted(tokenizer.special_ids)
+    text = text.format(*(tokenizer.token_bytes(i).decode() for i in special))
+    end = tokenizer.eos_token_ids[0]
+    compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, [end])
+    grammar = compiler.compile(StructuredOutput(choice=[f"{text}x", f"{text}y"]))
+    mask = np.zeros((1, -(-tokenizer.vocab_size // 32)), np.int32)
+    for seed in range(4):
+        state = grammar.new_state()
+        output = []
+        while end not in output:
+            assert len(output) < 60
+            state.follow(output)
+            forced = state.forced_tokens(100)
+            assert _fill([state], [()], mask) == [True], state.error
+            allowed = [i for i in _allowed(mask[0]) if i < tokenizer.vocab_size]
+            assert allowed == forced[:1] or not forced
+            output.append(random.Random(seed).choice(allowed))
+        assert tokenizer.special_ids.isdisjoint(output[:-1])
+        written = b"".join(map(tokenizer.token_bytes, output[:-1])).decode()
+        assert written in (f"{text}x", f"{text}y")
