@@ -235,7 +235,7 @@ def make_mask(
         if is_plain and attention_mask is None and problem.ends_with_last_key():
             return mask
         sequences = 0 if is_plain or attention_mask is not None else kv_length // _TRACED_RUN
-        chunks = 0 if local_size is None else kv_length // local_size + 1
+        chunks = kv_length // local_size + 1 if local_size else 0
         capacity = batch_size * (3 + sequences + chunks)
         traced = _traced_runs(problem, mask_function, attention_mask, capacity)
         return replace(mask, runs=traced)
