@@ -19,7 +19,10 @@ class RMSNorm(torch.nn.Module):
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Normalise the last axis."""
         eps = self.variance_epsilon if hasattr(self, "variance_epsilon") else self.eps
-        return ops.rmsnorm(hidden_states, self.weight, eps)
+        weight = getattr(self, "weight", None)
+        if weight is None:  # as the values' norms of Gemma 3n and 4, of the class of the others
+            weight = hidden_states.new_ones(hidden_states.shape[-1])
+        return ops.rmsnorm(hidden_states, weight, eps)
 
 
 class RMSNormZeroCentered(torch.nn.Module):
