@@ -22,6 +22,7 @@ from engine.runner.sampling import SamplingSpec
 from engine.sampling_params import NumberRange, SamplingParams
 from engine.structured.grammar import Grammar, GrammarCompiler, GrammarState
 from engine.structured.spec import StructuredOutput
+from engine.text.continuation import ids_behind
 
 __all__ = ["InputProcessor", "Prompt", "PromptInput"]
 
@@ -300,10 +301,13 @@ class InputProcessor:
         words: dict[tuple[int, ...], None] = {}
         for word in params.bad_words or ():
             for text in (word.lstrip() or word, " " + word.lstrip()):
-                ids = tuple(self.tokenizer.encode(text, add_special_tokens=False))
-                if ids:
-                    words[ids] = None
+                own = self.tokenizer.encode(text, add_special_tokens=False)
+                behind = ids_behind(self.tokenizer, text, self._spelled)
+                words |= {tuple(ids): None for ids in (own, behind) if ids}
         return tuple(words)
+
+    def _spelled(self, ids: Sequence[int]) -> bytes:
+        return b"".join(map(self.tokenizer.token_bytes, ids))
 
 
 def _checked_salt(salt: Any) -> str | None:

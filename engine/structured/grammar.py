@@ -22,6 +22,7 @@ from engine.structured.sources import (
     source_of,
 )
 from engine.structured.spec import StructuredOutput
+from engine.text.continuation import ids_behind
 
 __all__ = ["Grammar", "GrammarCompiler", "GrammarState", "check_structured", "failure"]
 
@@ -43,8 +44,6 @@ _SLICES = [
     *[f"{_IN_STRINGS}{{1,{count}}}" for count in _CHARS_OF_SLICES],
     f"{_IN_STRINGS}+",
 ]
-
-_BEFORE = "\x02"  # text that gets the tokenizer's space in place of the forced text behind it
 
 
 @functools.lru_cache(maxsize=_MAX_CACHED)
@@ -305,7 +304,7 @@ class _Vocabulary:
         self.tokens = [tokenizer.token_bytes(i) for i in range(vocab_size)]
         special = {*tokenizer.special_ids, *eos_token_ids}
         self.special_token_ids = sorted(i for i in special if i < vocab_size)
-        self._encode = tokenizer.encode
+        self._tokenizer = tokenizer
         ordinary = enumerate(self.tokens)
         self._ordinary = {i: text for i, text in ordinary if text and i not in special}
 
@@ -317,19 +316,10 @@ class _Vocabulary:
     def __call__(self, text: str) -> list[int]:
         """Return the tokens of a text that the grammar forces behind other text.
 
-        They are the tokenizer's if these spell the text: many tokenizers begin it with a space, and
-        read the name of a special token as that token.
+        They are the tokenizer's, unless it reads the name of a special token as that token.
         """
-        data = text.encode()
-        ids: list[int] = self._encode(text, add_special_tokens=False)
-        if self._spelled(ids) == data:
-            return ids
-        before = self._encode(_BEFORE, add_special_tokens=False)
-        ids = self._encode(_BEFORE + text, add_special_tokens=False)
-        count = len(before)
-        if ids[:count] == before and self._spelled(ids[count:]) == data:
-            return ids[count:]
-        return self._longest_tokens(data)
+        ids = ids_behind(self._tokenizer, text, self._spelled)
+        return self._longest_tokens(text.encode()) if ids is None else ids
 
     def _spelled(self, ids: Sequence[int]) -> bytes | None:
         """Return the text of `ids`; None if one is special or has no text."""

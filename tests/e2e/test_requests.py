@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import json
 import re
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +18,9 @@ from engine.errors import RequestError
 from engine.request import RequestStatus
 from engine.runner import prompt_logprobs
 from engine.sampling_params import RequestOutputKind
+from engine.text.tokenizer import load_tokenizer
 from tests.e2e.tiny import (
+    CONFIG,
     EOS,
     VOCAB,
     Words,
@@ -29,6 +34,8 @@ from tests.e2e.tiny import (
     tiny_model,
 )
 
+GOLDEN = json.loads(Path(__file__).parents[1].joinpath("golden/text.json").read_text())
+BYTE_LEVEL = GOLDEN["byte_level"]["metadata"] | {"tokenizer.ggml.pre": "gpt-2"}
 LONG = [int(i) for i in np.random.default_rng(7).integers(4, VOCAB, 75)]
 
 
@@ -251,6 +258,31 @@ def test_bad_words(worded, late):
     ids = list(generate(worded, LONG, params, async_scheduling=late).outputs[0].token_ids)
     assert free[0] not in ids and len(ids) == 10
     assert (free[3], free[4]) not in itertools.pairwise(ids)
+
+
+@pytest.mark.parametrize(
+    "metadata", [BYTE_LEVEL, *(one["metadata"] for one in GOLDEN["sentencepiece"])]
+)
+def test_bad_words_with_and_without_a_space(monkeypatch, metadata):
+    """Tokenizers that begin a text with a space have the word without one behind other text."""
+    tokenizer = load_tokenizer(metadata)
+    config = dataclasses.replace(CONFIG, vocab_size=tokenizer.vocab_size)
+    model = tiny_model(config=config)
+    monkeypatch.setattr(type(model), "has_tokenizer", True)
+    monkeypatch.setitem(model.__dict__, "tokenizer", tokenizer)
+    # Of ids of one text the last: the others are single bytes, which no text is encoded to.
+    ids = {tokenizer.token_bytes(i): i for i in range(tokenizer.vocab_size)}
+    bare, spaced, other = (ids[text] for text in (b"a", b" a", b"b"))
+    params = SamplingParams(
+        temperature=0,
+        max_tokens=3,
+        ignore_eos=True,
+        allowed_token_ids=[bare, spaced, other],
+        logit_bias={bare: 100.0, spaced: 99.0},
+    )
+    for words, text in ([], "aaa"), (["a"], "bbb"):
+        output = generate(model, [5], dataclasses.replace(params, bad_words=words))
+        assert output.outputs[0].text == text
 
 
 def test_stop_strings(worded, late):
