@@ -143,7 +143,7 @@ def test_version():
 
 def test_generate_prompt_file_and_stdin_agree(command, tmp_path):
     prompt = "The capital of France is"
-    (tmp_path / "prompt.txt").write_text(prompt)
+    (tmp_path / "prompt.txt").write_text(prompt, "utf-8-sig")  # some editors begin with a BOM
     by_argument = command("generate", prompt, *GREEDY)
     assert "Paris" in by_argument.stdout
     assert "8 tokens after 5" in by_argument.stderr

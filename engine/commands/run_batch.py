@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import codecs
 import contextlib
 import importlib.util
 import io
@@ -134,6 +135,8 @@ def _lines(file: io.FileIO) -> Iterator[bytes]:
 
     reader = io.BufferedReader(file, 1 << 20)
     try:
+        if reader.peek(3).startswith(codecs.BOM_UTF8):  # some editors begin with it
+            reader.read(3)
         while line := reader.readline(MAX_LINE + 1):
             yield line
             while len(line) > MAX_LINE and not line.endswith(b"\n"):

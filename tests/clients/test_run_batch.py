@@ -288,3 +288,10 @@ def test_a_long_line_is_skipped_whole(tmp_path):
     with io.FileIO(file) as opened:
         sizes = [len(line) for line in run_batch._lines(opened)]
     assert sizes == [2, MAX_LINE + 1, 1]
+
+
+def test_a_file_may_begin_with_a_byte_order_mark(tmp_path):
+    file = tmp_path / "x"
+    file.write_text('{"a": 1}\n{}\n', "utf-8-sig")
+    with io.FileIO(file) as opened:
+        assert list(run_batch._lines(opened)) == [b'{"a": 1}\n', b"{}\n"]

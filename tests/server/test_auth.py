@@ -79,6 +79,13 @@ def test_a_file_without_keys_is_refused(tmp_path, text):
         read_keys(str(tmp_path / "keys"))
 
 
+def test_a_file_may_begin_with_a_byte_order_mark(tmp_path):
+    (tmp_path / "keys").write_text("first\nsecond\n", "utf-8-sig")
+    ring = KeyRing(ServerConfig(api_key_file=str(tmp_path / "keys")))
+    assert ring.check(_headers("first"))
+    assert ring.check(_headers("second"))
+
+
 def test_a_file_that_is_missing_or_too_large_is_refused(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="cannot be read"):
         read_keys(str(tmp_path / "nothing"))
