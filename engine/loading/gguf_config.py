@@ -500,7 +500,9 @@ def _scaling(keys: _Keys, values: Mapping[str, Any], family: Family) -> dict[str
         scaling |= {"rope_type": "linear", "factor": factor}
     if family.q_scale:
         scaling["llama_4_scaling_beta"] = keys.get("attention.temperature_scale")
-    return {"rope_scaling": scaling, "original_max_position_embeddings": original}
+    # Beside the object it replaces a family's default; within, it is that of full attention alone.
+    length = {"original_max_position_embeddings": original}
+    return {"rope_scaling": scaling | length, **length}
 
 
 def _rope_factor(keys: _Keys) -> Any:

@@ -316,10 +316,14 @@ class _Vocabulary:
     def __call__(self, text: str) -> list[int]:
         """Return the tokens of a text that the grammar forces behind other text.
 
-        They are the tokenizer's, unless it reads the name of a special token as that token.
+        They are the tokenizer's, unless it reads the name of a special token as that token. No
+        tokens would mean that no text matches: a tokenizer without tokens for the text's beginning
+        returns what it has.
         """
         ids = ids_behind(self._tokenizer, text, self._spelled)
-        return self._longest_tokens(text.encode()) if ids is None else ids
+        if ids is None:
+            ids = self._longest_tokens(text.encode())
+        return ids or list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def _spelled(self, ids: Sequence[int]) -> bytes | None:
         """Return the text of `ids`; None if one is special or has no text."""
