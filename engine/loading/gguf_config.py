@@ -500,7 +500,7 @@ def _scaling(keys: _Keys, values: Mapping[str, Any], family: Family) -> dict[str
         scaling |= {"rope_type": "linear", "factor": factor}
     if family.q_scale:
         scaling["llama_4_scaling_beta"] = keys.get("attention.temperature_scale")
-    # Beside the object it replaces a family's default; within, it is that of full attention alone.
+    # Outside the object it overrides a family's default, but ropes by kind of layer read it within.
     length = {"original_max_position_embeddings": original}
     return {"rope_scaling": scaling | length, **length}
 

@@ -489,6 +489,7 @@ def test_choice_at_known_problems():
         (4096, 4096, 4096, True),
         (17, 6144, 1024, True),
         (16, 6144, 1024, False),  # a small weight
+        (9, 4096, 4096, True),
         (9, 16384, 2048, True),  # Llama-3.2-1B
         (8, 16384, 2048, False),
         (8, 2048, 8192, False),

@@ -97,13 +97,14 @@ _HALF_DIRECT = ((8, 16, 8), (16, 32, 8), (32, 32, 8), (8, 16, 16), (16, 16, 16),
 _FLOAT_DIRECT = ((1, 4, 8), (8, 2, 8))
 _DIRECT_MAX_M = {2: 8, 4: 16}  # maximum rows of x, by itemsize
 # On Hopper, ring kernels take up to _RING_MAX_M rows, or _RING_MAX_M_SMALL for a weight of at most
-# _SMALL_WEIGHT elements; tiles take the rest. If n and k are at least _WIDE, they already take five
-# rows, or three of more than _LONG_K values. This minimises the time of a model step (`python -m
-# tests.bench decode_loop`); alone, tiles are faster (docs/benchmarks/gemm_sm90.md).
+# _SMALL_WEIGHT elements; tiles take the rest. Of weights with at least _LARGE_SIDE rows and columns
+# they take five rows of x or more; if k is over _LONG_K, three or more. This minimises the time of
+# a model step (`python -m tests.bench decode_loop`); alone, tiles are faster
+# (docs/benchmarks/gemm_sm90.md).
 _RING_MAX_M = 8
 _RING_MAX_M_SMALL = 16
 _SMALL_WEIGHT = 1 << 23
-_WIDE = 4096
+_LARGE_SIDE = 4096
 _LONG_K = 8192
 
 # Constants of `_estimate`, estimated for Hopper like the rates.
@@ -160,7 +161,7 @@ def choose_config(
     size = itemsize(dtype)
     if not is_aligned:
         return (_HALF_UNALIGNED if size == 2 else _FLOAT_UNALIGNED).config(k)
-    most = _ring_rows(n, k) if is_hopper else _RING_MAX_M
+    most = _ring_rows(n, k)
     if deterministic and is_hopper and k > 0:
         part_k = part_length(k)
         if m <= most and part_k:
@@ -193,10 +194,10 @@ def choose_config(
 
 
 def _ring_rows(n: int, k: int) -> int:
-    """Return the most rows of x for which ring kernels are faster than Hopper's tiles."""
+    """Return the most rows of x that ring kernels take on Hopper."""
     if n * k <= _SMALL_WEIGHT:
         return _RING_MAX_M_SMALL
-    if n < _WIDE or k < _WIDE:
+    if n < _LARGE_SIDE or k < _LARGE_SIDE:
         return _RING_MAX_M
     return 2 if k > _LONG_K else 4
 
