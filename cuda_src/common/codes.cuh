@@ -90,3 +90,23 @@ __device__ __forceinline__ void store_codes(unsigned char* to, const Vec<scalar_
     store_vec(reinterpret_cast<uint32_t*>(to), codes);
   }
 }
+
+// Converts four e4m3 codes to two pairs of __half, exactly. Before sm_89 a NaN code becomes 480.
+__device__ __forceinline__ void halves_of_e4m3(uint32_t codes, uint32_t& low, uint32_t& high) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+  asm("{\n.reg .b16 a, b;\n"
+      "mov.b32 {a, b}, %2;\n"
+      "cvt.rn.f16x2.e4m3x2 %0, a;\n"
+      "cvt.rn.f16x2.e4m3x2 %1, b;\n}"
+      : "=r"(low), "=r"(high)
+      : "r"(codes));
+#else
+  const auto halves = [](uint32_t t) {  // `t` holds a code in the upper byte of each half
+    const uint32_t bits = (t & 0x80008000u) | ((t & 0x7f007f00u) >> 1);
+    const __half2 x = __hmul2(*reinterpret_cast<const __half2*>(&bits), __float2half2_rn(256.0f));
+    return *reinterpret_cast<const uint32_t*>(&x);
+  };
+  low = halves(__byte_perm(codes, 0, 0x1404));
+  high = halves(__byte_perm(codes, 0, 0x3424));
+#endif
+}

@@ -204,24 +204,27 @@ __device__ __forceinline__ int choose(const MoeRouteParams& p, int token) {
   Ranked<kPer> r;
   load_scores(p, token, r);
   if (p.num_groups > 1) keep_best_groups(p, r);
-  int expert = 0;
+  int expert = 0, winner = 0;
 #pragma unroll 1
   for (int rank = 0; rank < p.top_k; ++rank) {
+    if (lane_idx == rank - 1) expert = winner;  // a round later: no round waits for the shuffle
     int place;
     const uint32_t best = best_of(r.key, place);
     const uint32_t largest = __reduce_max_sync(kFullMask, best);
-    const bool holds = best == largest;
-    const unsigned own = place * kWarpSize + lane_idx, holders = __ballot_sync(kFullMask, holds);
-    int lane = __ffs(static_cast<int>(holders)) - 1;
-    if ((holders & (holders - 1)) != 0)  // several lanes: the lowest expert
-      lane = __reduce_min_sync(kFullMask, holds ? own : ~0u) % kWarpSize;
-    // The winner is below num_experts: at least one key is nonzero because top_k <= num_experts.
-    const int winner = __shfl_sync(kFullMask, own, lane);
-    if (lane_idx == rank) expert = winner;
+    const unsigned own = place * kWarpSize + lane_idx;
+    bool holds = best == largest;
+    unsigned holders = __ballot_sync(kFullMask, holds);
+    if ((holders & (holders - 1)) != 0) {  // several lanes: the lowest expert
+      holds = __reduce_min_sync(kFullMask, holds ? own : ~0u) == own;
+      holders = __ballot_sync(kFullMask, holds);
+    }
 #pragma unroll
     for (int i = 0; i < kPer; ++i)
-      if (lane_idx == lane && i == place) r.key[i] = 0;
+      if (holds && i == place) r.key[i] = 0;
+    // The winner is below num_experts: at least one key is nonzero because top_k <= num_experts.
+    winner = __shfl_sync(kFullMask, own, __ffs(static_cast<int>(holders)) - 1);
   }
+  if (lane_idx == p.top_k - 1) expert = winner;
   float weight = 0.0f, total = 0.0f;
 #pragma unroll
   for (int i = 0; i < kPer; ++i) {
@@ -343,6 +346,22 @@ __device__ __forceinline__ void sort_few(const MoeRouteParams& p, const RouteSha
       p.order[begin + shared.masks.rank(expert, token)] =
           static_cast<int>(p.first_pair(token)) + lane_idx;
   }
+}
+
+// Sorts the pairs of one token, in a warp whose lane j < top_k holds the j-th expert.
+template <int kPer>
+__device__ __forceinline__ void sort_one(const MoeRouteParams& p, int expert) {
+  const int lane_idx = threadIdx.x % kWarpSize;
+  int before = 0, begins[kPer] = {};
+#pragma unroll 4
+  for (int rank = 0; rank < p.top_k; ++rank) {
+    const int other = __shfl_sync(kFullMask, expert, rank);
+    before += other < expert;
+#pragma unroll
+    for (int i = 0; i < kPer; ++i) begins[i] += other < lane_idx * kPer + i;
+  }
+  if (lane_idx < p.top_k) p.order[before] = lane_idx;
+  store_offsets<kPer>(p, begins);
 }
 
 // Routes up to kMaskTokens tokens in one block with any number of warps. The masks must be zero,

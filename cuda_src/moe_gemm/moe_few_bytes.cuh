@@ -5,9 +5,10 @@
 // instruction's layout; but they are the same for the weight and for x.
 #pragma once
 
+#include "common/codes.cuh"
 #include "common/mma.cuh"
 #include "common/number_pairs.cuh"
-#include "moe_gemm/moe_few_problem.cuh"
+#include "moe_gemm/moe_few_x.cuh"
 
 #if ENGINE_DTYPE != 0
 
@@ -95,9 +96,14 @@ __device__ __forceinline__ uint32_t e4m3_pair(uint32_t word, uint32_t sizes) {
 template <int kTokens>
 struct MoeFewProduct {
   using Shape = FewRowsShape<kTokens>;
+  // e4m3 codes are converted to float16 by an instruction, so x must be float16, too.
+  static constexpr bool kAsHalves = kIsE4m3 && kArch >= 890 && (kIsHalf || kTokens == 1);
+  static constexpr bool kScalesX = kAsHalves && !kIsHalf, kPairsX = false;
+  static constexpr int kPeak = 14;
   static constexpr int kColumns = kTokens == 1 ? 1 : 2;
-  float total[2][kColumns];  // rows g and g + 8, tokens 2t and 2t + 1
-  uint32_t most[2];          // largest code of each row, in each half-word
+  static constexpr int kSets = kAsHalves ? 2 : 1;  // independent accumulators of half a stage
+  float total[2][kColumns];                        // rows g and g + 8, tokens 2t and 2t + 1
+  uint32_t most[2];                                // largest code of each row, in each half-word
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
@@ -108,9 +114,12 @@ struct MoeFewProduct {
     }
   }
 
-  // Decodes four codes each from rows g and g + 8.
+  // Decodes four codes each from rows g and g + 8. With kAsHalves columns 0 and 1 are a pair, and 2
+  // and 3; else 0 and 2, and 1 and 3.
   __device__ __forceinline__ void decode(uint32_t low, uint32_t high, uint32_t (&a)[4]) {
-    if constexpr (kIsE4m3) {
+    if constexpr (kAsHalves) {
+      halves_of_e4m3(low, a[0], a[2]), halves_of_e4m3(high, a[1], a[3]);
+    } else if constexpr (kIsE4m3) {
       const uint32_t words[2] = {low, high};
 #pragma unroll
       for (int row = 0; row < 2; ++row) {
@@ -126,7 +135,7 @@ struct MoeFewProduct {
 
   // Adds the products of 16 bytes each of rows g and g + 8 with the same columns of token g.
   __device__ __forceinline__ void add(const unsigned char* low_at, const unsigned char* x_at,
-                                      float (&acc)[4]) {
+                                      float (&acc)[kSets][4]) {
     const uint4 low = *reinterpret_cast<const uint4*>(low_at);
     const uint4 high = *reinterpret_cast<const uint4*>(low_at + 8 * kRowBytes);
     const uint32_t lows[4] = {low.x, low.y, low.z, low.w};
@@ -139,27 +148,37 @@ struct MoeFewProduct {
       for (int i = 0; i < 2; ++i) {
         uint32_t a[4];
         decode(lows[2 * half + i], highs[2 * half + i], a);
-        const uint32_t b[2] = {__byte_perm(xs[2 * i], xs[2 * i + 1], 0x5410),
-                               __byte_perm(xs[2 * i], xs[2 * i + 1], 0x7632)};
-        mma_m16n8k16<scalar_t>(acc, a, b);
+        if constexpr (kAsHalves) {
+          const uint32_t b[2] = {xs[2 * i], xs[2 * i + 1]};
+          mma_m16n8k16<__half>(acc[i], a, b);
+        } else {
+          const uint32_t b[2] = {__byte_perm(xs[2 * i], xs[2 * i + 1], 0x5410),
+                                 __byte_perm(xs[2 * i], xs[2 * i + 1], 0x7632)};
+          mma_m16n8k16<scalar_t>(acc[0], a, b);
+        }
       }
     }
   }
 
-  // Adds the products of a stage; `count` rows of x follow it.
-  __device__ __forceinline__ void multiply(const unsigned char* stage, int count, int lane_idx) {
+  // Adds the products of a stage.
+  __device__ __forceinline__ void multiply(const unsigned char* stage, const MoeStageX& x,
+                                           int lane_idx) {
     const int g = lane_idx / 4, t = lane_idx % 4;
     constexpr int kLaneBytes = 32;  // bytes of x per 16 bytes of the weight
-    const unsigned char* x = stage + kStageBytes + min(g, count - 1) * kXPitch + t * kLaneBytes;
-    float acc[2][4] = {};
-    add(stage + chunk_at(g, t), x, acc[0]);
-    add(stage + chunk_at(g, t + 4), x + 4 * kLaneBytes, acc[1]);
+    const unsigned char* x_at = x.rows + min(g, x.count - 1) * x.pitch + t * kLaneBytes;
+    float acc[2][kSets][4] = {};
+    add(stage + chunk_at(g, t), x_at, acc[0]);
+    add(stage + chunk_at(g, t + 4), x_at + 4 * kLaneBytes, acc[1]);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const float scale = *reinterpret_cast<const float*>(stage + kStageCodes + (g + 8 * i) * 4);
 #pragma unroll
-      for (int j = 0; j < kColumns; ++j)
-        total[i][j] = fmaf(scale, acc[0][2 * i + j] + acc[1][2 * i + j], total[i][j]);
+      for (int j = 0; j < kColumns; ++j) {
+        float sum = acc[0][0][2 * i + j] + acc[1][0][2 * i + j];
+        if constexpr (kSets == 2) sum += acc[0][1][2 * i + j] + acc[1][1][2 * i + j];
+        if constexpr (kScalesX) sum *= x.factor;
+        total[i][j] = fmaf(scale, sum, total[i][j]);
+      }
     }
   }
 
@@ -169,7 +188,7 @@ struct MoeFewProduct {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       bool is_nan = false;
-      if constexpr (kIsE4m3) {
+      if constexpr (kIsE4m3 && !kAsHalves) {
         is_nan = most[i] >> 16 == kNanCode || (most[i] & 0xffff) == kNanCode;
         is_nan = (__ballot_sync(kFullMask, is_nan) >> (4 * g) & 15) != 0;  // any of the row's lanes
       }

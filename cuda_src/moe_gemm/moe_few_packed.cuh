@@ -3,7 +3,10 @@
 
 #include "common/weight_product.cuh"
 #include "common/weight_stage.cuh"
-#include "moe_gemm/moe_few_problem.cuh"
+#if E2M1
+#include "moe_gemm/moe_few_e2m1.cuh"
+#endif
+#include "moe_gemm/moe_few_x.cuh"
 
 #if ENGINE_DTYPE != 0
 
@@ -31,18 +34,20 @@ struct MoeFewWeight : StageCopier<MoeFewParams> {
   }
 };
 
-template <int kTokens>
+template <int kTokens, bool kIsE2m1One = kIsE2m1 && kTokens == 1>
 struct MoeFewProduct {
   // The sum of x over a group is computed as a product with ones, even for one token.
   using Shape = FewRowsShape<kSumsX ? 8 : kTokens>;
+  static constexpr bool kScalesX = false, kPairsX = false;
+  static constexpr int kPeak = 0;
   StageProduct<Shape> product;
 
   __device__ __forceinline__ void clear() { product.clear(); }
 
-  // Adds the products of a stage; `count` rows of x follow it.
-  __device__ __forceinline__ void multiply(const unsigned char* stage, int count, int lane_idx) {
-    const unsigned char* x = stage + kStageBytes;
-    const uint32_t x_at[1] = {smem_address(x) + min(lane_idx % 8, count - 1) * kXPitch +
+  // Adds the products of a stage.
+  __device__ __forceinline__ void multiply(const unsigned char* stage, const MoeStageX& x,
+                                           int lane_idx) {
+    const uint32_t x_at[1] = {smem_address(x.rows) + min(lane_idx % 8, x.count - 1) * x.pitch +
                               lane_idx / 8 * 16};
     product.multiply(stage, nullptr, x_at, lane_idx);
   }
@@ -50,5 +55,10 @@ struct MoeFewProduct {
     product.store(sums, lane_idx / 4, lane_idx % 4);
   }
 };
+
+#if E2M1
+template <>
+struct MoeFewProduct<1, true> : MoeE2m1Product {};
+#endif
 
 #endif

@@ -73,28 +73,50 @@ struct MoeFewRouting {
 
   // Called by all threads; a barrier must follow.
   __device__ __forceinline__ void find(const MoeFewParams& p, int thread, int threads) {
-    const int lane_idx = thread % kWarpSize, warp_idx = thread / kWarpSize;
     // The last threads do this while the first ones wait for `offsets`.
     for (int place = threads - 1 - thread; place < p.num_pairs; place += threads) {
       const int pair = p.order[place];
       const bool valid = pair >= 0 && pair < p.num_pairs;
       const bool is_gathered = p.pair_weights == nullptr;
-      rows[place] = !valid ? -1 : is_gathered ? pair / p.top_k : pair;
+      rows[place] = !valid ? -1 : !is_gathered ? pair : p.max_rows == 1 ? 0 : pair / p.top_k;
       weights[place] = is_gathered || !valid ? 1.0f : p.pair_weights[pair];
     }
+    if (p.max_rows == 1)
+      find_pairs(p, thread, threads);
+    else
+      find_tiles(p, thread, threads);
+  }
+
+ private:
+  // The places of an expert's pairs in the sorted order.
+  __device__ __forceinline__ static int2 places(const MoeFewParams& p, int expert) {
+    const int first = min(max(p.offsets[expert], 0), p.num_pairs);
+    return int2{first, min(max(p.offsets[expert + 1], first), p.num_pairs)};
+  }
+
+  // Every pair is a token tile, so no scan is needed.
+  __device__ __forceinline__ void find_pairs(const MoeFewParams& p, int thread, int threads) {
+    const int before = min(max(p.offsets[0], 0), p.num_pairs);
+    for (int expert = thread; expert < p.num_experts; expert += threads) {
+      const int2 of = places(p, expert);
+      for (int place = of.x; place < of.y; ++place)
+        tiles[max(place - before, 0)] = {expert, place, 1};
+      if (expert == p.num_experts - 1) num_tiles = max(of.y - before, 0);
+    }
+  }
+
+  __device__ __forceinline__ void find_tiles(const MoeFewParams& p, int thread, int threads) {
+    const int lane_idx = thread % kWarpSize, warp_idx = thread / kWarpSize;
     int found = 0;
     for (int begin = 0; begin < p.num_experts; begin += threads) {
       const int expert = begin + thread;
-      int first = 0, last = 0;
-      if (expert < p.num_experts) {
-        first = min(max(p.offsets[expert], 0), p.num_pairs);
-        last = min(max(p.offsets[expert + 1], first), p.num_pairs);
-      }
-      const int own = (last - first + p.max_rows - 1) / p.max_rows;
+      int2 of{0, 0};
+      if (expert < p.num_experts) of = places(p, expert);
+      const int own = (of.y - of.x + p.max_rows - 1) / p.max_rows;
       const int2 before = tiles_before(own, lane_idx, warp_idx, threads / kWarpSize);
       for (int i = 0, at = found + before.x; i < own && at < kMaxPairs; ++i, ++at) {
-        const int place = first + i * p.max_rows;
-        tiles[at] = {expert, place, min(p.max_rows, last - place)};
+        const int place = of.x + i * p.max_rows;
+        tiles[at] = {expert, place, min(p.max_rows, of.y - place)};
       }
       found += before.y;
       __syncthreads();  // SAFETY: the next round writes warp_tiles again.

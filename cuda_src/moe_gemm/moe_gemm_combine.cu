@@ -28,13 +28,14 @@ struct MoeCombinedOutput {
   int64_t at;         // index into out, shared and residual
 
   // Moves to element `index` of the block; returns false if it does not exist.
+  template <int kTokens>
   __device__ __forceinline__ bool set(const MoeFewParams& p, int index) {
-    row = index % kWeightRows;
-    z = index / kWeightRows % blockDim.z;
-    token = index / kWeightRows / blockDim.z;
+    row = index % kWeightRows, z = index / kWeightRows;
+    token = kTokens == 1 ? 0 : z / blockDim.z;
+    z -= token * blockDim.z;
     const int column = (blockIdx.x * blockDim.z + z) * kWeightRows + row;
     at = static_cast<int64_t>(token) * p.num_rows + column;
-    return token < p.num_tokens && column < p.num_rows;
+    return token < p.num_tokens && z < blockDim.z && column < p.num_rows;
   }
   // Loads the terms added to the sum over experts.
   __device__ __forceinline__ float2 load_others(const MoeFewParams& p) const {
@@ -74,7 +75,7 @@ struct MoeTokenSums {
       for (int i = 0; i < t.count; ++i) {
         const int pair = routing.rows[t.first + i];
         if (pair < 0) continue;
-        float& sum = of_tokens[pair / top_k * kPitch + lane_idx];
+        float& sum = of_tokens[(kTokens == 1 ? 0 : pair / top_k) * kPitch + lane_idx];
         sum = fmaf(routing.weights[t.first + i], of_tile[i * kPitch + lane_idx] + bias, sum);
       }
     }
@@ -86,28 +87,29 @@ struct MoeTokenSums {
 template <int kTokens>
 __device__ __forceinline__ void moe_few_combine(const MoeFewParams& p) {
   using Sums = MoeTokenSums<kTokens>;
+  using Product = MoeFewProduct<kTokens>;
   extern __shared__ __align__(128) unsigned char smem[];
   __shared__ MoeFewRouting routing;
   const MoeFewBlock b(p, MoeFewWeight::num_stages(p));
+  const int stage_bytes = stage_bytes_of<kTokens>(p);
+  const unsigned char* ring = smem + b.warp_idx * (p.num_stages * stage_bytes);
+  float* const all_sums = reinterpret_cast<float*>(smem + b.num_warps * p.num_stages * stage_bytes);
+  MoeWholeX<kStageColumns, Product> whole_x(p, b, all_sums + b.num_warps * Sums::kFloats);
   if (p.is_early == 0) {
     pdl_wait();
     pdl_trigger();
+    if constexpr (kTokens == 1) whole_x.load();
   }
   routing.find(p, b.thread, b.threads);
   __syncthreads();
-  const int stage_bytes = kStageBytes + p.max_rows * kXPitch;
-  unsigned char* ring = smem + b.warp_idx * (p.num_stages * stage_bytes);
-  float* const all_sums = reinterpret_cast<float*>(smem + b.num_warps * p.num_stages * stage_bytes);
-  MoeFewLoader<MoeSumWalk> loader(p, b, routing, ring, stage_bytes);
-  loader.fill();
+  MoeFewLoader<MoeSumWalk, (kTokens > 1)> loader(p, b, routing, ring, stage_bytes);
+  fill_rings<kTokens>(p, loader, whole_x);
   MoeCombinedOutput o;
   float2 others{0.0f, 0.0f};
-  if (o.set(p, b.thread)) others = o.load_others(p);
+  if (o.set<kTokens>(p, b.thread)) others = o.load_others(p);
 
   Sums sums(all_sums + b.warp_idx * Sums::kFloats);
   sums.clear(b.lane_idx);
-  const unsigned char* stage_at = ring;
-  const unsigned char* const ring_end = ring + p.num_stages * stage_bytes;
 #pragma unroll 1
   for (MoeSumWalk walk(b, routing); !walk.is_done(); walk.next()) {
     const MoeRun run = walk.run;
@@ -118,26 +120,18 @@ __device__ __forceinline__ void moe_few_combine(const MoeFewParams& p) {
     float bias = 0.0f;
     if (p.bias != nullptr && run.begin == 0)
       bias = to_float(p.bias[static_cast<int64_t>(t.expert) * p.num_rows + row]);
-    MoeFewProduct<kTokens> product;
+    Product product;
     product.clear();
-#pragma unroll 1
-    for (int stage = run.begin; stage < run.end; ++stage) {
-      wait_for_oldest(p.num_stages);
-      __syncwarp();  // SAFETY: the lanes see each other's copies.
-      product.multiply(stage_at, t.count, b.lane_idx);
-      __syncwarp();  // SAFETY: all lanes have read the stage before it is refilled.
-      loader.template load<true, true>();
-      cp_async_commit();
-      stage_at += stage_bytes;
-      if (stage_at == ring_end) stage_at = ring;
-    }
+    multiply_stages<kTokens>(p, product, loader, ring, whole_x, t,
+                             whole_x.first_segment(t.first) + run.begin, run.end - run.begin,
+                             b.lane_idx);
     sums.add(product, t, routing, p.top_k, bias, b.lane_idx);
   }
   __syncthreads();
   const int count = blockDim.z * kWeightRows * p.num_tokens;
 #pragma unroll 1
   for (int index = b.thread; index < count; index += b.threads) {
-    if (!o.set(p, index)) continue;
+    if (!o.set<kTokens>(p, index)) continue;
     if (index != b.thread) others = o.load_others(p);
     const int first = o.z * blockDim.y * Sums::kFloats + o.token * Sums::kPitch + o.row;
     float sum = 0.0f;

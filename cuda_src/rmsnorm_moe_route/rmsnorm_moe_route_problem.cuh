@@ -25,7 +25,8 @@ struct RmsnormMoeRouteParams {
   int* counts;
   int num_tokens, n, num_experts, top_k, num_shared, is_sigmoid, num_groups, top_groups;
   int renormalize;
-  int slab;  // columns per block; unused for one token
+  int slab;        // several tokens: columns per block
+  int log_splits;  // one token: the binary logarithm of the warps that share a row of the weight
   float scale, eps, weight_offset;
 };
 

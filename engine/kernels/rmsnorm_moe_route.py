@@ -40,8 +40,8 @@ _PARAMS = (
     "x:ptr residual:ptr norm_weight:ptr weight:ptr bias:ptr y:ptr residual_out:ptr codes:ptr "
     "scales:ptr correction:ptr expert_scale:ptr experts:ptr weights:ptr order:ptr offsets:ptr "
     "slots:ptr load:ptr counts:ptr num_tokens:i32 n:i32 num_experts:i32 top_k:i32 num_shared:i32 "
-    "is_sigmoid:i32 num_groups:i32 top_groups:i32 renormalize:i32 slab:i32 scale:f32 eps:f32 "
-    "weight_offset:f32"
+    "is_sigmoid:i32 num_groups:i32 top_groups:i32 renormalize:i32 slab:i32 log_splits:i32 "
+    "scale:f32 eps:f32 weight_offset:f32"
 )
 
 
@@ -317,11 +317,23 @@ def _choose_one(arrays: _Arrays, num_shared: int) -> _Choice | None:
     kernel = _ONE_TOKEN[_width(num_logits - num_shared)]
     for cluster in _CLUSTERS:
         rows = ceil_div(num_logits, cluster) + 1  # rows of the weight, and y
-        size = rows * n * weight.itemsize + num_logits * 4
+        sums = num_logits << _log_splits(num_logits, cluster)
+        size = rows * n * weight.itemsize + sums * 4
         choice = _Choice(kernel, _spec(dtype_name(weight.dtype)), cluster, size)
         if choice.is_small() and _num_clusters(choice):
             return choice
     return None
+
+
+def _log_splits(num_logits: int, cluster: int) -> int:
+    """Return the binary logarithm of the warps that share a row of the weight, for one token.
+
+    Examples
+    --------
+    >>> _log_splits(128, 16), _log_splits(32, 16), _log_splits(512, 8)
+    (1, 3, 0)
+    """
+    return max(_THREADS // 32 // ceil_div(num_logits, cluster), 1).bit_length() - 1
 
 
 def _choose_few(arrays: _Arrays, num_shared: int) -> _Choice | None:
@@ -392,6 +404,7 @@ def _launch(
         num_tokens=num_tokens,
         n=n,
         slab=_slab(n, cluster),
+        log_splits=_log_splits(num_experts + num_shared, cluster),
         num_experts=num_experts,
         top_k=top_k,
         num_shared=num_shared,

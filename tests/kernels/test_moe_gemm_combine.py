@@ -206,6 +206,20 @@ def test_broken_numbers_stay_with_their_token(xp, one_kernel):
     assert one_kernel == [True] * (xp is not np)
 
 
+@pytest.mark.parametrize("name", ["fp8_block", "fp8", "mxfp4"])
+def test_one_token_of_experts_of_any_magnitude(xp, one_kernel, name):
+    """The routing weights undo the experts' magnitudes, so an error in each of them shows."""
+    x, weight, routing, others = _inputs(name, (1, 16, 4, 272, 96), "bfloat16", ())
+    factors = np.float32(2.0) ** np.array([50, -50, 0, 100], np.float32)
+    x *= factors[routing.order][:, None].astype(x.dtype)
+    routing = routing._replace(weights=(routing.weights / factors).astype(np.float32))
+    want = _wanted(x, weight, routing, others)
+    moved = Routing(*cases.to_module(xp, *routing))
+    got = kernels.moe_gemm_combine(xp.asarray(x), weight_to(xp, weight), moved)
+    assert_close(got, want, reduction=272 * 4)
+    assert one_kernel == [True] * (xp is not np)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["fp8_block", "mxfp4"])
 @pytest.mark.parametrize("num_tokens", [1, 7])

@@ -445,9 +445,10 @@ def test_more_tokens_than_few(cp, monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_few_tokens_keep_nan(cp, dtype):
+@pytest.mark.parametrize("num_tokens", [1, 4])
+def test_few_tokens_keep_nan(cp, num_tokens, dtype):
     """A NaN code makes its output feature NaN for every token of the expert, and nothing else."""
-    shape = (4, 3, 2, 256, 64)
+    shape = (num_tokens, 3, 3, 256, 64)
     x, weight, _ = _inputs("fp8_block", shape, dtype)
     routing = _routing(*shape[:3])
     weight.data.view(np.uint8)[1, 37, 200] = 0xFF
@@ -456,6 +457,35 @@ def test_few_tokens_keep_nan(cp, dtype):
     np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
     assert np.isnan(want).any()
     assert_close(np.nan_to_num(got), np.nan_to_num(want), reduction=257)
+
+
+@pytest.mark.parametrize("name", ["fp8_block", "fp8", "int8"])
+@pytest.mark.parametrize("powers", [(60, -60), (-60, 60), (-120, -120), (110, 0)])
+def test_one_token_of_large_and_small_numbers(xp, tier, name, powers):
+    """Columns of different magnitude: odd rows of the weight are zero in the first 128 columns."""
+    shape = (1, 4, 2, 256, 64)
+    x, weight, _ = _inputs(name, shape, "bfloat16")
+    x *= np.repeat(np.float32(2.0) ** np.array(powers), 128).astype(x.dtype)
+    weight.data.view(np.uint8)[:, 1::2, :128] = 0
+    routing = _routing(*shape[:3])
+    want = _wanted(x, weight, routing, rounded=not _is_few(xp, 1))
+    got = kernels.moe_gemm(xp.asarray(x), weight_to(xp, weight), _on(xp, routing))
+    for rows in (slice(0, None, 2), slice(1, None, 2)):
+        assert_close(to_numpy(got)[:, rows].copy(), want[:, rows].copy(), reduction=257)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_one_token_of_missing_numbers(xp, tier, value):
+    """NaN stays NaN, and infinity infinity where no code of its column is 0."""
+    shape = (1, 4, 2, 256, 64)
+    x, weight, _ = _inputs("fp8_block", shape, "bfloat16")
+    codes = weight.data.view(np.uint8)
+    codes[codes % 128 == 0] = 8
+    x[0, 130] = value
+    routing = _routing(*shape[:3])
+    want = _wanted(x, weight, routing, rounded=not _is_few(xp, 1))
+    got = kernels.moe_gemm(xp.asarray(x), weight_to(xp, weight), _on(xp, routing))
+    np.testing.assert_array_equal(to_numpy(got).astype(np.float32), want.astype(np.float32))
 
 
 @pytest.mark.gpu

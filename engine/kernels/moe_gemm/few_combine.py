@@ -13,9 +13,10 @@ from engine.kernels.moe_gemm.few_tokens import (
     MAX_WARPS,
     FewTokensConfig,
     is_supported,
+    stage_bytes,
     stage_columns,
     sums_x,
-    weight_bytes,
+    whole_x_bytes,
 )
 from engine.kernels.moe_gemm.operands import MoeOperands
 from engine.weights import Format
@@ -23,12 +24,10 @@ from engine.weights.formats import TILE_ROWS
 
 __all__ = ["all_configs", "choose", "choose_few_combine", "few_combine_config"]
 
-_STAGES = (6, 4, 3, 2)  # candidate stages per ring, best first
+_STAGES = 2  # stages per ring: x waits for the weights that were asked for before it
 _STATIC_BYTES = 4096  # static shared memory and the driver's reserve, in bytes
-# Warps per block: half of the maximum, so that a block fits beside one of the first GEMM and loads
-# weights before that GEMM has ended.
-_WARPS = MAX_WARPS // 2
-_EVEN = 0.85  # minimum share of the chip's block slots in use
+_ONE_PARTS = 12  # maximum parts of k for one token
+_EVEN = 0.85  # minimum share of the multiprocessors in use
 
 
 @cache
@@ -42,7 +41,7 @@ def choose_few_combine(
 ) -> FewTokensConfig | None:
     """Choose for `tokens` tokens and a weight of `shape` (E, R, K); None if two kernels are faster.
 
-    Blocks have the fewest row tiles for which no multiprocessor has more than two blocks.
+    Blocks have the fewest row tiles for which no multiprocessor has more than one block.
 
     Examples
     --------
@@ -50,23 +49,19 @@ def choose_few_combine(
     >>> shape = (128, 2048, 768)
     >>> config = choose_few_combine(1, 8, shape, FORMATS["fp8_block"], 132, 227 << 10)
     >>> config.blocks, config.parts, config.row_tiles, config.num_stages
-    (128, 8, 1, 6)
+    (128, 12, 1, 2)
     """
     if not 0 < tokens <= MAX_TOKENS or tokens * top_k > MAX_PAIRS:
         return None
-    row_tiles = 1
-    while _blocks(shape, row_tiles) > 2 * sms:
-        row_tiles *= 2
-    parts = _WARPS // row_tiles
-    blocks = _blocks(shape, row_tiles)
-    shares = ceil_div(blocks, sms)
-    # Multiprocessors with fewer blocks than others idle at the end. With more than one token, that
-    # costs more than a second launch.
-    if parts == 0 or (tokens > 1 and blocks < _EVEN * shares * sms):
+    row_tiles = ceil_div(_blocks(shape, 1), sms)
+    # Multiprocessors without a block idle. With more than one token, that costs more than a second
+    # launch.
+    if tokens > 1 and _blocks(shape, row_tiles) < _EVEN * sms:
         return None
-    for stages in _STAGES:
-        config = few_combine_config(tokens, top_k, shape, form, parts, row_tiles, stages)
-        if shares * (config.shared_bytes + _STATIC_BYTES) <= limit:
+    parts = min(MAX_WARPS // row_tiles, _ONE_PARTS if tokens == 1 else MAX_WARPS)
+    for fewer in range(parts, 0, -1):
+        config = few_combine_config(tokens, top_k, shape, form, fewer, row_tiles, _STAGES)
+        if config.shared_bytes + _STATIC_BYTES <= limit:
             return config
     return None
 
@@ -93,12 +88,13 @@ def few_combine_config(
     stages = min(stages, part_stages)
     warps = parts * row_tiles
     room = 1 if tokens == 1 else MAX_TOKENS
-    stage = weight_bytes(form) + tokens * (stage_columns(form) * 2 + 16)
     of_tile = MAX_TOKENS if sums_x(form) else room
     sums = warps * (room + of_tile) * (TILE_ROWS + 4)
     return FewTokensConfig(
         *(parts, row_tiles, part_stages, stages, _blocks(shape, row_tiles)),
-        shared_bytes=warps * stages * stage + sums * 4,
+        shared_bytes=warps * stages * stage_bytes(tokens, form)
+        + sums * 4
+        + whole_x_bytes(tokens, top_k, shape[2], form),
     )
 
 

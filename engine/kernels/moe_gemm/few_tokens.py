@@ -30,9 +30,10 @@ __all__ = [
     "is_supported",
     "launch",
     "specs",
+    "stage_bytes",
     "stage_columns",
     "sums_x",
-    "weight_bytes",
+    "whole_x_bytes",
 ]
 
 _PARAMS = (
@@ -60,13 +61,15 @@ _STAGES = (3, 2)  # candidate stages per ring, best first
 _STATIC_BYTES = 4096  # static shared memory and the driver's reserve, in bytes
 # Cost model in ns, fitted on an H200 to fp8_block and mxfp4 in bfloat16: bandwidth, latency of a
 # stage, extra time of a stage per further warp, time of a work tile without its stages, and loss if
-# the registers cannot hold a block of the next kernel. Packed codes take longer to decode.
+# the registers cannot hold a block of the next kernel. Packed codes take longer to decode; bytes
+# take longer to read if k is not divided, 128 of a row at a time.
 _BYTES_PER_NS = 33.0
 _STAGE_NS = 490.0
 _WARP_NS = 65.0
 _UNIT_NS = 300.0
 _ALONE_NS = 630.0
 _PACKED_FACTOR = 1.5
+_UNDIVIDED_FACTOR = 1.15
 
 
 @dataclass(frozen=True)
@@ -111,6 +114,19 @@ def weight_bytes(form: Format) -> int:
     scales = stage_columns(form) // form.group * TILE_ROWS * size * last
     supers = TILE_ROWS * 2 * last if form.super_block else 0
     return TILE_ROWS * stage_columns(form) * form.bits // 8 + scales + supers
+
+
+def stage_bytes(tokens: int, form: Format) -> int:
+    """Return the bytes per stage of a ring: weights and, for several tokens, their columns of x."""
+    return weight_bytes(form) + (tokens * (stage_columns(form) * 2 + 16) if tokens > 1 else 0)
+
+
+def whole_x_bytes(tokens: int, rows: int, k: int, form: Format) -> int:
+    """Return the bytes of all of x, with a factor per stage, for one token; else 0."""
+    if tokens > 1:
+        return 0
+    columns = stage_columns(form)
+    return rows * ceil_div(k, columns) * (columns * 2 + 4)
 
 
 @cache
@@ -187,9 +203,9 @@ def few_tokens_config(
     experts = min(shape[0], tokens * top_k)
     units = experts * _units(shape, row_tiles, is_gated=is_gated)
     warps = parts * row_tiles
-    stage = weight_bytes(form) + tokens * (stage_columns(form) * 2 + 16)
     sums = 2 * warps * (1 if tokens == 1 and not sums_x(form) else MAX_TOKENS) * (TILE_ROWS + 4)
-    shared = warps * stages * stage + sums * 4
+    shared = warps * stages * stage_bytes(tokens, form) + sums * 4
+    shared += whole_x_bytes(tokens, 1 if is_gated else top_k, shape[2], form)
     return FewTokensConfig(parts, row_tiles, part_stages, stages, min(sms, units), shared)
 
 
@@ -216,6 +232,8 @@ def _estimate(
     rounds = ceil_div(units, config.blocks)
     warps = config.parts * config.row_tiles
     factor = _PACKED_FACTOR if form.is_packed else 1.0
+    if config.parts == 1 and not form.is_packed:
+        factor = _UNDIVIDED_FACTOR
     schedulers_full = ceil_div(warps, 4) * 4
     memory = warps * weight_bytes(form) / _BYTES_PER_NS
     work = max(memory, schedulers_full * _WARP_NS * factor)
