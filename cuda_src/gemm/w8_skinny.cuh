@@ -259,10 +259,11 @@ __device__ __forceinline__ void w8_skinny(const W8Params& params) {
   };
   load_scales(b.tile, b.k_begin);
   {
-    const W8Rows<Product, kBlocks> rows(params, b, x_scales, smem_reduce);
+    W8Rows<Product, kBlocks> rows(params, b, x_scales, smem_reduce);
     rows.begin();
-    if (params.uses_pdl != 0) rows.prefetch_norm();
+    if (params.uses_pdl != 0) rows.load_norm();
     pdl_wait();
+    if (params.uses_pdl == 0) rows.load_norm();
     rows.prepare();
   }
   if (params.uses_pdl == 0) start();

@@ -16,7 +16,9 @@ struct W8Rows {
   using Codes = typename Product::Codes;
   using V = Vec<scalar_t, kVec>;
   static constexpr bool kGroups = kBlocks || Product::kGroups;
-  static constexpr int kPieces = 8;  // 16-byte vectors of a single row per thread, in registers
+  // 16-byte vectors of a single row per thread, in registers; those of the norm's weight that are
+  // loaded before the preceding kernel has ended.
+  static constexpr int kPieces = 8, kEarlyPieces = 4;
   static constexpr int kGroupLanes = kScaleBlock / kVec;
 
   const W8Params& p;
@@ -25,6 +27,7 @@ struct W8Rows {
   int num_scales;      // scales per row
   unsigned char* x;
   float *scales, *smem;  // `smem`: two floats per warp
+  Packed<kVec> norm[kEarlyPieces];
 
   // Bytes between rows, padded so that rows that a warp reads together have no bank conflicts.
   __device__ __forceinline__ static int pitch_of(int k) { return (k + 511) / 512 * 512 + 64; }
@@ -50,10 +53,12 @@ struct W8Rows {
       store_vec(reinterpret_cast<uint32_t*>(x + i / count * pitch + p.k + i % count * 16),
                 Vec<uint32_t, 4>{});
   }
-  // Prefetches the norm's weight to L2 while the preceding kernel may still run.
-  __device__ __forceinline__ void prefetch_norm() const {
+  // Loads the norm's weight, or prefetches it to L2, while the preceding kernel may still run.
+  __device__ __forceinline__ void load_norm() {
     if (p.norm_weight == nullptr) return;
-    for (int i = thread * 64; i < p.k; i += threads * 64)  // one thread per 128-byte line
+    load_pieces(p.norm_weight, norm);
+    const int first = kEarlyPieces * threads * kVec;
+    for (int i = first + thread * 64; i < p.k; i += threads * 64)  // one thread per 128-byte line
       asm volatile("prefetch.global.L2 [%0];" ::"l"(p.norm_weight + i));
   }
 
@@ -87,7 +92,9 @@ struct W8Rows {
     if (thread % kWarpSize == 0) at[warp_idx] = value;
     __syncthreads();
     float all = at[0];
-    for (int i = 1; i < num_warps; ++i) all = reduce(all, at[i]);
+#pragma unroll
+    for (int i = 1; i < kW8MaxWarps; ++i)
+      if (i < num_warps) all = reduce(all, at[i]);
     return all;
   }
 
@@ -113,7 +120,8 @@ struct W8Rows {
     if constexpr (!kGroups) {
       float peak = 0.0f;
 #pragma unroll
-      for (int j = 0; j < kPieces; ++j) peak = peak_of(unpack<kVec>(resident[j]), peak);
+      for (int j = 0; j < kPieces; ++j)
+        if (j * threads < vectors) peak = peak_of(unpack<kVec>(resident[j]), peak);
       peak = over_warps(lanes_max_or_nan<kWarpSize>(peak), smem + kW8MaxWarps, max_or_nan);
       factor = code_factor<Codes>(peak);
       if (thread == 0) scales[0] = code_scale<Codes>(peak);
@@ -132,28 +140,32 @@ struct W8Rows {
     }
   }
 
+  __device__ __forceinline__ Packed<kVec> load_piece(const scalar_t* from, int j) const {
+    const int i = thread + j * threads;
+    V v = {};
+    if (i < vectors) v = load_from_l2(from + i * kVec);
+    return pack<kVec>(v);
+  }
+  template <int kCount>
   __device__ __forceinline__ void load_pieces(const scalar_t* from,
-                                              Packed<kVec> (&to)[kPieces]) const {
+                                              Packed<kVec> (&to)[kCount]) const {
 #pragma unroll
-    for (int j = 0; j < kPieces; ++j) {
-      const int i = thread + j * threads;
-      V v = {};
-      if (i < vectors) v = load_from_l2(from + i * kVec);
-      to[j] = pack<kVec>(v);
-    }
+    for (int j = 0; j < kCount; ++j) to[j] = load_piece(from, j);
   }
 
   __device__ __forceinline__ void normalise(Packed<kVec> (&resident)[kPieces]) const {
-    Packed<kVec> norm[kPieces];
-    load_pieces(p.norm_weight, norm);
     float sum = 0.0f;
 #pragma unroll
-    for (int j = 0; j < kPieces; ++j) sum = squares(unpack<kVec>(resident[j]), sum);
+    for (int j = 0; j < kPieces; ++j)
+      if (j * threads < vectors) sum = squares(unpack<kVec>(resident[j]), sum);
     sum = over_warps(warp_sum(sum), smem, [](float a, float b) { return a + b; });
     const float scale = 1.0f / sqrtf(sum / p.k + p.eps);
 #pragma unroll
     for (int j = 0; j < kPieces; ++j)
-      resident[j] = pack<kVec>(
-          normalised(unpack<kVec>(resident[j]), unpack<kVec>(norm[j]), scale, p.weight_offset));
+      if (j * threads < vectors) {
+        const Packed<kVec> w = j < kEarlyPieces ? norm[j] : load_piece(p.norm_weight, j);
+        resident[j] = pack<kVec>(
+            normalised(unpack<kVec>(resident[j]), unpack<kVec>(w), scale, p.weight_offset));
+      }
   }
 };

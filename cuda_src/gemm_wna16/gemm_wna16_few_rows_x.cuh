@@ -93,16 +93,19 @@ struct SingleRow {
       if (b.lane_idx == 0) shared.partials[b.warp_idx] = sum;
       __syncthreads();
       sum = 0.0f;
-      for (int i = 0; i < b.num_warps; ++i) sum += shared.partials[i];
+#pragma unroll
+      for (int i = 0; i < kMaxWarps; ++i)
+        if (i < b.num_warps) sum += shared.partials[i];
       scale = 1.0f / sqrtf(sum / p.k + p.eps);
     }
 #pragma unroll
     for (int j = 0; j < kPieces; ++j) {
+      if (j * b.threads * kVec >= b.x_columns) break;
       const int i = (b.thread + j * b.threads) * kVec;
       Vec<scalar_t, kVec> v = unpack<kVec>(x[j]);
       if constexpr (kNorm) apply_norm(p, v, unpack<kVec>(w[j]), scale);
       if (i < b.x_columns) store_vec(b.x_row(0) + i, v);
-      if constexpr (kNeedsXSums) {  // SAFETY: kGroup / kVec lanes share a group; all lanes get here
+      if constexpr (kNeedsXSums) {  // SAFETY: kGroup / kVec lanes share a group; all lanes are here
         float sum = sum_of(v);
 #pragma unroll
         for (int lanes = 1; lanes < kGroup / kVec; lanes *= 2)
