@@ -379,6 +379,14 @@ def test_every_shape_matches_mirror(xp, tier, name, shape, dtype):
         _check(xp, name, shape, dtype, router, scatter=True)
 
 
+@pytest.mark.parametrize("num_tokens", [1, 5])
+@pytest.mark.parametrize("name", ["fp8_block", "mxfp4", "q4_k"])
+def test_scatter_with_an_activation(xp, tier, name, num_tokens):
+    """Each pair has a row of x, also with gate and up rows."""
+    shape = (num_tokens, 16, 8, 1040, 96)
+    _check(xp, name, shape, "bfloat16", "random", activation="swiglu", scatter=True)
+
+
 @pytest.mark.gpu
 @pytest.mark.grid("dtype", DTYPES)
 @pytest.mark.grid("config", CONFIGS)
@@ -427,9 +435,8 @@ def test_every_way_to_cut(cp, monkeypatch, name, dtype):
         for scatter in (False, True):
             activation = None if scatter else "swiglu"
             experts, k, rows = shape[1], shape[3], shape[4]
-            configs = few_tokens.all_configs(
-                shape[0], shape[2], (experts, rows, k), FORMATS[name], is_gated=not scatter
-            )
+            of = (shape[0], shape[2], (experts, rows, k), FORMATS[name])
+            configs = few_tokens.all_configs(*of, is_gated=not scatter, scatter=scatter)
             for config in configs:
                 monkeypatch.setattr(few_tokens, "choose", lambda *_, config=config: config)
                 options = {"scatter": True} if scatter else {"activation": activation}
@@ -609,16 +616,26 @@ def test_few_tokens_are_cut_to_fit():
         for shape, top_k in (((128, 1536, 2048), 8), ((32, 2880, 2880), 4), ((3, 48, 64), 2)):
             for tokens in range(1, few_tokens.MAX_TOKENS + 1):
                 for limit in (99 << 10, 227 << 10):
-                    config = few_tokens.choose_few_tokens(
-                        tokens, top_k, shape, FORMATS[name], 132, limit, is_gated=True
-                    )
+                    of = (tokens, top_k, shape, FORMATS[name], 132, limit)
+                    config = few_tokens.choose_few_tokens(*of, is_gated=True, scatter=False)
                     assert config.shared_bytes < limit - 3072 and config.row_tiles % 2 == 0
                     assert config.parts * config.row_tiles <= 16
     many = few_tokens.MAX_TOKENS + 1
     for tokens, top_k in ((many, 2), (8, 17), (0, 2)):
-        assert not few_tokens.choose_few_tokens(
-            tokens, top_k, (32, 64, 64), FORMATS["fp8"], 132, 227 << 10, is_gated=False
+        of = (tokens, top_k, (32, 64, 64), FORMATS["fp8"], 132, 227 << 10)
+        assert not few_tokens.choose_few_tokens(*of, is_gated=False, scatter=True)
+
+
+@pytest.mark.parametrize("is_gated", [False, True])
+def test_one_token_has_a_row_of_x_per_pair_with_scatter(is_gated):
+    """fp8_block: 16 segments of 128 columns and a factor; mxfp4: 8 segments of 256."""
+    for name, row in (("fp8_block", 16 * (256 + 4)), ("mxfp4", 8 * (512 + 4))):
+        of = (1, 8, (128, 1536, 2048), FORMATS[name], 132, 4, 4, 2)
+        gathered, scattered = (
+            few_tokens.few_tokens_config(*of, is_gated=is_gated, scatter=scatter).shared_bytes
+            for scatter in (False, True)
         )
+        assert scattered - gathered == 7 * row
 
 
 def test_contract(xp):
