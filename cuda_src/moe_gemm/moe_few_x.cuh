@@ -78,7 +78,8 @@ struct MoeWholeX {
 #pragma unroll
       for (int lanes = kLanes / 2; lanes > 0; lanes /= 2)
         peak = fmaxf(peak, __shfl_xor_sync(kFullMask, peak, lanes));
-      const int field = max(__float_as_int(peak) >> 23, 1 + kPeak);
+      // Both powers of two are normal numbers, also if the peak is 0, infinite or at least 2^127.
+      const int field = min(max(__float_as_int(peak) >> 23, 1 + kPeak), 253 + kPeak);
       const uint4 halves = halves_of(v, power_of_two(127 + kPeak + 127 - field));
       if constexpr (kPairs) put_pairs(index, halves);
       if (index >= count) return;

@@ -481,12 +481,33 @@ def test_one_token_of_large_and_small_numbers(xp, tier, name, powers):
         assert_close(to_numpy(got)[:, rows].copy(), want[:, rows].copy(), reduction=257)
 
 
+@pytest.mark.parametrize("power", [-110, 60, 126])
+def test_one_token_of_large_and_small_numbers_in_mxfp4(xp, tier, power):
+    """Up to the largest exponent of bfloat16."""
+    shape = (1, 4, 2, 512, 64)
+    x, weight, _ = _inputs("mxfp4", shape, "bfloat16")
+    weight = replace(weight, scales=weight.scales - np.uint8(8))  # the results stay finite
+    x *= np.float32(2.0**power).astype(x.dtype)
+    largest = np.abs(x.astype(np.float32)).max()
+    assert np.frexp(largest)[1] - 2 == power  # x was below 4
+    routing = _routing(*shape[:3])
+    want = _wanted(x, weight, routing, rounded=not _is_few(xp, 1))
+    got = to_numpy(kernels.moe_gemm(xp.asarray(x), weight_to(xp, weight), _on(xp, routing)))
+    unit = np.float32(2.0 ** (8 - power))  # its square would overflow bfloat16
+    part = [(a.astype(np.float32) * unit).astype(x.dtype) for a in (got, want)]
+    assert_close(*part, reduction=513)
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_one_token_of_missing_numbers(xp, tier, value):
+@pytest.mark.parametrize("name", ["fp8_block", "mxfp4"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_token_of_missing_numbers(xp, tier, dtype, name, value):
     """NaN stays NaN, and infinity infinity where no code of its column is 0."""
     shape = (1, 4, 2, 256, 64)
-    x, weight, _ = _inputs("fp8_block", shape, "bfloat16")
+    x, weight, _ = _inputs(name, shape, dtype)
     codes = weight.data.view(np.uint8)
+    if name == "mxfp4":
+        codes |= 0x11  # mantissa bits
     codes[codes % 128 == 0] = 8
     x[0, 130] = value
     routing = _routing(*shape[:3])
