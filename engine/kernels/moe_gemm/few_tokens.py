@@ -61,8 +61,8 @@ _STAGES = (3, 2)  # candidate stages per ring, best first
 _STATIC_BYTES = 4096  # static shared memory and the driver's reserve, in bytes
 # Cost model in ns, fitted on an H200 to fp8_block and mxfp4 in bfloat16: bandwidth, latency of a
 # stage, extra time of a stage per further warp, time of a work tile without its stages, and loss if
-# the registers cannot hold a block of the next kernel. Packed codes take longer to decode; bytes
-# take longer to read if k is not divided, 128 of a row at a time.
+# the registers cannot hold a block of the next kernel. Packed codes take longer to decode. One-byte
+# codes take longer to read if one warp reads all of k, 128 bytes of a row at a time.
 _BYTES_PER_NS = 33.0
 _STAGE_NS = 490.0
 _WARP_NS = 65.0
