@@ -380,6 +380,16 @@ def test_every_shape_matches_mirror(xp, tier, name, shape, dtype):
 
 
 @pytest.mark.parametrize("num_tokens", [1, 5])
+@pytest.mark.parametrize("name", BYTE_FORMATS)
+def test_rows_that_are_no_multiple_of_a_row_tile(xp, tier, name, num_tokens):
+    """The last row tile of gate and of up, and the last one of all rows, are not full."""
+    shape = (num_tokens, 4, 2, 144, 150)
+    for dtype in DTYPES:
+        _check(xp, name, shape, dtype, "random", activation="swiglu")
+        _check(xp, name, shape, dtype, "random", scatter=True)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5])
 @pytest.mark.parametrize("name", ["fp8_block", "mxfp4", "q4_k"])
 def test_scatter_with_an_activation(xp, tier, name, num_tokens):
     """Each pair has a row of x, also with gate and up rows."""
@@ -517,17 +527,27 @@ def test_one_token_of_missing_numbers(xp, tier, dtype, name, value):
 
 
 @pytest.mark.gpu
-def test_few_tokens_of_wrong_routings_stay_inside(cp):
+@pytest.mark.parametrize("scatter", [False, True])
+@pytest.mark.parametrize("shape", [(4, 5, 2, 128, 64), (1, 9, 8, 128, 64)])
+def test_few_tokens_of_wrong_routings_stay_inside(cp, shape, scatter):
     """Invalid pairs and offsets: no out-of-bounds read or write."""
-    shape = (4, 5, 2, 128, 64)
-    x, weight, _ = _inputs("mxfp4", shape, "float16")
+    x, weight, _ = _inputs("mxfp4", shape, "float16", scatter=scatter)
+    gx, gw = cp.asarray(x), weight_to(cp, weight)
     routing = _routing(*shape[:3])
-    order, offsets = routing.order.copy(), routing.offsets.copy()
-    order[3], order[5], offsets[2], offsets[4] = -7, 1 << 30, 1000, -3
-    out, buffer = cases.guarded(cp, (8, 64), x.dtype)
-    wrong = _on(cp, routing._replace(order=order, offsets=offsets))
-    kernels.moe_gemm(cp.asarray(x), weight_to(cp, weight), wrong, out=out)
-    assert_guards(buffer)
+    order = routing.order.copy()
+    order[3], order[5] = -7, 1 << 30
+    for places in ({2: 1000, 4: -3}, {0: 6, 3: -3}, {0: -9, shape[1]: 1 << 30}, {shape[1]: -1}):
+        offsets = routing.offsets.copy()
+        for place, value in places.items():
+            offsets[place] = value
+        out, buffer = cases.guarded(cp, (8, 64), x.dtype)
+        wrong = _on(cp, routing._replace(order=order, offsets=offsets))
+        kernels.moe_gemm(gx, gw, wrong, scatter=scatter, out=out)
+        assert_guards(buffer)
+        if scatter:
+            out, buffer = cases.guarded(cp, (shape[0], 64), x.dtype)
+            kernels.moe_gemm_combine(gx, gw, wrong, out=out)
+            assert_guards(buffer)
 
 
 @pytest.mark.parametrize("name", ["int4_g128", "int8_g32_zp"])
