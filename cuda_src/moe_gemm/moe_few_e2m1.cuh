@@ -43,7 +43,8 @@ struct MoeE2m1Product {
     const int g = lane_idx / 4, t = lane_idx % 4;
     const unsigned char* scales = stage + kScalesAt + g * kScaleBytes;
     float sum[2] = {};
-#pragma unroll
+    constexpr int kUnroll = kArch >= 1000 ? 2 : kStageTiles;  // more would spill registers there
+#pragma unroll kUnroll
     for (int tile = 0; tile < kStageTiles; ++tile) {
       const auto load = [](const unsigned char* at) { return *reinterpret_cast<const uint4*>(at); };
       const uint4 words = load(stage + tile * kDataBytes + lane_idx * 16);
