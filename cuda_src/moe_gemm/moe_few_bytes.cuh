@@ -99,7 +99,7 @@ struct MoeFewProduct {
   // e4m3 codes are converted to float16 by an instruction, so x must be float16, too.
   static constexpr bool kAsHalves = kIsE4m3 && kArch >= 890 && (kIsHalf || kTokens == 1);
   static constexpr bool kScalesX = kAsHalves && !kIsHalf, kPairsX = false;
-  static constexpr int kPeak = 14;
+  static constexpr int kPeak = 14;  // below float16's largest exponent, 15
   static constexpr int kColumns = kTokens == 1 ? 1 : 2;
   static constexpr int kSets = kAsHalves ? 2 : 1;  // independent accumulators of half a stage
   float total[2][kColumns];                        // rows g and g + 8, tokens 2t and 2t + 1

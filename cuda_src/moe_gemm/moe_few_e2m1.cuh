@@ -13,14 +13,15 @@
 struct MoeE2m1Product {
   using Shape = FewRowsShape<1>;
   static constexpr bool kScalesX = true, kPairsX = true;
-  static constexpr int kPeak = 0;  // a group's sum by the largest scale is finite if the result is
+  static constexpr int kPeak = 0;  // sums of a stage, times scales up to 2^120, are finite
   // 2^6, as e4m3's exponents are biased by 7 and e2m1's by 1, and 2/3 for e8m0_by_3_halves.
   static constexpr float kUnit = 64.0f * 2 / 3;
-  float total[2];  // rows g and g + 8
+  float total[2];  // rows g and g + 8, divided by kUnit
 
   __device__ __forceinline__ void clear() { total[0] = total[1] = 0.0f; }
 
-  // Returns 1.5 times 2^(e - 127), except that 0 becomes 2^-127; 255 becomes NaN.
+  // Returns 1.5 times 2^(e - 127), which one instruction computes; 255 becomes NaN. 0 loses the
+  // factor 1.5: it becomes 2^-127.
   __device__ __forceinline__ static float e8m0_by_3_halves(const unsigned char* e) {
     uint32_t bits;
     asm("mad.lo.u32 %0, %1, 0x800000, 0x400000;" : "=r"(bits) : "r"(static_cast<uint32_t>(*e)));
@@ -42,7 +43,8 @@ struct MoeE2m1Product {
     const int g = lane_idx / 4, t = lane_idx % 4;
     const unsigned char* scales = stage + kScalesAt + g * kScaleBytes;
     float sum[2] = {};
-#pragma unroll
+    constexpr int kUnroll = kArch >= 1000 ? 2 : kStageTiles;  // more would spill registers there
+#pragma unroll kUnroll
     for (int tile = 0; tile < kStageTiles; ++tile) {
       const auto load = [](const unsigned char* at) { return *reinterpret_cast<const uint4*>(at); };
       const uint4 words = load(stage + tile * kDataBytes + lane_idx * 16);
@@ -60,13 +62,12 @@ struct MoeE2m1Product {
         sum[1] = fmaf(e8m0_by_3_halves(own + 1), acc[i][2], sum[1]);
       }
     }
-    const float factor = x.factor * kUnit;
-    total[0] = fmaf(factor, sum[0], total[0]), total[1] = fmaf(factor, sum[1], total[1]);
+    total[0] = fmaf(x.factor, sum[0], total[0]), total[1] = fmaf(x.factor, sum[1], total[1]);
   }
 
   __device__ __forceinline__ void store(float* sums, int lane_idx) const {
     if (lane_idx % 4 != 0) return;
-    sums[lane_idx / 4] = total[0], sums[lane_idx / 4 + 8] = total[1];
+    sums[lane_idx / 4] = total[0] * kUnit, sums[lane_idx / 4 + 8] = total[1] * kUnit;
   }
 };
 

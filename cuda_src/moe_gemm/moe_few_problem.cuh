@@ -1,8 +1,8 @@
 // Parameters of moe_gemm_few_tokens.cu and moe_gemm_combine.cu, and the division of their work
 // among blocks and warps.
 //
-// A token tile holds up to max_rows rows of x of one expert; blocks find the token tiles by a scan
-// of `offsets`. A work tile is blockDim.z row tiles (16 rows each) of that expert's matrix; the
+// A token tile holds up to max_rows rows of x of one expert; each block derives the token tiles
+// from `offsets`. A work tile is blockDim.z row tiles (16 rows each) of that expert's matrix; the
 // work tiles of all token tiles form one sequence, and a block computes every gridDim.x-th. Warp
 // (y, z) multiplies row tile z of a work tile by part_stages stages of k, from stage y *
 // part_stages on; the parts' sums are added in order. moe_gemm_combine.cu uses the same token

@@ -3,7 +3,8 @@
 //
 // With kScalesX a segment is converted to float16: multiplied by the power of two that moves its
 // largest value to [2^kPeak, 2^(kPeak + 1)). bfloat16 numbers below 2^(-17 - kPeak) of the largest
-// are rounded then, which is less than a sum of 128 products in float rounds off.
+// are rounded then, by at most 2^(-25 - kPeak) of it. A float sum that contains the largest value
+// rounds off as much; an error shows only where the largest value's code is 0.
 #pragma once
 
 #include "common/packed.cuh"
@@ -58,12 +59,12 @@ struct MoeWholeX {
   }
 
   __device__ __forceinline__ Packed<kVec> get(int index) const {
-    Vec<scalar_t, kVec> v = {};
+    Packed<kVec> packed = {};
     const int row = p.pair_weights == nullptr ? 0 : index / (segments * kLanes);
     const int column = (index - row * segments * kLanes) * kVec;
     if (index < count && column < p.k)
-      v = load_vec<scalar_t, kVec>(p.x + static_cast<int64_t>(row) * p.k + column);
-    return pack<kVec>(v);
+      packed = load_packed<kVec>(p.x + static_cast<int64_t>(row) * p.k + column);
+    return packed;
   }
 
   // All lanes of a warp must call it.
@@ -78,7 +79,8 @@ struct MoeWholeX {
 #pragma unroll
       for (int lanes = kLanes / 2; lanes > 0; lanes /= 2)
         peak = fmaxf(peak, __shfl_xor_sync(kFullMask, peak, lanes));
-      const int field = max(__float_as_int(peak) >> 23, 1 + kPeak);
+      // Both powers of two are normal numbers, also if the peak is 0, infinite or at least 2^127.
+      const int field = min(max(__float_as_int(peak) >> 23, 1 + kPeak), 253 + kPeak);
       const uint4 halves = halves_of(v, power_of_two(127 + kPeak + 127 - field));
       if constexpr (kPairs) put_pairs(index, halves);
       if (index >= count) return;

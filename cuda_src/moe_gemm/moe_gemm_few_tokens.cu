@@ -1,12 +1,14 @@
 // moe_gemm for few tokens: the matrix of each expert with tokens is read once.
 //
 // Every warp has its own ring in shared memory, filled by cp.async: a stage is 16 weight rows,
-// their scales, and the same columns of the tile's rows of x. Warps wait for each other only at the
-// end of a work tile, when the next one's stages are already in flight. Arguments and work
-// division: MoeFewParams in moe_few_problem.cuh. Each module is compiled for one weight format.
+// their scales and, for several tokens, the same columns of the tile's rows of x. One token's x is
+// stored once per block (moe_few_x.cuh). Warps wait for each other only at the end of a work tile,
+// when the next one's stages are already in flight. Arguments and work division: MoeFewParams in
+// moe_few_problem.cuh. Each module is compiled for one weight format.
 //
 // Numerics: codes are multiplied unscaled, and each group's sum by its scale; the order of
-// summation is fixed, but depends on the number of tokens.
+// summation is fixed, but depends on the number of tokens. moe_few_x.cuh says when one token's x is
+// rounded.
 #include "common/pdl.cuh"
 #include "moe_gemm/moe_few_loader.cuh"
 

@@ -148,6 +148,24 @@ def test_every_way_to_cut(cp, monkeypatch, name):
             _check(cp, name, shape, "bfloat16", EXTRAS[1])
 
 
+@pytest.mark.parametrize("name", (*PACKED_FORMATS, *BYTE_FORMATS))
+def test_one_kernel_is_cut_to_fit(name):
+    """One token has a tiling for every model; a block is alone on its multiprocessor."""
+    shapes = ((8, 6144, 16384), (32, 2880, 2880), (128, 2048, 768), (257, 7168, 2048), (3, 16, 16))
+    for shape, top_k in zip(shapes, (2, 4, 8, 9, 1), strict=True):
+        for tokens in range(1, few_tokens.MAX_TOKENS + 1):
+            of = (tokens, top_k, shape, FORMATS[name], 132, 227 << 10)
+            config = few_combine.choose_few_combine(*of)
+            assert config is not None or tokens > 1
+            if config is not None:
+                assert config.shared_bytes < (227 << 10) - 3072
+                assert config.blocks <= 132
+                assert config.blocks * config.row_tiles * TILE_ROWS >= shape[1]
+                assert config.parts * config.row_tiles <= 16
+    small = (1, 16, (64, 4096, 1 << 14), FORMATS[name], 132, 227 << 10)
+    assert few_combine.choose_few_combine(*small) is None  # x of all pairs does not fit
+
+
 @pytest.mark.gpu
 def test_which_calls_are_one_kernel(cp, monkeypatch):
     calls, launch = [], few_tokens.launch

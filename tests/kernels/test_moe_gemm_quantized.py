@@ -379,6 +379,24 @@ def test_every_shape_matches_mirror(xp, tier, name, shape, dtype):
         _check(xp, name, shape, dtype, router, scatter=True)
 
 
+@pytest.mark.parametrize("num_tokens", [1, 5])
+@pytest.mark.parametrize("name", BYTE_FORMATS)
+def test_rows_that_are_no_multiple_of_a_row_tile(xp, tier, name, num_tokens):
+    """The last row tile of gate and of up, and the last one of all rows, are not full."""
+    shape = (num_tokens, 4, 2, 144, 150)
+    for dtype in DTYPES:
+        _check(xp, name, shape, dtype, "random", activation="swiglu")
+        _check(xp, name, shape, dtype, "random", scatter=True)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5])
+@pytest.mark.parametrize("name", ["fp8_block", "mxfp4", "q4_k"])
+def test_scatter_with_an_activation(xp, tier, name, num_tokens):
+    """Each pair has a row of x, also with gate and up rows."""
+    shape = (num_tokens, 16, 8, 1040, 96)
+    _check(xp, name, shape, "bfloat16", "random", activation="swiglu", scatter=True)
+
+
 @pytest.mark.gpu
 @pytest.mark.grid("dtype", DTYPES)
 @pytest.mark.grid("config", CONFIGS)
@@ -427,9 +445,8 @@ def test_every_way_to_cut(cp, monkeypatch, name, dtype):
         for scatter in (False, True):
             activation = None if scatter else "swiglu"
             experts, k, rows = shape[1], shape[3], shape[4]
-            configs = few_tokens.all_configs(
-                shape[0], shape[2], (experts, rows, k), FORMATS[name], is_gated=not scatter
-            )
+            of = (shape[0], shape[2], (experts, rows, k), FORMATS[name])
+            configs = few_tokens.all_configs(*of, is_gated=not scatter, scatter=scatter)
             for config in configs:
                 monkeypatch.setattr(few_tokens, "choose", lambda *_, config=config: config)
                 options = {"scatter": True} if scatter else {"activation": activation}
@@ -474,12 +491,33 @@ def test_one_token_of_large_and_small_numbers(xp, tier, name, powers):
         assert_close(to_numpy(got)[:, rows].copy(), want[:, rows].copy(), reduction=257)
 
 
+@pytest.mark.parametrize("power", [-110, 60, 126])
+def test_one_token_of_large_and_small_numbers_in_mxfp4(xp, tier, power):
+    """Up to the largest exponent of bfloat16."""
+    shape = (1, 4, 2, 512, 64)
+    x, weight, _ = _inputs("mxfp4", shape, "bfloat16")
+    weight = replace(weight, scales=weight.scales - np.uint8(8))  # the results stay finite
+    x *= np.float32(2.0**power).astype(x.dtype)
+    largest = np.abs(x.astype(np.float32)).max()
+    assert np.frexp(largest)[1] - 2 == power  # x was below 4
+    routing = _routing(*shape[:3])
+    want = _wanted(x, weight, routing, rounded=not _is_few(xp, 1))
+    got = to_numpy(kernels.moe_gemm(xp.asarray(x), weight_to(xp, weight), _on(xp, routing)))
+    unit = np.float32(2.0 ** (8 - power))  # its square would overflow bfloat16
+    part = [(a.astype(np.float32) * unit).astype(x.dtype) for a in (got, want)]
+    assert_close(*part, reduction=513)
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_one_token_of_missing_numbers(xp, tier, value):
+@pytest.mark.parametrize("name", ["fp8_block", "mxfp4"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_token_of_missing_numbers(xp, tier, dtype, name, value):
     """NaN stays NaN, and infinity infinity where no code of its column is 0."""
     shape = (1, 4, 2, 256, 64)
-    x, weight, _ = _inputs("fp8_block", shape, "bfloat16")
+    x, weight, _ = _inputs(name, shape, dtype)
     codes = weight.data.view(np.uint8)
+    if name == "mxfp4":
+        codes |= 0x11  # mantissa bits
     codes[codes % 128 == 0] = 8
     x[0, 130] = value
     routing = _routing(*shape[:3])
@@ -489,17 +527,27 @@ def test_one_token_of_missing_numbers(xp, tier, value):
 
 
 @pytest.mark.gpu
-def test_few_tokens_of_wrong_routings_stay_inside(cp):
+@pytest.mark.parametrize("scatter", [False, True])
+@pytest.mark.parametrize("shape", [(4, 5, 2, 128, 64), (1, 9, 8, 128, 64)])
+def test_few_tokens_of_wrong_routings_stay_inside(cp, shape, scatter):
     """Invalid pairs and offsets: no out-of-bounds read or write."""
-    shape = (4, 5, 2, 128, 64)
-    x, weight, _ = _inputs("mxfp4", shape, "float16")
+    x, weight, _ = _inputs("mxfp4", shape, "float16", scatter=scatter)
+    gx, gw = cp.asarray(x), weight_to(cp, weight)
     routing = _routing(*shape[:3])
-    order, offsets = routing.order.copy(), routing.offsets.copy()
-    order[3], order[5], offsets[2], offsets[4] = -7, 1 << 30, 1000, -3
-    out, buffer = cases.guarded(cp, (8, 64), x.dtype)
-    wrong = _on(cp, routing._replace(order=order, offsets=offsets))
-    kernels.moe_gemm(cp.asarray(x), weight_to(cp, weight), wrong, out=out)
-    assert_guards(buffer)
+    order = routing.order.copy()
+    order[3], order[5] = -7, 1 << 30
+    for places in ({2: 1000, 4: -3}, {0: 6, 3: -3}, {0: -9, shape[1]: 1 << 30}, {shape[1]: -1}):
+        offsets = routing.offsets.copy()
+        for place, value in places.items():
+            offsets[place] = value
+        out, buffer = cases.guarded(cp, (8, 64), x.dtype)
+        wrong = _on(cp, routing._replace(order=order, offsets=offsets))
+        kernels.moe_gemm(gx, gw, wrong, scatter=scatter, out=out)
+        assert_guards(buffer)
+        if scatter:
+            out, buffer = cases.guarded(cp, (shape[0], 64), x.dtype)
+            kernels.moe_gemm_combine(gx, gw, wrong, out=out)
+            assert_guards(buffer)
 
 
 @pytest.mark.parametrize("name", ["int4_g128", "int8_g32_zp"])
@@ -609,16 +657,26 @@ def test_few_tokens_are_cut_to_fit():
         for shape, top_k in (((128, 1536, 2048), 8), ((32, 2880, 2880), 4), ((3, 48, 64), 2)):
             for tokens in range(1, few_tokens.MAX_TOKENS + 1):
                 for limit in (99 << 10, 227 << 10):
-                    config = few_tokens.choose_few_tokens(
-                        tokens, top_k, shape, FORMATS[name], 132, limit, is_gated=True
-                    )
+                    of = (tokens, top_k, shape, FORMATS[name], 132, limit)
+                    config = few_tokens.choose_few_tokens(*of, is_gated=True, scatter=False)
                     assert config.shared_bytes < limit - 3072 and config.row_tiles % 2 == 0
                     assert config.parts * config.row_tiles <= 16
     many = few_tokens.MAX_TOKENS + 1
     for tokens, top_k in ((many, 2), (8, 17), (0, 2)):
-        assert not few_tokens.choose_few_tokens(
-            tokens, top_k, (32, 64, 64), FORMATS["fp8"], 132, 227 << 10, is_gated=False
+        of = (tokens, top_k, (32, 64, 64), FORMATS["fp8"], 132, 227 << 10)
+        assert not few_tokens.choose_few_tokens(*of, is_gated=False, scatter=True)
+
+
+@pytest.mark.parametrize("is_gated", [False, True])
+def test_one_token_has_a_row_of_x_per_pair_with_scatter(is_gated):
+    """fp8_block: 16 segments of 128 columns and a factor; mxfp4: 8 segments of 256."""
+    for name, row in (("fp8_block", 16 * (256 + 4)), ("mxfp4", 8 * (512 + 4))):
+        of = (1, 8, (128, 1536, 2048), FORMATS[name], 132, 4, 4, 2)
+        gathered, scattered = (
+            few_tokens.few_tokens_config(*of, is_gated=is_gated, scatter=scatter).shared_bytes
+            for scatter in (False, True)
         )
+        assert scattered - gathered == 7 * row
 
 
 def test_contract(xp):

@@ -24,9 +24,9 @@ from engine.weights.formats import TILE_ROWS
 
 __all__ = ["all_configs", "choose", "choose_few_combine", "few_combine_config"]
 
-_STAGES = 2  # stages per ring: x waits for the weights that were asked for before it
+_STAGES = 2  # stages per ring; more would delay x, which arrives after weights requested earlier
 _STATIC_BYTES = 4096  # static shared memory and the driver's reserve, in bytes
-_ONE_PARTS = 12  # maximum parts of k for one token
+_ONE_PARTS = 12  # maximum warps along k for one token
 _EVEN = 0.85  # minimum share of the multiprocessors in use
 
 

@@ -61,8 +61,8 @@ _STAGES = (3, 2)  # candidate stages per ring, best first
 _STATIC_BYTES = 4096  # static shared memory and the driver's reserve, in bytes
 # Cost model in ns, fitted on an H200 to fp8_block and mxfp4 in bfloat16: bandwidth, latency of a
 # stage, extra time of a stage per further warp, time of a work tile without its stages, and loss if
-# the registers cannot hold a block of the next kernel. Packed codes take longer to decode; bytes
-# take longer to read if k is not divided, 128 of a row at a time.
+# the registers cannot hold a block of the next kernel. Packed codes take longer to decode. One-byte
+# codes take longer to read if one warp reads all of k, 128 bytes of a row at a time.
 _BYTES_PER_NS = 33.0
 _STAGE_NS = 490.0
 _WARP_NS = 65.0
@@ -139,15 +139,18 @@ def choose_few_tokens(
     shared_limit: int,
     *,
     is_gated: bool,
+    scatter: bool,
 ) -> FewTokensConfig | None:
-    """Choose the tiling for a weight of `shape` (E, R, K); None if there are too many tokens.
+    """Choose the tiling for a weight of `shape` (E, R, K); None if another kernel must compute it.
+
+    There are too many tokens then, or no tiling fits shared memory.
 
     Examples
     --------
     >>> from engine.weights import FORMATS
-    >>> config = choose_few_tokens(
-    ...     1, 8, (128, 1536, 2048), FORMATS["fp8_block"], 132, 227 << 10, is_gated=True
-    ... )
+    >>> shape = (128, 1536, 2048)
+    >>> of = (1, 8, shape, FORMATS["fp8_block"], 132, 227 << 10)
+    >>> config = choose_few_tokens(*of, is_gated=True, scatter=False)
     >>> config.parts * config.part_stages
     16
     """
@@ -155,10 +158,9 @@ def choose_few_tokens(
         return None
     best = None
     least = 0.0
-    for parts, row_tiles, stages in _ways(is_gated=is_gated):
-        config = few_tokens_config(
-            tokens, top_k, shape, form, sms, parts, row_tiles, stages, is_gated=is_gated
-        )
+    options = {"is_gated": is_gated, "scatter": scatter}
+    for way in _ways(is_gated=is_gated):
+        config = few_tokens_config(tokens, top_k, shape, form, sms, *way, **options)
         if config.shared_bytes + _STATIC_BYTES > shared_limit:
             continue
         cost = _estimate(config, tokens, top_k, shape, form, is_gated=is_gated)
@@ -191,13 +193,14 @@ def few_tokens_config(
     sms: int,
     parts: int,
     row_tiles: int,
-    stages: int = 3,
+    stages: int,
     *,
     is_gated: bool,
+    scatter: bool,
 ) -> FewTokensConfig:
     """Return the tiling with blocks of `parts` warps along k and `row_tiles` along rows.
 
-    A warp's ring has `stages` stages.
+    A warp's ring has `stages` stages. With `scatter` each pair has a row of x.
     """
     part_stages = ceil_div(ceil_div(shape[2], stage_columns(form)), parts)
     experts = min(shape[0], tokens * top_k)
@@ -205,7 +208,7 @@ def few_tokens_config(
     warps = parts * row_tiles
     sums = 2 * warps * (1 if tokens == 1 and not sums_x(form) else MAX_TOKENS) * (TILE_ROWS + 4)
     shared = warps * stages * stage_bytes(tokens, form) + sums * 4
-    shared += whole_x_bytes(tokens, 1 if is_gated else top_k, shape[2], form)
+    shared += whole_x_bytes(tokens, top_k if scatter else 1, shape[2], form)
     return FewTokensConfig(parts, row_tiles, part_stages, stages, min(sms, units), shared)
 
 
@@ -243,12 +246,19 @@ def _estimate(
 
 
 def all_configs(
-    tokens: int, top_k: int, shape: tuple[int, int, int], form: Format, *, is_gated: bool
+    tokens: int,
+    top_k: int,
+    shape: tuple[int, int, int],
+    form: Format,
+    *,
+    is_gated: bool,
+    scatter: bool,
 ) -> list[FewTokensConfig]:
     """Return several tilings of a problem, for tests and tuning."""
     ways = ((1, 2, 3), (1, 12, 2), (2, 6, 3), (4, 2, 2), (4, 4, 2), (8, 2, 3), (3, 4, 2))
+    options = {"is_gated": is_gated, "scatter": scatter}
     configs = [
-        few_tokens_config(tokens, top_k, shape, form, sms, *way, is_gated=is_gated)
+        few_tokens_config(tokens, top_k, shape, form, sms, *way, **options)
         for way in ways
         for sms in (3, 1000)
     ]
@@ -277,6 +287,7 @@ def choose(operands: MoeOperands) -> FewTokensConfig | None:
     return choose_few_tokens(
         *(tokens, top_k, weight.shape, weight.format, sm_count(), limits().shared_bytes),
         is_gated=is_gated,
+        scatter=operands.scatter,
     )
 
 
