@@ -205,7 +205,8 @@ class Contract:
         self, name: str, value: Any, *, low: float = -math.inf, high: float = math.inf
     ) -> float:
         """Check and return a real number in [`low`, `high`]; NaN is an error."""
-        ok = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+        kinds = int | float | np.integer | np.floating
+        ok = isinstance(value, kinds) and not isinstance(value, bool)
         if not (ok and low <= value <= high):
             raise ContractError(
                 f"{self.op}: {name}: must be a number from {low} to {high}; "
