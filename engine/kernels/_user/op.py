@@ -443,15 +443,17 @@ class Op:
         arrays = {a.name: self._at_alignment(bound, a) for a in self.signature.arrays}
         bound.values |= arrays
         results = {}
+        targets = {}
         copies = []
         for array, out in zip(self.signature.outputs, outs, strict=True):
             new, given = self._target(bound, array, out)
             results[array.name] = new
+            targets[array.name] = new if given is None else given
             copies += [] if given is None else [(given, new)]
         inout = [arrays[a.name] for a in self.signature.arrays if a.is_inout]
         written = [array for array in inout if array is not None]
         self._check_apart({a.name: arrays[a.name] for a in self.signature.arrays if a.is_inout})
-        self._check_apart(results)
+        self._check_apart(targets)
         if any(array.size for array in (*results.values(), *written)):
             aligned = self._aligned(bound) and all(map(is_aligned, results.values()))
             problem = self._problem(bound, _chip(index), is_aligned=aligned)
