@@ -692,7 +692,6 @@ class Model:
         """
         if not self.kernels.overrides:
             return
-        self.kernels.overrides.warn_of_kept()
         with self.kernels.loading():
             # Experts of some formats multiply codes of x from nine tokens on.
             num_tokens = 2 if self.config.moe is None else 9
@@ -703,6 +702,7 @@ class Model:
                     self.step([[0]] * batch, cache)
                 cache.close()
             Sampler()(logits[:1], SamplingBatch.greedy(self.device.xp, 1))
+        self.kernels.overrides.warn_of_kept(self.kernels.runs)
         self.kernels.overrides.warn_of_unused(self.kernels.runs)
         self.kernels.runs.clear()
 

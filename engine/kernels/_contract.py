@@ -205,13 +205,18 @@ class Contract:
         self, name: str, value: Any, *, low: float = -math.inf, high: float = math.inf
     ) -> float:
         """Check and return a real number in [`low`, `high`]; NaN is an error."""
-        ok = isinstance(value, int | float | np.number) and not isinstance(value, bool)
-        if not (ok and low <= value <= high):
+        kinds = int | float | np.integer | np.floating
+        ok = isinstance(value, kinds) and not isinstance(value, bool)
+        try:
+            number = float(value) if ok else math.nan
+        except OverflowError:  # of an int
+            number = math.nan
+        if not low <= number <= high:
             raise ContractError(
                 f"{self.op}: {name}: must be a number from {low} to {high}; "
                 f"got {shown_argument(value)}"
             )
-        return float(value)
+        return number
 
     def integer(self, name: str, value: Any, low: int, high: int, wanted: str = "") -> int:
         """Check an integer in [`low`, `high`], Python's or NumPy's; return it as a Python int.

@@ -9,13 +9,14 @@ import numpy as np
 from engine.reference import _exact_math as exact
 from engine.reference._philox import gumbel, gumbel_all
 
-__all__ = ["BAD_LOGITS", "BAD_PARAMETER", "OK", "SampleResult", "sample"]
+__all__ = ["BAD_ID", "BAD_LOGITS", "BAD_PARAMETER", "OK", "SampleResult", "sample"]
 
 Array = np.ndarray[Any, Any]
 
 OK = 0
 BAD_LOGITS = 1
 BAD_PARAMETER = 2
+BAD_ID = 3  # of a user's sampler: outside the vocabulary
 
 _LOG2_E = np.float32(1.4426950408889634)
 _FLOAT_MAX = np.finfo(np.float32).max

@@ -22,6 +22,7 @@ from engine.device import Device
 from engine.layers.batch import ForwardBatch
 from engine.layers.sampler import Sampler, SamplingBatch
 from engine.loading.lora import LoraAdapter
+from engine.reference.sample import BAD_ID
 from engine.request import Request
 from engine.runner.adapter_places import AdapterPlaces
 from engine.runner.batch import StepInputs, build_inputs
@@ -41,10 +42,13 @@ __all__ = ["LaunchedStep", "ModelRunner", "RunnableModel", "StepResult", "note_r
 BatchT = TypeVar("BatchT", ForwardBatch, SamplingBatch)
 
 _NO_SAMPLE = "its logits are NaN, or leave no token to choose"
+_NO_ID = "the function for the op 'sample' chose an id outside the vocabulary"
 
 
 def _no_sample(spec: SamplingSpec, arrays: Mapping[str, Any], row: int) -> str:
     """Return why no token was sampled from a row of logits: several options may forbid them all."""
+    if arrays["status"][row] == BAD_ID:
+        return _NO_ID
     names = spec.forbidding
     if len(names) < 2 or arrays["is_unusable"][row]:
         return _NO_SAMPLE

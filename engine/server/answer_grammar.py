@@ -130,9 +130,8 @@ def _calls_as_json(
     make_id = tool_parsers.id_maker(tool_parser)
     if mode == "named":
         [function] = functions
-        schema: Mapping[str, Any] = function.parameters or {"type": "object"}
         make = functools.partial(_NamedCall, function.name, make_id)
-        return ToolUse(make, mode=mode, one_call=True, schema=schema)
+        return ToolUse(make, mode=mode, one_call=True, schema=function.schema)
     names = {function.name: function.parameters for function in functions}
     make_list = functools.partial(tool_parsers.CallListParser, names, make_id)
     schema = tools_schema(functions, one_call=one_call)

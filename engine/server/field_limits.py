@@ -52,8 +52,12 @@ def limited_timeout(given: float | None, config: ServerConfig) -> float | None:
     return config.request_timeout if given is None else min(given, config.request_timeout)
 
 
-def check_counts(body: SamplingOptions, config: ServerConfig) -> None:
+def check_counts(
+    body: SamplingOptions, config: ServerConfig, *, wholes: Sequence[str] = ("prompt_logprobs",)
+) -> None:
     """Check the numbers of answers, log-probabilities and tools against the server's limits.
+
+    `wholes` names the fields that may be -1, the whole vocabulary.
 
     Raises
     ------
@@ -71,8 +75,8 @@ def check_counts(body: SamplingOptions, config: ServerConfig) -> None:
         value = getattr(body, name, None)
         if type(value) is not int or limit == WHOLE_VOCABULARY:
             continue
-        is_whole = value == WHOLE_VOCABULARY and limit == config.max_logprobs
-        if value > limit or (is_whole and name.endswith("logprobs")):
+        is_whole = value == WHOLE_VOCABULARY and name in wholes
+        if value > limit or is_whole:
             what = "; -1, the whole vocabulary, needs --max-logprobs -1" if is_whole else ""
             raise APIError(400, f"{name} must be at most {limit}; got {value}{what}", param=name)
     num_tools = len(getattr(body, "tools", None) or ())

@@ -172,14 +172,21 @@ class Cases:
             if schema not in self._documents:
                 where = f"{value['title']}#" if "title" in value else schema.where
                 self._documents[schema] = Document(value[OWN_DOCUMENT], where)
-            return self.of(((self._documents[schema].root, wanted),), scope=scope)
+            found = self.of(((self._documents[schema].root, wanted),), scope=scope)
+            if "type" not in value or not wanted:
+                return found
+            found = self.product(found, self._keyword(schema, "type", True, scope))
+            if not found:
+                root = self._documents[schema].root
+                raise root.error(f"the arguments of a call must be an {value['type']}")
+            return found
         keys = self._keywords(schema)
         late = [key for key in keys if key.startswith("unevaluated")]
         if not wanted:
             if late:
                 reason = f"the negation of {late[0]} cannot be enforced"
                 return [Case(refused=tuple((kind, reason) for kind in ALL_TYPES))]
-            found: list[Case] = []
+            found = []
             for key in keys:
                 found += self._keyword(schema, key, False, False)
             return found

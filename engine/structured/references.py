@@ -19,7 +19,8 @@ __all__ = ["OWN_DOCUMENT", "Document", "Draft", "SchemaError", "Subschema"]
 OWN_DOCUMENT = "x-engine-document"
 """A keyword of ours: its value is a schema whose references do not see the schema around it.
 
-Of the keywords beside it only `title` counts: it names the document in messages.
+Of the keywords beside it only two count: `title` names the document in messages, and `type` is that
+of the arguments of a call, whatever else the schema allows.
 """
 
 # Keywords whose value is a schema, a list of schemas, or an object with schemas as values.

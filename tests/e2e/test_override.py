@@ -16,7 +16,7 @@ import pytest
 
 from engine import LLM, AsyncEngine, SamplingParams, device, kernels, load, reference
 from engine.cli import main
-from engine.config import MoeConfig
+from engine.config import MlaConfig, MoeConfig
 from engine.core.resolve import _has_graphs
 from engine.device import Device
 from engine.engine_config import EngineConfig
@@ -301,6 +301,18 @@ def test_experts_that_multiply_codes_are_tried_at_load():
     assert 0 < counts[0] < counts[1]
 
 
+def test_only_kernels_that_the_model_runs_are_said_to_keep_their_own(caplog):
+    make(kernels={"rmsnorm": my_rmsnorm})
+    assert not caplog.records
+    count = CONFIG.num_layers
+    kinds = {"layer_kinds": ("mla",) * count, "rope_layers": (False,) * count, "attn_scale": 0.3}
+    config = dataclasses.replace(CONFIG, mla=MlaConfig(12, 16, 4, 4, 6), **kinds)
+    make(config=config, kernels={"rmsnorm": my_rmsnorm})
+    assert [record.getMessage() for record in caplog.records] == [
+        "kernels['rmsnorm']: my_rmsnorm runs where the model calls rmsnorm; not within mla_store"
+    ]
+
+
 def test_a_function_that_the_model_does_not_call_is_logged(caplog):
     make(kernels={"silu": lambda x: x, "swiglu": relu_glu})
     assert [record.getMessage() for record in caplog.records] == [
@@ -349,10 +361,14 @@ def test_a_sampler_without_penalties_refuses_requests_with_penalties():
     assert list(second.outputs[0].token_ids) == tokens(make())[1]
 
 
-def test_a_sampler_that_chooses_no_token():
-    llm = make(kernels={"sample": lambda logits: np.full(len(logits), 1000)})
-    [output] = llm.generate(PROMPTS[0], GREEDY)
+@pytest.mark.parametrize("token_id", [1000, -1, 2**32 + 5])
+def test_a_sampler_that_chooses_no_token(token_id):
+    llm = make(kernels={"sample": lambda logits: np.full(len(logits), token_id)})
+    [output] = llm.generate(PROMPTS[0], dataclasses.replace(GREEDY, logprobs=1))
     assert output.outputs[0].finish_reason == "error"
+    assert output.outputs[0].stop_reason == (
+        "the function for the op 'sample' chose an id outside the vocabulary"
+    )
 
 
 def test_logits_processors_for_every_request():

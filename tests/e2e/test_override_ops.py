@@ -541,10 +541,11 @@ def test_an_op_that_writes_its_arguments():
 
 
 def test_what_keeps_its_own_is_logged(caplog):
-    Overrides.from_option({"quantize_rows": print, "silu": print}).warn_of_kept()
+    overrides = Overrides.from_option({"quantize_rows": print, "silu": print, "rope": print})
+    overrides.warn_of_kept({"gemm_fp8": 2, "gemm_int8": 1, "rope=print": 2})
     assert [record.getMessage() for record in caplog.records] == [
         "kernels['quantize_rows']: print runs where the model calls quantize_rows; "
-        "gemm_fp8, gemm_int8 keep their own"
+        "not within gemm_fp8, gemm_int8"
     ]
 
 

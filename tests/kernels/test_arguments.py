@@ -423,3 +423,9 @@ def test_a_bound_of_the_lengths_that_is_too_small_is_named_on_the_host():
             max_seqlen_q=1,
         )
     assert not states.any()
+
+
+@pytest.mark.parametrize("eps", [np.complex64(1), 10**400, np.nan, -1, True, "1"])
+def test_a_number_that_is_none_is_told(eps):
+    with pytest.raises(ContractError, match=r"eps: must be a number from 0\.0 to inf; got"):
+        kernels.rmsnorm(ROWS, ROWS[0], eps=eps)

@@ -42,7 +42,8 @@ def ask(server, path="/v1/completions", **body):
         ("prompt_logprobs", -1, "at most 20; got -1; -1, the whole vocabulary, needs"),
         ("prompt_logprobs", -2, "[-1, 20]"),
         ("prompt_logprobs", 21, "at most 20"),
-        ("logprobs", -1, "at most 20"),
+        ("logprobs", -1, "must be a whole number in [0, 20]; got -1"),
+        ("logprobs", 21, "at most 20; got 21"),
         ("n", -1, "[1, 16]"),
         ("n", 0, "[1, 16]"),
         ("best_of", -1, "[1, 16]"),
@@ -57,6 +58,17 @@ def ask(server, path="/v1/completions", **body):
 def test_a_number_below_its_range_is_no_way_past_the_limit(server, field, value, words):
     status, error = ask(server, prompt=[1, 2], **{field: value})
     assert status == 400 and words in error["message"] and field in error["message"]
+
+
+def test_the_option_for_the_whole_vocabulary_is_named_where_it_applies(server):
+    """A completion's or a conversation's own `logprobs` are 0 to 20, whatever the option says."""
+    path = "/inference/v1/generate"
+    for field in ("logprobs", "prompt_logprobs"):
+        status, error = ask(server, path, token_ids=[1, 2], sampling_params={field: -1})
+        assert status == 400 and f"{field} must be at most 20" in error["message"]
+        assert error["message"].endswith(
+            "got -1; -1, the whole vocabulary, needs --max-logprobs -1"
+        )
 
 
 def test_those_that_mean_none_are_allowed(server):

@@ -171,9 +171,32 @@ def test_special_markers_are_tokens():
 
 
 @pytest.mark.parametrize(
+    "parameters",
+    [
+        {"properties": {"on": {"type": "boolean"}}, "additionalProperties": False},
+        {"type": ["null", "object"], "additionalProperties": False},
+        {"anyOf": [{"type": "string"}, {"$ref": "#/$defs/flag"}], "$defs": {"flag": FLAG}},
+    ],
+)
+@pytest.mark.parametrize("name", WITH_GRAMMAR)
+def test_arguments_are_an_object_also_if_the_schema_allows_others(name, parameters):
+    functions = [Function("f", parameters)]
+    form = calls_of(name, functions).required(one_call=True)
+    for text in walks(form, tokens_of(name, True), count=5):
+        [call] = read(name, text, functions).tool_calls
+        check([call], functions)
+
+
+@pytest.mark.parametrize("name", ["glm45", "hermes", "llama4_pythonic"])
+def test_a_schema_of_other_values_is_refused_with_its_place(name):
+    form = calls_of(name, [Function("f", {"type": "array"}, "tools[0]")]).required(one_call=True)
+    with pytest.raises(RequestError, match=r"of a call must be an object \(at tools\[0\]#\)"):
+        compiled(form, tokens_of(name, True))
+
+
+@pytest.mark.parametrize(
     ("parameters", "why"),
     [
-        ({"type": "array"}, "must be an object"),
         ({"properties": {"a<b": {}}}, "'a<b' cannot be written between tags"),
         ({"type": "object", "minProperties": 3}, "minProperties and maxProperties"),
         ({"type": "object", "properties": {"a": {"type": "nonsense"}}}, "'nonsense' (at tools[0]#"),

@@ -93,6 +93,22 @@ def test_required_calls_are_valid(http, set_format, name, choice):
     jsonschema.validate(json.loads(call["function"]["arguments"]), SCHEMA)
 
 
+@pytest.mark.parametrize("name", [None, "hermes"])
+@pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
+def test_arguments_are_objects(http, set_format, name, choice):
+    """Also without `type`, and where calls are JSON since no format is known."""
+    set_format(name)
+    days = {"properties": {"days": {"const": 3}}, "additionalProperties": False}
+    fields = {"tool_choice": choice, "parallel_tool_calls": False, **THINKS_NOT}
+    found = ask(http, **fields, tools=[tool("weather", days | {"required": ["days"]})])
+    [call] = found["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {"days": 3}
+    asked = CHAT | fields | {"tools": [tool("weather", {"type": "array"})]}
+    error = http.post("/v1/chat/completions", json=asked).json()["error"]
+    assert error["param"] == "tools"
+    assert "must be an object (at tools[0].function.parameters#)" in error["message"]
+
+
 def test_an_answer_that_is_cut_in_its_block_ends_with_length(http):
     messages = [*MESSAGES, {"role": "assistant", "content": "<think>\nThe user"}]
     fields = {"messages": messages, "continue_final_message": True, "add_generation_prompt": False}

@@ -46,6 +46,12 @@ def _define(signature="x: (N,) float -> (N,) like x", **options):
         ("x: (N,) float ->", "must have a result after '->'"),
         ("x: (N,) float, n: int8 -> (N,) like x", "a scalar must have a dtype of"),
         ("x: (N,) float, n: int32 = 1.5 -> (N,) like x", "its default must be int32; got '1.5'"),
+        ("x: (N,) float, n: bool = 1 -> (N,) like x", "its default must be bool; got '1'"),
+        ("x: (N,) float, n: uint32 = -1 -> (N,) like x", "its default must be uint32; got '-1'"),
+        ("x: (N,) float, n: int32 = 4294967296 -> (N,) like x", "its default must be int32"),
+        ("x: (N,) float zeroed -> (N,) like x", "x: only a result may be 'zeroed'"),
+        ("x: (1.5,) float -> () like x", "x: a size must be an integer of at least 0; got 1.5"),
+        ("x: (N,) float -> (2 - 3,) like x", "a size must be an integer of at least 0; got 2 - 3"),
         ("x: (N,) float = None, y: (N,) float -> (N,) like y", "'y', which must be given, follows"),
         ("x: (N,) float32 -> (N,) int32|int64", "a result must have one dtype"),
         ("x: (N,) float = None -> (N,) like x", "out: 'like' must name an argument that is always"),
@@ -207,6 +213,33 @@ def test_remembered_checks_keep_scalars_apart():
             op(x, True)
 
 
+def test_a_scalar_that_is_no_plain_number_is_told():
+    """Checks are remembered by an array's shape: the second of two arrays would be the first."""
+    op = _define(
+        "x: (N,) float, s: float32 = 1, k: int32 = 2 -> (k,) like x",
+        reference=lambda x, s, k: np.full(k, s),
+    )
+    x = np.zeros(1, np.float32)
+    for count in (3, 5):
+        with pytest.raises(errors.ContractError, match=r"k: must be an integer; got an array of"):
+            op(x, k=np.array(count))
+        assert op(x, k=np.int64(count)).size == count
+    with pytest.raises(errors.ContractError, match="s: must be a number; got"):
+        op(x, np.complex64(1))
+    with pytest.raises(errors.ContractError, match="s: must be a number in float64's range"):
+        op(x, 10**400)
+
+
+def test_a_size_that_an_axis_does_not_tell_is_named():
+    x = np.ones(5, np.float32)
+    op = _define("x: (2N,) float -> (2N,) like x")
+    with pytest.raises(errors.ShapeError, match=r"no one N makes 2\*N = 5; got \(5,\)"):
+        op(x)
+    op = _define("x: (M*N,) float -> (M*N,) like x")
+    with pytest.raises(errors.ShapeError, match=r"no one M, N makes M\*N = 5"):
+        op(x)
+
+
 def test_zeros_of_either_sign_are_kept_apart():
     op = _define(
         "x: (N,) float, s: float32 -> (N,) like x",
@@ -293,6 +326,50 @@ def test_out_is_filled_and_returned():
     assert out.tolist() == [0, 1, 2]
     with pytest.raises(errors.ShapeError, match="out: must have shape"):
         op(np.ones(3, np.float32), out=np.empty(4, np.float32))
+
+
+def test_arrays_that_are_written_must_not_overlap():
+    op = _define("x: (N,) float -> y: (N,) like x, z: (N,) like x", reference=lambda x: (x, x + 1))
+    x = np.arange(3, dtype=np.float32)
+    both = np.zeros(6, np.float32)
+    with pytest.raises(errors.ContractError, match="z: must not overlap y, which is written, too"):
+        op(x, out=(both[:3], both[2:5]))
+    with pytest.raises(errors.ContractError, match="out: must be a tuple of 2 arrays; got"):
+        op(x, out=[both[:3], both[3:]])
+    assert not both.any()
+    op(x, out=(both[:3], both[3:]))
+    assert both.tolist() == [0, 1, 2, 1, 2, 3]
+
+    def swap(x, y):
+        x[:], y[:] = y.copy(), x.copy()
+
+    for words in ("", " strided"):
+        op = _define(f"x: (N,) float inout{words}, y: (N,) like x inout{words}", reference=swap)
+        with pytest.raises(errors.ContractError, match="y: must not overlap x"):
+            op(both[:2], both[1:3])
+    op(both[::2], both[1::2])
+    assert both.tolist() == [1, 0, 1, 2, 3, 2]
+
+
+def test_results_that_are_one_array_of_the_reference_are_two():
+    def reference(x):
+        y = 2 * x
+        return y, y
+
+    y, z = _define("x: (N,) float -> y: (N,) like x, z: (N,) like x", reference=reference)(
+        np.ones(2, np.float32)
+    )
+    assert not np.shares_memory(y, z)
+
+
+def test_a_reference_that_writes_nothing_in_place_is_told():
+    x = np.ones(2, np.float32)
+    words = "its reference must write x in place, .* it returned a new array of shape"
+    op = _define("x: (N,) float inout", reference=lambda x: x + 1)
+    with pytest.raises(errors.ContractError, match=words):
+        op(x)
+    op = _define("x: (N,) float inout", reference=lambda x: np.add(x, 1, out=x))
+    assert op(x).tolist() == [2, 2]
 
 
 def test_optional_arguments_batch_axes_and_several_results():

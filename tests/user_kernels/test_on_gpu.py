@@ -76,6 +76,26 @@ def test_out_in_place_and_overlapping(cp):
     assert_close(target, want)
 
 
+def test_results_that_overlap_are_refused_before_the_launch(cp):
+    both = kernels.define(
+        name="both",
+        signature="x: (N,) float32 -> y: (N,) float32, z: (N,) float32",
+        reference=lambda x: (x, x + 1),
+        source=r"""
+extern "C" __global__ void both(const float* x, float* y, float* z, int N) {
+  if (threadIdx.x < N) y[threadIdx.x] = x[threadIdx.x], z[threadIdx.x] = x[threadIdx.x] + 1;
+}
+""",
+        launch=lambda call: call.grid(1, 32),
+    )
+    buffer = cp.arange(9, dtype=cp.float32)
+    for x in (buffer[:3], buffer[2:5], cp.ones(3, cp.float32)):  # y, z or none overlap x, too
+        with pytest.raises(errors.ContractError, match="z: must not overlap y"):
+            both(x, out=(buffer[:3], buffer[2:5]))
+    both(buffer[:3], out=(buffer[3:6], buffer[6:]))
+    assert buffer.tolist() == [0, 1, 2, 0, 1, 2, 1, 2, 3]
+
+
 def test_other_frameworks_arrays(cp):
     class Foreign:
         def __init__(self, array):

@@ -11,7 +11,7 @@ import numpy as np
 from engine import device
 from engine.dtypes import np_dtype
 from engine.errors import ContractError
-from engine.reference.sample import BAD_LOGITS, OK, SampleResult
+from engine.reference.sample import BAD_ID, OK, SampleResult
 
 __all__ = ["RESULTS", "ROUTERS", "WRITERS", "check_results", "sample_result"]
 
@@ -194,18 +194,17 @@ def sample_result(token_ids: Any, logits: Any, num_logprobs: int | None) -> Samp
         raise ContractError(
             f"a sampler must return {logits.shape[:1]} token ids; got {ids.dtype} {ids.shape}"
         )
-    ids = ids.astype(np.int32, copy=False)
     is_known = (ids >= 0) & (ids < logits.shape[1])
-    status = xp.where(is_known, np.int32(OK), np.int32(BAD_LOGITS)).astype(np.int32)
+    ids = xp.where(is_known, ids, 0).astype(np.int32)
+    status = xp.where(is_known, np.int32(OK), np.int32(BAD_ID)).astype(np.int32)
     result = SampleResult(ids, status, None, None, None, xp.ones(len(ids), np.int32))
     if num_logprobs is None:
         return result
     shifted = logits - logits.max(axis=1, keepdims=True)
     logprobs = shifted - xp.log(xp.exp(shifted).sum(axis=1, keepdims=True))
     top_ids = xp.argsort(-logprobs, axis=1, kind="stable")[:, :num_logprobs].astype(np.int32)
-    known_ids = xp.where(is_known, ids, 0)[:, None]
     return result._replace(
-        logprobs=xp.take_along_axis(logprobs, known_ids, axis=1)[:, 0],
+        logprobs=xp.take_along_axis(logprobs, ids[:, None], axis=1)[:, 0],
         top_ids=top_ids,
         top_logprobs=xp.take_along_axis(logprobs, top_ids, axis=1),
     )

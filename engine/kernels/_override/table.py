@@ -109,13 +109,16 @@ class Overrides:
         """
         return {op: place_of(f"kernels[{op!r}]", f) for op, f in self.functions.items()}
 
-    def warn_of_kept(self) -> None:
-        """Log which ops contain an overridden op and keep their own."""
+    def warn_of_kept(self, runs: Collection[str]) -> None:
+        """Log which ops of a model contain an overridden op and keep their own.
+
+        `runs` has the kernels that ran in a trial of the model.
+        """
         for op, function in self.functions.items():
-            if op in KEPT:
+            if kept := [other for other in KEPT.get(op, ()) if other in runs]:
                 _log.warning(
-                    "kernels[%r]: %s runs where the model calls %s; %s keep their own",
-                    *(op, name_of(function), op, ", ".join(KEPT[op])),
+                    "kernels[%r]: %s runs where the model calls %s; not within %s",
+                    *(op, name_of(function), op, ", ".join(kept)),
                 )
 
     def warn_of_unused(self, runs: Collection[str]) -> None:

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from engine.checks import shown
 from engine.device import is_cupy_array
 from engine.errors import ConfigError, ContractError, ShapeError
 from engine.kernels._contract import Contract
@@ -159,10 +160,19 @@ def _number(contract: Contract, scalar: ScalarArg, value: Any) -> bool | int | f
         contract.check(name, isinstance(value, bool | np.bool_), "True or False", value)
         return bool(value)
     if scalar.dtype.startswith("float"):
-        is_number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+        kinds = int | float | np.integer | np.floating
+        is_number = isinstance(value, kinds) and not isinstance(value, bool)
         contract.check(name, is_number, "a number", value)
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise ContractError(
+                f"{contract.op}: {name}: must be a number in float64's range; got {shown(value)}"
+            ) from None
     limits = np.iinfo(scalar.dtype)
+    # Of arrays, `call_key` has the shape and not the value.
+    is_array = hasattr(value, "shape") and not isinstance(value, np.generic)
+    contract.check(name, not is_array, "an integer", value)
     try:
         number = operator.index(value)
     except TypeError:
@@ -230,11 +240,15 @@ def _derive_sizes(bound: Bound, signature: Signature) -> None:
         if missing:
             found = dim.solve(bound.sizes, measured[_token(dim)])
             if found is None:
-                _refuse(bound, array, dim, "")
+                size = measured[_token(dim)]
+                wanted = f"no one {', '.join(sorted(missing))} makes {dim.text} = {size}"
+                _refuse(bound, array, dim, wanted)
             bound.sizes[found[0]] = found[1]
     for array, dim in dims:
         if dim.symbols and dim.value(bound.sizes) != measured[_token(dim)]:
-            _refuse(bound, array, dim, f" = {dim.value(bound.sizes)}")
+            size = measured[_token(dim)]
+            wanted = f"{dim.text} = {dim.value(bound.sizes)}, but the axis has {size}"
+            _refuse(bound, array, dim, wanted)
     for symbol in signature.symbols:
         bound.sizes.setdefault(symbol, 0)  # an axis of omitted arrays only
 
@@ -243,8 +257,8 @@ def _refuse(bound: Bound, array: ArrayArg, dim: Expression, wanted: str) -> NoRe
     known = _shown(bound.sizes, dim.symbols)
     raise ShapeError(
         f"{bound.contract.op}: {array.name}: must have shape {array.shape_text}"
-        f"{f' with {known}' if known else ''}; {dim.text}{wanted}, but the axis has "
-        f"{bound.contract.dims[_token(dim)]}; got {tuple(bound.values[array.name].shape)}"
+        f"{f' with {known}' if known else ''}; {wanted}; "
+        f"got {tuple(bound.values[array.name].shape)}"
     )
 
 

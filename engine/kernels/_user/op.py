@@ -7,6 +7,7 @@ matches each kernel's parameters with the signature by name (`arguments.py`).
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
@@ -26,6 +27,7 @@ from engine.errors import (
     unknown_keyword,
 )
 from engine.kernels._chip import limits_of, sm_count
+from engine.kernels._contract import shown_argument
 from engine.kernels._launch_plan import plan_call
 from engine.kernels._memory import is_same, overlaps
 from engine.kernels._module import CompiledModule, compile_all, current_architecture
@@ -329,14 +331,30 @@ class Op:
         count = len(self.signature.outputs)
         outs = out if isinstance(out, tuple) else (out,) * count if out is None else (out,)
         if len(outs) != count:
-            raise ContractError(f"{self.name}: out: must be {count} arrays; got {len(outs)}")
+            wanted = f"a tuple of {count} arrays" if count > 1 else "an array" if count else "None"
+            got = f"{len(outs)} arrays" if isinstance(out, tuple) else shown_argument(out)
+            raise ContractError(f"{self.name}: out: must be {wanted}; got {got}")
         return outs
+
+    def _check_apart(self, written: Mapping[str, Any]) -> None:
+        """Refuse arrays to write that overlap: what is in both would be of either.
+
+        Of strided ones, such as q and k in one row, only the span is known.
+        """
+        given = [(n, a) for n, a in written.items() if a is not None and a.flags.c_contiguous]
+        for (name, array), (other, another) in itertools.combinations(given, 2):
+            if overlaps(array, another):
+                raise ContractError(
+                    f"{self.name}: {other}: must not overlap {name}, which is written, too; "
+                    f"got arrays of shapes {array.shape} and {another.shape} in the same memory"
+                )
 
     # The reference.
 
     def _run_reference(self, bound: Bound, outs: tuple[Any, ...]) -> Any:
         inout = {a.name: bound.values[a.name] for a in self.signature.arrays if a.is_inout}
         written = {name: array for name, array in inout.items() if array is not None}
+        self._check_apart(written)
         for array in self.signature.outputs:
             bound.shape(array)  # an error of the sizes, before one of the reference
         args = [_widened(bound.values[name], is_written=name in written) for name in self._names]
@@ -349,15 +367,33 @@ class Op:
                 f"{self.name}: the reference modifies an argument: let it copy, or declare the "
                 "argument inout"
             ) from error
+        self._check_returned(returned, [args[self._names.index(name)] for name in written])
         results = self._results(bound, returned)
         targets = [
             bound.contract.target(out, result, array.name, layout=_layout(array))
             for out, result, array in zip(outs, results, self.signature.outputs, strict=True)
         ]
+        outputs = zip(self.signature.outputs, outs, targets, strict=True)
+        self._check_apart({a.name: target for a, out, target in outputs if out is not None})
         for name, array in written.items():
             array[...] = args[self._names.index(name)].astype(array.dtype)
         filled = [bound.contract.fill(*pair) for pair in zip(targets, results, strict=True)]
         return _returned(filled or [*inout.values()])
+
+    def _check_returned(self, returned: Any, written: Sequence[Any]) -> None:
+        """Without results, refuse a new array: it would be dropped, and nothing is in place."""
+        if self.signature.outputs:
+            return
+        several = returned if isinstance(returned, tuple | list) else (returned,)
+        for each in several:
+            if isinstance(each, np.ndarray) and not any(
+                np.may_share_memory(each, array) for array in written
+            ):
+                names = ", ".join(a.name for a in self.signature.arrays if a.is_inout)
+                raise ContractError(
+                    f"{self.name}: its reference must write {names} in place, as in "
+                    f"{self.signature.text!r}; it returned a new array of shape {each.shape}"
+                )
 
     def _results(self, bound: Bound, returned: Any) -> list[Any]:
         """Check what the reference returned, and round it once to the declared dtypes."""
@@ -373,7 +409,7 @@ class Op:
                 f"{self.signature.text!r}; got {len(values)}"
             )
         arrays = [given for given in bound.values.values() if isinstance(given, np.ndarray)]
-        results = []
+        results: list[Any] = []
         for array, value in zip(outputs, values, strict=True):
             if value is None:
                 raise ContractError(
@@ -384,7 +420,7 @@ class Op:
                     f"{self.name}: its reference must return one array, {array.name}; "
                     f"it returned a tuple of {len(value)}"
                 )
-            result = np.asarray(value)
+            result = _as_array(value)
             if result.dtype.kind not in "biufV":  # V: bfloat16
                 raise DTypeError(
                     f"{self.name}: its reference must return real numbers, {array.name}; "
@@ -396,7 +432,7 @@ class Op:
                     f"{self.name}: its reference must return {array.name} of shape "
                     f"{array.shape_text} = {shape}; got {result.shape}"
                 )
-            is_shared = any(np.may_share_memory(result, given) for given in arrays)
+            is_shared = any(np.may_share_memory(result, other) for other in (*arrays, *results))
             copy = True if is_shared else None
             results.append(np.array(result, bound.dtype_of(array), order="C", copy=copy))
         return results
@@ -407,13 +443,17 @@ class Op:
         arrays = {a.name: self._at_alignment(bound, a) for a in self.signature.arrays}
         bound.values |= arrays
         results = {}
+        targets = {}
         copies = []
         for array, out in zip(self.signature.outputs, outs, strict=True):
             new, given = self._target(bound, array, out)
             results[array.name] = new
+            targets[array.name] = new if given is None else given
             copies += [] if given is None else [(given, new)]
         inout = [arrays[a.name] for a in self.signature.arrays if a.is_inout]
         written = [array for array in inout if array is not None]
+        self._check_apart({a.name: arrays[a.name] for a in self.signature.arrays if a.is_inout})
+        self._check_apart(targets)
         if any(array.size for array in (*results.values(), *written)):
             aligned = self._aligned(bound) and all(map(is_aligned, results.values()))
             problem = self._problem(bound, _chip(index), is_aligned=aligned)
@@ -589,6 +629,13 @@ def _widened(value: Any, *, is_written: bool) -> Any:
     given = value.astype(np.float32) if value.dtype in _HALVES else value.view()
     given.flags.writeable = False
     return given
+
+
+def _as_array(value: Any) -> np.ndarray[Any, Any]:
+    try:
+        return np.asarray(value)
+    except ValueError:  # lists of several lengths: an array of objects, which is refused
+        return np.empty((), object)
 
 
 def _returned(results: list[Any]) -> Any:

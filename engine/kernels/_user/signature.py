@@ -202,9 +202,14 @@ def _argument(part: str, op: str) -> ArrayArg | ScalarArg:
         raise ConfigError(f"{op}: signature: an argument must be 'name: ...'; got {part!r}")
     name, rest = found.groups()
     _check_name(name, op)
-    if rest.startswith("("):
-        return _array(name, rest, op)
-    return _scalar(name, rest, op)
+    if not rest.startswith("("):
+        return _scalar(name, rest, op)
+    array = _array(name, rest, op)
+    if array.is_zeroed:
+        raise ConfigError(
+            f"{op}: signature: {name}: only a result may be 'zeroed'; an argument keeps its values"
+        )
+    return array
 
 
 def _result(part: str, op: str, index: int) -> ArrayArg:
@@ -258,7 +263,11 @@ def _dims(name: str, text: str, op: str) -> tuple[tuple[Expression, ...], bool]:
     parts = [part for part in split_list(text) if part]
     has_batch = bool(parts) and parts[0] == "..."
     where = f"{op}: signature: {name}"
-    return tuple(Expression(part, where) for part in parts[has_batch:]), has_batch
+    dims = tuple(Expression(part, where) for part in parts[has_batch:])
+    for dim in dims:
+        if not dim.symbols and not (isinstance(size := dim.value({}), int) and size >= 0):
+            raise ConfigError(f"{where}: a size must be an integer of at least 0; got {dim.text}")
+    return dims, has_batch
 
 
 def _dtypes(name: str, text: str, op: str) -> tuple[str, ...]:
@@ -289,11 +298,14 @@ def _default(name: str, dtype: str, text: str, op: str) -> bool | int | float:
     if dtype == "bool" and text in ("True", "False"):
         return text == "True"
     try:
-        return float(text) if dtype.startswith("float") else int(text)
+        if dtype.startswith("float"):
+            return float(text)
+        limits = np.iinfo(dtype)  # a ValueError for "bool"
+        if limits.min <= (number := int(text)) <= limits.max:
+            return number
     except ValueError:
-        raise ConfigError(
-            f"{op}: signature: {name}: its default must be {dtype}; got {text!r}"
-        ) from None
+        pass
+    raise ConfigError(f"{op}: signature: {name}: its default must be {dtype}; got {text!r}")
 
 
 def _check_name(name: str, op: str) -> None:

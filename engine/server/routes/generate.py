@@ -62,7 +62,8 @@ async def create_generation(request: Request) -> Response:
     isolate(request, body)
     if not body.token_ids:
         raise APIError(400, "token_ids must not be empty", param="token_ids")
-    check_counts(body.sampling_params or GenerateSampling(), state.config)
+    wholes = ("logprobs", "prompt_logprobs")
+    check_counts(body.sampling_params or GenerateSampling(), state.config, wholes=wholes)
     check_num_tokens(len(body.token_ids), "token_ids", state.client)
     params = check_answer(
         generate_params(body), len(body.token_ids), state.client, state.config, num_copies=1

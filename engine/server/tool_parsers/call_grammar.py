@@ -59,7 +59,7 @@ class Function:
         """Schema of the arguments, as a document of its own."""
         if not self.is_strict:
             return {"type": "object"}
-        return {"title": self.where, OWN_DOCUMENT: self.parameters or {"type": "object"}}
+        return {"title": self.where, "type": "object", OWN_DOCUMENT: self.parameters}
 
 
 @dataclass(frozen=True)
