@@ -410,6 +410,30 @@ def test_numbers_of_key_value_heads_that_files_may_leave_out(kind):
     assert config_from_dict({**values, "num_key_value_heads": None}).num_kv_heads == 64
 
 
+# Of transformers 5.24: (BOS, EOS, padding) of types whose files may have none.
+TOKEN_IDS = {
+    **dict.fromkeys(("deepseek_v3", "glm4_moe_lite"), (0, 1, None)),
+    **dict.fromkeys(("deepseek_v2", "longcat_flash", "minicpm3", "phimoe"), (1, 2, None)),
+    **dict.fromkeys(("olmo2", "olmo3", "olmoe"), (None, 50279, 1)),
+    "mistral4": (1, 2, 11),
+    "nemotron_h": (1, 2, 0),
+    "phi3": (1, 32000, 32000),
+    "smollm3": (128000, 128001, 128004),
+    "stablelm": (0, 0, None),
+    "starcoder2": (50256, 50256, None),
+    "youtu": (128000, 128001, None),
+}
+
+
+@pytest.mark.parametrize("kind", TOKEN_IDS)
+def test_token_ids_that_files_may_leave_out(kind):
+    sizes = {**SIZES, "vocab_size": 1 << 18, "num_key_value_heads": 4, "n_routed_experts": 8}
+    sizes |= {"num_experts": 8, "n_group": 1, "topk_group": 1, "hybrid_override_pattern": "M*"}
+    config = config_from_dict({"model_type": kind, **sizes})
+    bos, eos, pad = TOKEN_IDS[kind]
+    assert (config.bos_token_id, config.eos_token_ids, config.pad_token_id) == (bos, (eos,), pad)
+
+
 def test_minimax_m2_counts_the_rotated_features():
     sizes = {"num_key_value_heads": 2, "head_dim": 16}
     assert known("minimax_m2", **sizes, rotary_dim=8).rope.rotary_dim == 8
