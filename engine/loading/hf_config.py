@@ -49,7 +49,7 @@ __all__ = ["build_config", "config_from_dict", "load_hf_config"]
 
 _MAX_LAYERS = 1024
 _MAX_HEADS = 4096
-_MAX_HEAD_DIM = 1024
+_MAX_HEAD_DIM = 512  # features of a head that `kernels.attention_prefill` supports
 _MAX_WIDTH = 1 << 20
 _MAX_VOCAB = 1 << 24
 _MAX_CHUNKS = 4096
@@ -302,8 +302,8 @@ def _sizes(fields: Fields, kind: Family, latent_head_dim: int) -> dict[str, Any]
     if not latent_head_dim and not fields.has("head_dim") and hidden % heads:
         raise fields.error("hidden_size", f"a multiple of the {heads} heads, or head_dim given")
     head_dim = latent_head_dim or fields.integer("head_dim", 2, _MAX_HEAD_DIM, hidden // heads)
-    if head_dim < 2 or head_dim % 2:
-        raise fields.error("head_dim", f"even and at least 2 (it is {head_dim})")
+    if not 2 <= head_dim <= _MAX_HEAD_DIM or head_dim % 2:
+        raise fields.error("head_dim", f"even and from 2 to {_MAX_HEAD_DIM} (it is {head_dim})")
     num_layers = fields.integer("num_hidden_layers", 1, _MAX_LAYERS)
     return {
         "vocab_size": fields.integer("vocab_size", 1, _MAX_VOCAB),

@@ -654,6 +654,7 @@ def test_an_invalid_value_is_refused_by_name(key, value):
         ),
         ("smollm3", {"no_rope_layer_interval": 0}),
         ("smollm3", {"no_rope_layer_interval": 2.5}),
+        ("gemma-3-1b-it", {"head_dim": 514}),
         ("glm4", {"partial_rotary_factor": 0}),
         ("glm4", {"partial_rotary_factor": 1.5}),
         ("glm4", {"attention_bias": 1}),
@@ -718,6 +719,13 @@ def test_an_invalid_value_is_refused_by_name(key, value):
 def test_invalid_values_of_families_are_refused(name, changes):
     with pytest.raises(ConfigError, match=list(changes)[-1].strip("_").split("_")[0]):
         known(name, **changes)
+
+
+def test_heads_wider_than_the_kernels_are_refused():
+    """Those of a width that the file implies, too."""
+    sizes = {"hidden_size": 2056, "num_attention_heads": 4, "num_key_value_heads": 4}
+    with pytest.raises(ConfigError, match=r"head_dim must be even and from 2 to 512 \(it is 514\)"):
+        known("llama", **sizes)
 
 
 def test_the_error_lists_the_known_models():
