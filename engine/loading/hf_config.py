@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.checks import warn_once
+from engine.checks import shown, warn_once
 from engine.config import MlaConfig, ModelConfig, MoeConfig, RopeConfig
 from engine.dtypes import FLOAT_NAMES
 from engine.errors import ConfigError, WeightsError
@@ -184,6 +184,7 @@ def build_config(
     values: Mapping[str, Any], kind: Family, where: str, names: Mapping[str, str] | None = None
 ) -> ModelConfig:
     """Return the configuration of a model of family `kind`; `names` renames keys in messages."""
+    _warn_of_contradictions(values, kind, where)
     values, names = _with_shared_names(values, kind, names)
     values = with_layer_types(values, kind.mixers, where)
     present = {key: value for key, value in values.items() if value is not None}
@@ -252,6 +253,19 @@ def _with_shared_names(
     renamed = {key: value for key, value in values.items() if key not in own}
     renamed |= {shared: values[key] for key, shared in own.items()}  # these take precedence
     return renamed, {shared: key for key, shared in own.items()} | dict(names or {})
+
+
+def _warn_of_contradictions(values: Mapping[str, Any], kind: Family, where: str) -> None:
+    """Log shared names of keys whose values differ from those under the family's own names."""
+    for key, shared in kind.key_aliases.items():
+        if kind.shortcut and shared == "num_hidden_layers":  # transformers counts them twice
+            continue
+        own, other = values.get(key), values.get(shared)
+        if key in values and other is not None and own != other:
+            warn_once(
+                f"{where}: {key} is read, not {shared}, which differs; "
+                f"got {shown(own)} and {shown(other)}"
+            )
 
 
 def _epsilons(fields: Fields, kind: Family, rope: RopeConfig) -> tuple[RopeConfig, dict[str, Any]]:

@@ -148,6 +148,17 @@ def test_a_smallest_sum_of_weights_is_refused():
         config_of("ernie4_5_moe", moe_norm_min=0.5)
 
 
+def test_two_names_of_a_key_that_contradict_are_a_warning(caplog):
+    """The family's own name is read; a file edited under the shared one would change nothing."""
+    warn_once.cache_clear()
+    with caplog.at_level(logging.WARNING, "engine"):
+        same = config_of("ernie4_5_moe", moe_k=3, num_experts_per_tok=3)
+        assert not caplog.text
+        assert config_of("ernie4_5_moe", moe_k=3, num_experts_per_tok=2) == same
+    wanted = "moe_k is read, not num_experts_per_tok, which differs; got 3 and 2"
+    assert wanted in caplog.text
+
+
 def test_every_family_was_measured():
     """MiMo's layers are Qwen2's, Kimi K2's are DeepSeek-V3's; transformers has neither type.
 
