@@ -128,6 +128,7 @@ CONFIG_KEYS: Mapping[str, tuple[Any, ...]] = {
     "n_group": (1, 0),
     "topk_group": (1, 0),
     "routed_scaling_factor": (1, False),
+    "moe_norm_min": (1e-12, 0, 1e-20),
     "apply_router_weight_on_input": _OFF,
     "zero_expert_num": _OFF,
     "router_bias": _OFF,

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.checks import warn_once
+from engine.checks import shown, warn_once
 from engine.config import MlaConfig, ModelConfig, MoeConfig, RopeConfig
 from engine.dtypes import FLOAT_NAMES
 from engine.errors import ConfigError, WeightsError
@@ -49,7 +49,7 @@ __all__ = ["build_config", "config_from_dict", "load_hf_config"]
 
 _MAX_LAYERS = 1024
 _MAX_HEADS = 4096
-_MAX_HEAD_DIM = 1024
+_MAX_HEAD_DIM = 512  # features of a head that `kernels.attention_prefill` supports
 _MAX_WIDTH = 1 << 20
 _MAX_VOCAB = 1 << 24
 _MAX_CHUNKS = 4096
@@ -184,6 +184,7 @@ def build_config(
     values: Mapping[str, Any], kind: Family, where: str, names: Mapping[str, str] | None = None
 ) -> ModelConfig:
     """Return the configuration of a model of family `kind`; `names` renames keys in messages."""
+    _warn_of_contradictions(values, kind, where)
     values, names = _with_shared_names(values, kind, names)
     values = with_layer_types(values, kind.mixers, where)
     present = {key: value for key, value in values.items() if value is not None}
@@ -254,6 +255,19 @@ def _with_shared_names(
     return renamed, {shared: key for key, shared in own.items()} | dict(names or {})
 
 
+def _warn_of_contradictions(values: Mapping[str, Any], kind: Family, where: str) -> None:
+    """Log shared names of keys whose values differ from those under the family's own names."""
+    for key, shared in kind.key_aliases.items():
+        if kind.shortcut and shared == "num_hidden_layers":  # transformers counts them twice
+            continue
+        own, other = values.get(key), values.get(shared)
+        if key in values and other is not None and own != other:
+            warn_once(
+                f"{where}: {key} is read, not {shared}, which differs; "
+                f"got {shown(own)} and {shown(other)}"
+            )
+
+
 def _epsilons(fields: Fields, kind: Family, rope: RopeConfig) -> tuple[RopeConfig, dict[str, Any]]:
     """Return the norms' epsilons, and the rope without a factor that norms after it undo."""
     eps: float = fields.real(_eps_key(fields, kind), 1e-12, 1.0)
@@ -302,8 +316,8 @@ def _sizes(fields: Fields, kind: Family, latent_head_dim: int) -> dict[str, Any]
     if not latent_head_dim and not fields.has("head_dim") and hidden % heads:
         raise fields.error("hidden_size", f"a multiple of the {heads} heads, or head_dim given")
     head_dim = latent_head_dim or fields.integer("head_dim", 2, _MAX_HEAD_DIM, hidden // heads)
-    if head_dim < 2 or head_dim % 2:
-        raise fields.error("head_dim", f"even and at least 2 (it is {head_dim})")
+    if not 2 <= head_dim <= _MAX_HEAD_DIM or head_dim % 2:
+        raise fields.error("head_dim", f"even and from 2 to {_MAX_HEAD_DIM} (it is {head_dim})")
     num_layers = fields.integer("num_hidden_layers", 1, _MAX_LAYERS)
     return {
         "vocab_size": fields.integer("vocab_size", 1, _MAX_VOCAB),

@@ -13,7 +13,7 @@ __all__ = ["full_head_dim", "layer_fields"]
 
 _MAX_LAYERS = 1024
 _MAX_HEADS = 4096
-_MAX_HEAD_DIM = 1024
+_MAX_HEAD_DIM = 512  # features of a head that `kernels.attention_prefill` supports
 _MAX_WIDTH = 1 << 20
 _MAX_VOCAB = 1 << 24
 _MAX_STREAMS = 4

@@ -64,7 +64,11 @@ class StoredWeights:
                 rows = [self._dense(place) for places, _ in group for place in places]
                 parts.append(Weight.dense(self.device.xp.concatenate(rows)))
             else:
-                parts += [self._for_product(rows) for _, rows in group if rows is not None]
+                parts += [
+                    self._for_product(rows, places[0].name)
+                    for places, rows in group
+                    if rows is not None
+                ]
         return parts[0] if len(parts) == 1 else Weight.stacked(parts)
 
     def _experts(self, placements: Iterable[Placement], shape: tuple[int, ...]) -> Weight | None:
@@ -74,16 +78,16 @@ class StoredWeights:
         whole tiles.
         """
         joined = list(self._joined(placements))
-        rows = joined[0][1]
+        places, rows = joined[0]
         if len(joined) > 1 or rows is None or rows.permutation is not None:
             return None
         num_experts, num_rows, _ = shape
         if rows.format.is_packed:
             whole = num_rows % TILE_ROWS == 0
-            return replace(self._on_device(rows), shape=shape) if whole else None
+            return replace(self._on_device(rows, places[0].name), shape=shape) if whole else None
         return stack_matrices(
             [
-                self._on_device(rows.take(slice(first, first + num_rows)))
+                self._on_device(rows.take(slice(first, first + num_rows)), places[0].name)
                 for first in range(0, num_experts * num_rows, num_rows)
             ]
         )
@@ -111,17 +115,18 @@ class StoredWeights:
     def _dense(self, place: Placement) -> Any:
         return self.device.xp.asarray(self.reader.dense_rows(place, self.dtype))
 
-    def _for_product(self, rows: QuantizedRows) -> Weight:
+    def _for_product(self, rows: QuantizedRows, name: str) -> Weight:
         """Return a matrix on the device; on the CPU packed rows become panels, or dense."""
         if self.device.is_cuda or not rows.format.is_packed:
-            return self._on_device(rows)
+            return self._on_device(rows, name)
         if not rows.fits_panels:
             return Weight.dense(rows.numbers())
         return rows.to_panels(panel_min_bits())
 
-    def _on_device(self, rows: QuantizedRows) -> Weight:
+    def _on_device(self, rows: QuantizedRows, name: str) -> Weight:
+        name = f"{self.reader.checkpoint.path}: tensor {name!r}"
         if not self.device.is_cuda:
-            return rows.to_weight()
+            return rows.to_weight(name)
         xp = self.device.xp
         if rows.format.is_packed:  # packing is far faster on the device
             names = ("codes", "scales", "offsets", "super_scales", "permutation")
@@ -129,7 +134,7 @@ class StoredWeights:
             return replace(
                 rows, **{name: xp.asarray(a) for name, a in arrays if a is not None}
             ).to_weight()
-        weight = rows.to_weight()
+        weight = rows.to_weight(name)
         return replace(weight, data=xp.asarray(weight.data), scales=xp.asarray(weight.scales))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,7 @@ class TensorReader:
         """
         found = {name: self.checkpoint.shape(name) for name in self.checkpoint.names()}
         where = str(self.checkpoint.path)
+        self._refuse_transposed_codes(found)
 
         def is_spare(name: str) -> bool:
             # Old GPTQ writers add a bias of zeros to every matrix.
@@ -103,6 +105,29 @@ class TensorReader:
         )
         is_tied = self._config.tie_word_embeddings
         return [p for p in places if shard.stage.has(str(p.target), is_tied=is_tied)]
+
+    def _refuse_transposed_codes(self, found: Mapping[str, tuple[int, ...]]) -> None:
+        """Refuse quantized matrices of modules whose weights are stored transposed (GPT-2).
+
+        Writers differ in whether codes are transposed as well.
+        """
+        if self.checkpoint.scheme is None:
+            return
+        transposed = {
+            name
+            for one in self._names
+            if one.layout.transposed
+            for name, _, _ in one.expand(self._config.num_layers)
+        }
+        for name, shape in found.items():
+            if len(shape) > 2 or name not in transposed:  # experts may have either orientation
+                continue
+            if (form := self.checkpoint.format_of(name)) is not None:
+                raise WeightsError(
+                    f"{self.checkpoint.path}: tensor {name!r} must not be quantized, since "
+                    f"{self._config.model_type} stores it transposed; got {form.name}. Load an "
+                    "unquantized model, and quantize it then (quantization=)"
+                )
 
     def read_into(self, out: Array, place: Placement) -> None:
         """Write the rows of `place` to `out`, in the dtype of `out`.

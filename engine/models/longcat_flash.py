@@ -63,6 +63,8 @@ LONGCAT_FLASH = Family(
         "num_experts_per_tok": 12,
         "zero_expert_num": 256,
         "routed_scaling_factor": 6.0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
     },
     key_aliases={
         "num_layers": "num_hidden_layers",

@@ -23,6 +23,8 @@ MINICPM3 = Family(
         "scale_emb": 12,
         "scale_depth": 1.4,
         "dim_model_base": 256,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
     },
     qkv_bias="attention_bias",
     o_bias="attention_bias",

@@ -67,6 +67,9 @@ NEMOTRON_H = Family(
         "moe_shared_expert_intermediate_size": 7688,
         "num_experts_per_tok": 2,
         "norm_topk_prob": True,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
     },
     key_aliases={
         "layers_block_type": "layer_types",

@@ -17,7 +17,12 @@ OLMO2 = Family(
         TensorName("model.layers.{i}.post_feedforward_layernorm.weight", "post_mlp_norm"),
     ),
     gguf_arch="olmo2",
-    defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-5},
+    defaults={
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-5,
+        "eos_token_id": 50279,
+        "pad_token_id": 1,
+    },
     qkv_bias="attention_bias",
     o_bias="attention_bias",
     qk_norm=True,

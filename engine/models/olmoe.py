@@ -29,6 +29,8 @@ OLMOE = Family(
         "rms_norm_eps": 1e-5,
         "num_experts_per_tok": 8,
         "clip_qkv": None,
+        "eos_token_id": 50279,
+        "pad_token_id": 1,
     },
     qkv_bias="attention_bias",
     o_bias="attention_bias",

@@ -21,6 +21,9 @@ PHI3 = Family(
         "original_max_position_embeddings": 4096,
         "rms_norm_eps": 1e-5,
         "partial_rotary_factor": 1.0,
+        "bos_token_id": 1,
+        "eos_token_id": 32000,
+        "pad_token_id": 32000,
     },
     windows="every_layer",
     # The first releases called longrope "su", and one of them "yarn".

@@ -28,6 +28,8 @@ PHIMOE = Family(
         "rope_theta": 1e6,
         "num_experts_per_tok": 2,
         "router_jitter_noise": 0.01,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
     },
     qkv_bias="attention_bias",
     o_bias="attention_bias",

@@ -23,6 +23,8 @@ STABLELM = Family(
         "max_position_embeddings": 4096,
         "layer_norm_eps": 1e-5,
         "partial_rotary_factor": 0.25,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
     },
     eps_key="layer_norm_eps",
     qkv_bias="use_qkv_bias",

@@ -28,6 +28,8 @@ STARCODER2 = Family(
         "hidden_act": "gelu_pytorch_tanh",
         "use_bias": True,
         "tie_word_embeddings": True,
+        "bos_token_id": 50256,
+        "eos_token_id": 50256,
     },
     eps_key="norm_epsilon",
     qkv_bias="use_bias",

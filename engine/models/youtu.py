@@ -21,6 +21,8 @@ YOUTU = Family(
         "v_head_dim": 128,
         "intermediate_size": 6144,
         "tie_word_embeddings": True,
+        "bos_token_id": 128000,
+        "eos_token_id": 128001,
     },
     qkv_bias="attention_bias",
     o_bias="attention_bias",

@@ -132,10 +132,31 @@ def test_what_changes_the_logits_in_transformers_is_read_or_refused(family):
 
 @pytest.mark.parametrize(
     ("family", "key", "value"),
-    [("gemma3n_text", "query_pre_attn_scalar", 256), ("dots1", "scoring_func", "noaux_tc")],
+    [
+        ("gemma3n_text", "query_pre_attn_scalar", 256),
+        ("dots1", "scoring_func", "noaux_tc"),
+        ("ernie4_5_moe", "moe_norm_min", 1e-12),
+    ],
 )
 def test_values_in_published_files_that_say_nothing(family, key, value):
     assert config_of(family, **{key: value}) == config_of(family)
+
+
+def test_a_smallest_sum_of_weights_is_refused():
+    """ERNIE divides the weights of a token's experts by at least this number."""
+    with pytest.raises(ConfigError, match=r"moe_norm_min must be null or 1e-12 .*; got 0\.5"):
+        config_of("ernie4_5_moe", moe_norm_min=0.5)
+
+
+def test_two_names_of_a_key_that_contradict_are_a_warning(caplog):
+    """The family's own name is read; a file edited under the shared one would change nothing."""
+    warn_once.cache_clear()
+    with caplog.at_level(logging.WARNING, "engine"):
+        same = config_of("ernie4_5_moe", moe_k=3, num_experts_per_tok=3)
+        assert not caplog.text
+        assert config_of("ernie4_5_moe", moe_k=3, num_experts_per_tok=2) == same
+    wanted = "moe_k is read, not num_experts_per_tok, which differs; got 3 and 2"
+    assert wanted in caplog.text
 
 
 def test_every_family_was_measured():

@@ -410,6 +410,30 @@ def test_numbers_of_key_value_heads_that_files_may_leave_out(kind):
     assert config_from_dict({**values, "num_key_value_heads": None}).num_kv_heads == 64
 
 
+# Of transformers 5.24: (BOS, EOS, padding) of types whose files may have none.
+TOKEN_IDS = {
+    **dict.fromkeys(("deepseek_v3", "glm4_moe_lite"), (0, 1, None)),
+    **dict.fromkeys(("deepseek_v2", "longcat_flash", "minicpm3", "phimoe"), (1, 2, None)),
+    **dict.fromkeys(("olmo2", "olmo3", "olmoe"), (None, 50279, 1)),
+    "mistral4": (1, 2, 11),
+    "nemotron_h": (1, 2, 0),
+    "phi3": (1, 32000, 32000),
+    "smollm3": (128000, 128001, 128004),
+    "stablelm": (0, 0, None),
+    "starcoder2": (50256, 50256, None),
+    "youtu": (128000, 128001, None),
+}
+
+
+@pytest.mark.parametrize("kind", TOKEN_IDS)
+def test_token_ids_that_files_may_leave_out(kind):
+    sizes = {**SIZES, "vocab_size": 1 << 18, "num_key_value_heads": 4, "n_routed_experts": 8}
+    sizes |= {"num_experts": 8, "n_group": 1, "topk_group": 1, "hybrid_override_pattern": "M*"}
+    config = config_from_dict({"model_type": kind, **sizes})
+    bos, eos, pad = TOKEN_IDS[kind]
+    assert (config.bos_token_id, config.eos_token_ids, config.pad_token_id) == (bos, (eos,), pad)
+
+
 def test_minimax_m2_counts_the_rotated_features():
     sizes = {"num_key_value_heads": 2, "head_dim": 16}
     assert known("minimax_m2", **sizes, rotary_dim=8).rope.rotary_dim == 8
@@ -630,6 +654,7 @@ def test_an_invalid_value_is_refused_by_name(key, value):
         ),
         ("smollm3", {"no_rope_layer_interval": 0}),
         ("smollm3", {"no_rope_layer_interval": 2.5}),
+        ("gemma-3-1b-it", {"head_dim": 514}),
         ("glm4", {"partial_rotary_factor": 0}),
         ("glm4", {"partial_rotary_factor": 1.5}),
         ("glm4", {"attention_bias": 1}),
@@ -694,6 +719,13 @@ def test_an_invalid_value_is_refused_by_name(key, value):
 def test_invalid_values_of_families_are_refused(name, changes):
     with pytest.raises(ConfigError, match=list(changes)[-1].strip("_").split("_")[0]):
         known(name, **changes)
+
+
+def test_heads_wider_than_the_kernels_are_refused():
+    """Those of a width that the file implies, too."""
+    sizes = {"hidden_size": 2056, "num_attention_heads": 4, "num_key_value_heads": 4}
+    with pytest.raises(ConfigError, match=r"head_dim must be even and from 2 to 512 \(it is 514\)"):
+        known("llama", **sizes)
 
 
 def test_the_error_lists_the_known_models():

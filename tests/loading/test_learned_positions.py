@@ -137,6 +137,28 @@ def test_a_folder_of_codes_has_no_transposed_matrices(tmp_path):
     assert "transformer.wpe.weight" not in plan.matrices and len(plan.matrices) == 8
 
 
+@pytest.mark.parametrize("module", ["attn.c_attn", "attn.c_proj", "mlp.c_fc"])
+def test_quantized_matrices_of_gpt2_are_refused(tmp_path, module):
+    """Whether codes are as tall as the matrix is wide, as writers of GPTQ store them, or square."""
+    name = f"transformer.h.0.{module}"
+
+    def change(tensors: dict) -> dict:
+        width, rows = tensors.pop(f"{name}.weight").shape
+        return tensors | {
+            f"{name}.qweight": np.zeros((width // 8, rows), np.int32),
+            f"{name}.qzeros": np.full((1, rows // 8), 0x77777777, np.int32),
+            f"{name}.scales": np.ones((1, rows), np.float16),
+        }
+
+    write(tmp_path, "gpt2", change)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4, "group_size": -1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    wanted = rf"{module}\.weight' must not be quantized, since gpt2 stores it transposed; got int4"
+    with pytest.raises(WeightsError, match=wanted):
+        loaded(tmp_path)
+
+
 @pytest.mark.parametrize("case", ["gpt2", "opt"])
 def test_quantized_when_loaded(tmp_path, case):
     write(tmp_path, case)

@@ -24,7 +24,7 @@ from engine.models import decoder, rope_tables
 def absurd(tiny):
     """A tiny model with the longest sequences and widest heads that a config.json may state."""
     return tiny.config_of(
-        "llama", num_attention_heads=1, num_key_value_heads=1, head_dim=1024,
+        "llama", num_attention_heads=1, num_key_value_heads=1, head_dim=512,
         max_position_embeddings=1 << 24,
     )  # fmt: skip
 
@@ -37,15 +37,15 @@ def test_tables_above_the_limit_are_refused_whatever_is_free(
     monkeypatch.setattr(weight_memory, "device_memory", lambda device: (1 << 40, 1 << 40))
     monkeypatch.setattr(decoder, "RopeTable", lambda *_: pytest.fail("a table was made"))
     path, _, _ = make_model(**absurd)
-    with pytest.raises(OutOfMemoryError, match=r"at most 8\.00 GiB; they would have 64\.00 GiB"):
+    with pytest.raises(OutOfMemoryError, match=r"at most 8\.00 GiB; they would have 32\.00 GiB"):
         load(path, device="cpu", load_format=load_format)
 
 
 def test_what_would_fit_does(absurd):
     config = config_from_dict(absurd)
-    with pytest.raises(OutOfMemoryError, match=f"What would fit: max_model_len={1 << 21}$"):
+    with pytest.raises(OutOfMemoryError, match=f"What would fit: max_model_len={1 << 22}$"):
         weight_room(config, CPU, "float32", max_model_len=1 << 24).__enter__()
-    assert rope_tables.rope_bytes(config, 1 << 21) == weight_memory._MAX_ROPE_BYTES
+    assert rope_tables.rope_bytes(config, 1 << 22) == weight_memory._MAX_ROPE_BYTES
     assert load(config=config, load_format="dummy", device="cpu", max_model_len=64).step
 
 

@@ -171,7 +171,8 @@ def test_many_missing_tensors_are_counted(make_model):
 
 def test_a_config_mismatch_is_refused_before_allocation(make_model):
     path, config, _ = make_model("llama")
-    wrong = config_from_dict({**config, "vocab_size": 1 << 24, "hidden_size": 1 << 20})
+    sizes = {"vocab_size": 1 << 24, "hidden_size": 1 << 20, "head_dim": 8}
+    wrong = config_from_dict({**config, **sizes})
     tracemalloc.start()
     with pytest.raises(WeightsError, match="must have shape"):
         load_weights(path, wrong)

@@ -6,6 +6,9 @@ readers.
 
 from __future__ import annotations
 
+import json
+
+import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -87,3 +90,29 @@ def test_a_bias_of_zeros_beside_a_quantized_matrix_is_left_out(tmp_path):
     save_file({**tensors, name: bias + np.float16(1)}, file)
     with pytest.raises(WeightsError, match=r"not part of a llama model.*o_proj\.bias"):
         engine.load(quantized, device="cpu")
+
+
+def test_a_part_that_cuts_a_block_is_refused_by_name(tmp_path):
+    """Phi-3's gate and up are one tensor; here the block in its middle has rows of both."""
+    config = {"model_type": "phi3", "vocab_size": 40, "hidden_size": 128, "num_hidden_layers": 1}
+    config |= {"intermediate_size": 96, "num_attention_heads": 2, "max_position_embeddings": 64}
+    shapes = {"self_attn.qkv_proj": (384, 128), "self_attn.o_proj": (128, 128)}
+    shapes |= {"mlp.down_proj": (128, 96), "input_layernorm": (128,)}
+    shapes |= {"post_attention_layernorm": (128,)}
+    layer = "model.layers.0."
+    tensors = {
+        f"{layer}{name}.weight": np.ones(shape, np.float32) for name, shape in shapes.items()
+    }
+    for end in ("model.embed_tokens", "lm_head"):
+        tensors[f"{end}.weight"] = np.ones((40, 128), np.float32)
+    tensors["model.norm.weight"] = np.ones(128, np.float32)
+    name = f"{layer}mlp.gate_up_proj.weight"
+    tensors[name] = np.ones((192, 128), ml_dtypes.float8_e4m3fn)
+    tensors[f"{name}_scale_inv"] = np.array([[1.0], [2.0]], np.float32)
+    save_file(tensors, tmp_path / "model.safetensors")
+    scheme = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": scheme}))
+    wanted = rf"tensor '{name}' must have a multiple of 128 rows in each part .*; got 96 rows"
+    with pytest.raises(WeightsError, match=wanted):
+        engine.load(tmp_path, device="cpu", dtype="float32")
+    assert engine.load(tmp_path, device="cpu", dtype="float32", quantization="none")

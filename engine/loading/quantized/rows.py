@@ -110,8 +110,8 @@ class QuantizedRows:
         ordered[:, self.permutation] = numbers
         return ordered
 
-    def to_weight(self) -> Weight:
-        """Return the rows as a weight in the kernels' layout.
+    def to_weight(self, name: str = "matrix") -> Weight:
+        """Return the rows as a weight in the kernels' layout; `name` is for messages.
 
         float32 scales of a packed format are rounded: to float16, which loses less, if every scale
         is 0 or in its normal range; else to bfloat16.
@@ -128,7 +128,7 @@ class QuantizedRows:
             return pack_weight(form, self.codes, scales, self.offsets, self.super_scales,
                                permutation)  # fmt: skip
         codes = np.ascontiguousarray(self.codes)
-        scales = self._block_scales() if form.group else self.scales[:, 0]
+        scales = self._block_scales(name) if form.group else self.scales[:, 0]
         return Weight(form, codes, self.shape, scales=np.ascontiguousarray(scales))
 
     @property
@@ -176,15 +176,16 @@ class QuantizedRows:
             return scales * spread, None
         return scales * spread[..., 0], -(offsets * spread[..., 1])
 
-    def _block_scales(self) -> Array:
+    def _block_scales(self, name: str) -> Array:
         """Return one scale per block of rows; all rows of a block hold equal copies."""
         assert self.format.block is not None
         high = self.format.block[0]
         blocks = self.scales[::high]
         if not np.array_equal(np.repeat(blocks, high, axis=0)[: len(self.scales)], self.scales):
             raise WeightsError(
-                f"{self.format.name}: matrices that are multiplied as one must have a multiple of "
-                f"{high} rows, so that a block has one scale; they have not"
+                f"{name} must have a multiple of {high} rows in each part that is multiplied with "
+                f"others as one, since a block of {self.format.name} has one scale; got "
+                f'{self.shape[0]} rows. Use fewer shards, or quantization="none"'
             )
         return blocks
 
