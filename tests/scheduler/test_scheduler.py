@@ -233,6 +233,32 @@ def test_the_last_in_order_is_preempted_and_resumes_from_its_own_prefix():
     assert scheduler.stats().prefix_cache_hits > 0
 
 
+def test_tokens_that_a_failed_step_makes_it_find_again_were_not_cached():
+    scheduler, mock = build()
+    request = make_request("r", [1] * 40, 20)
+    scheduler.add_request(request)
+    for _ in range(5):
+        step(scheduler, mock)
+    scheduler.rollback(scheduler.schedule())
+    drive(scheduler, mock)
+    assert request.output_token_ids == oracle(request)
+    assert scheduler.stats().prefix_cache_hits == 32 and request.num_cached_tokens == 0
+
+
+def test_only_tokens_of_the_prompt_count_as_cached():
+    """A request moved from another engine also finds blocks of its output."""
+    scheduler, mock = build()
+    first = make_request("first", [1] * 20, 50)
+    scheduler.add_request(first)
+    drive(scheduler, mock)
+    moved = make_request("moved", [1] * 20, 50)
+    moved.output_token_ids = first.output_token_ids[:40]
+    scheduler.add_request(moved, is_resumed=True)
+    drive(scheduler, mock)
+    assert moved.output_token_ids == first.output_token_ids
+    assert scheduler.stats().prefix_cache_hits == 48 and moved.num_cached_tokens == 20
+
+
 def test_swap_is_chosen_by_cost():
     def swaps(**costs):
         scheduler, mock = build(num_blocks=6, num_host_blocks=8, watermark=0.0, **costs)
