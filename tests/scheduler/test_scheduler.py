@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from types import SimpleNamespace
 
 import pytest
 
@@ -257,6 +258,27 @@ def test_only_tokens_of_the_prompt_count_as_cached():
     drive(scheduler, mock)
     assert moved.output_token_ids == first.output_token_ids
     assert scheduler.stats().prefix_cache_hits == 48 and moved.num_cached_tokens == 20
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "lpm"])
+@pytest.mark.parametrize("num_slots", [1, 2])
+def test_a_request_gets_a_slot_for_its_adapter(policy, num_slots):
+    """However many requests of the adapters that have one arrive behind it."""
+    adapters = [SimpleNamespace(serial=1 + index) for index in range(num_slots + 1)]
+    scheduler, mock = build(num_blocks=200, max_adapters=num_slots, policy=policy)
+    late = make_request("late", [2] * 5, 4, adapter=adapters[-1])
+    others = []
+    while not late.output_token_ids:
+        index = len(others)
+        others.append(make_request(str(index), [1] * 6, 4, adapter=adapters[index % num_slots]))
+        scheduler.add_request(others[-1])
+        if index == 3:
+            scheduler.add_request(late)
+        output, _ = step(scheduler, mock)
+        serials = {s.request.adapter.serial for s in output.sequences}
+        assert len(serials) <= num_slots and len(others) < 60
+    drive(scheduler, mock)
+    assert all(each.output_token_ids == oracle(each) for each in (late, *others))
 
 
 def test_swap_is_chosen_by_cost():
