@@ -596,6 +596,11 @@ class AsyncEngine(EngineClient):
     def _add(self, stream: _Stream) -> None:
         if stream.is_dropped:
             return
+        name = stream.request_id
+        if name in self._shared.inbox and not self._engine.is_unfinished(name):
+            # The request that had this id was aborted just now; the next step reports its end.
+            self._calls.append(partial(self._add, stream))
+            return
         try:
             self._check_alive()
             self._engine.add_request(stream.request_id, **stream.arguments)

@@ -271,7 +271,7 @@ class LLMEngine:
         if request_id in self._streams.groups:
             raise RequestError(f"request id {request_id[:80]!r} is in use")
         if resumed is not None:
-            self._inputs.check_resumed(resumed)
+            resumed = self._inputs.check_resumed(resumed)
         adapter = self._adapters.get(lora_request)
         specs = self._inputs.sampling_specs(params)
         arrived = time.monotonic()

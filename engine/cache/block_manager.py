@@ -391,8 +391,8 @@ class BlockManager:
         """Count a match as computed, and load its blocks from the host."""
         num_tokens = found.num_blocks * self.block_size
         request.num_computed_tokens = request.num_committed_tokens = num_tokens
-        if not request.num_preemptions:
-            request.num_cached_tokens = num_tokens
+        if not request.num_restarts:  # else these may be tokens that it computed itself
+            request.num_cached_tokens = min(num_tokens, request.num_prompt_tokens)
         if self.tree is None:
             return
         nodes = found.host_nodes

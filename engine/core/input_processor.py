@@ -19,7 +19,7 @@ from engine.model import Model
 from engine.request import Request
 from engine.runner.dry import DryRule
 from engine.runner.sampling import SamplingSpec
-from engine.sampling_params import NumberRange, SamplingParams
+from engine.sampling_params import RANGES, NumberRange, SamplingParams
 from engine.structured.grammar import Grammar, GrammarCompiler, GrammarState
 from engine.structured.spec import StructuredOutput
 from engine.text.continuation import ids_behind
@@ -235,17 +235,22 @@ class InputProcessor:
         items = items_of("prompt", ids, "token ids", limit)
         return self._in_vocabulary("prompt", items)
 
-    def check_resumed(self, resumed: Sequence[Sequence[int] | None]) -> None:
-        """Check the tokens that another engine has generated; see `LLMEngine.add_request`.
+    def check_resumed(self, resumed: Sequence[Sequence[int] | None]) -> list[list[int] | None]:
+        """Return the tokens that another engine has generated; see `LLMEngine.add_request`.
 
         Raises
         ------
         RequestError
-            If one is outside the vocabulary.
+            If they are no sequences of token ids, or one is outside the vocabulary.
         """
-        for index, ids in enumerate(resumed):
-            if ids is not None:
-                self._in_vocabulary(f"resumed[{index}]", list(ids))
+        items = items_of("resumed", resumed, "continuations", int(RANGES["n"].high))
+        return [
+            None if ids is None else self._resumed_ids(f"resumed[{index}]", ids)
+            for index, ids in enumerate(items)
+        ]
+
+    def _resumed_ids(self, name: str, ids: Any) -> list[int]:
+        return self._in_vocabulary(name, items_of(name, ids, "token ids", self._max_model_len))
 
     def _in_vocabulary(self, name: str, items: list[Any]) -> list[int]:
         wanted = f"a token id, a whole number in [0, {self._vocab_size})"

@@ -40,7 +40,12 @@ _QWEN2_DEFAULTS = {
     "eos_token_id": 151645,
 }
 _QWEN3_DEFAULTS = {"vocab_size": 151936, "max_position_embeddings": 128000, "rope_theta": 5e5}
-_EXPERTS = {"moe_intermediate_size": 1408, "num_experts_per_tok": 4, "tie_word_embeddings": True}
+_EXPERTS = {
+    "intermediate_size": 5632,
+    "moe_intermediate_size": 1408,
+    "num_experts_per_tok": 4,
+    "tie_word_embeddings": True,
+}
 
 # NOTE: .gguf files of both have one architecture.
 QWEN2_VL_TEXT = _text(QWEN2, "qwen2_vl_text", "", **_QWEN2_DEFAULTS)

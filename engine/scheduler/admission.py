@@ -43,8 +43,8 @@ def check_request(request: Request, config: SchedulerConfig) -> int:
     longest = min(longest, config.max_model_len)
     if request.num_known_tokens >= longest:
         raise RequestError(
-            f"a fork must have fewer tokens than max_tokens and max_model_len allow ({longest}); "
-            f"got {request.num_known_tokens}"
+            f"a fork or resumed request must have fewer tokens than max_tokens and max_model_len "
+            f"allow ({longest}); got {request.num_known_tokens}"
         )
     # The last token is never fed back, so its key needs no slot.
     num_blocks = -(-(longest - 1) // config.block_size)

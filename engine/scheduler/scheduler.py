@@ -16,6 +16,7 @@ A step computes one token per decoding request, or more if drafts of its next to
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 
@@ -42,6 +43,8 @@ _RUNNING = RequestStatus.RUNNING
 _new = object.__new__
 # Requests passed over per step: another one computes their prefix, or their adapter has no slot.
 _MAX_PASSED = 16
+# Requests that one whose adapter has no slot lets pass, before a slot is kept free for it.
+_MAX_OVERTAKING = 32
 
 
 class Scheduler:
@@ -441,15 +444,22 @@ class Scheduler:
         most_passed = len(passed) + _MAX_PASSED
         in_flight = PrefixesInFlight(self.blocks, [*self._in_flight, output])
         adapters = self._running_adapters()
+        without_slot: list[Request] = []
+        closed = 0  # serial of the adapter that gets no more requests, until its slot is free
         while len(queues.waiting) and len(queues.running) < config.max_num_seqs:
             request = self._next_waiting()
             # A restarted request would get other blocks than its step in flight writes.
             is_held = request.num_pending_tokens or self._is_in_flight(request)
             if is_held or not chunk_size(request, output, config):
                 break
-            if in_flight.covers_most_of(request) or not self._has_slot_for(request, adapters):
+            has_slot = self._has_slot_for(request, adapters, closed)
+            if not has_slot or in_flight.covers_most_of(request):
                 if len(passed) == most_passed:
                     break
+                if not has_slot:
+                    without_slot.append(request)
+                    if not closed and request.num_skips >= _MAX_OVERTAKING:
+                        closed = self._adapter_to_end()
                 queues.waiting.discard(request)
                 passed.append(request)
                 continue
@@ -459,6 +469,8 @@ class Scheduler:
                 break
             queues.waiting.take(request)
             queues.run(request)
+            for other in without_slot:
+                other.num_skips += other.order < request.order
             in_flight.add(request)
             if request.adapter is not None:
                 adapters.add(request.adapter.serial)
@@ -522,11 +534,23 @@ class Scheduler:
             return set()
         return {one.adapter.serial for one in self._queues.running if one.adapter is not None}
 
-    def _has_slot_for(self, request: Request, adapters: set[int]) -> bool:
+    def _has_slot_for(self, request: Request, adapters: set[int], closed: int) -> bool:
         """Tell whether the request has no adapter, or one that fits beside those running."""
-        if request.adapter is None or request.adapter.serial in adapters:
+        if request.adapter is None:
             return True
+        if request.adapter.serial in adapters:
+            return bool(request.adapter.serial != closed)
         return len(adapters) < self.config.max_adapters
+
+    def _adapter_to_end(self) -> int:
+        """Return the serial of the running adapter with the fewest requests; ties: the oldest.
+
+        As none is added to these, the fewest never become more, and in the end a slot is free.
+        """
+        running: Counter[int] = Counter(
+            r.adapter.serial for r in self._queues.running if r.adapter is not None
+        )
+        return min(running, key=lambda serial: (running[serial], serial))
 
     def _next_waiting(self) -> Request:
         waiting = self._queues.waiting

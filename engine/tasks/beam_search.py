@@ -174,6 +174,7 @@ class BeamSearch:
         self._params = params
         self._names = (f"{name}/{number}" for number in itertools.count())
         self._inbox = inbox
+        self._started: dict[str, None] = {}  # requests not stopped yet
         self._eos = () if params.ignore_eos else engine.model.eos_token_ids
         self._done: list[BeamSearchSequence] = []
         self._prompt = engine.encode(prompt)
@@ -191,8 +192,8 @@ class BeamSearch:
     def close(self) -> None:
         """Abort all remaining requests."""
         self.is_done = True
-        for beam in self._beams:
-            self._stop(beam.request_id)
+        for request_id in list(self._started):  # an error may have come before they were beams
+            self._stop(request_id)
         self._beams = []
 
     def output(self) -> BeamSearchOutput:
@@ -274,14 +275,18 @@ class BeamSearch:
             "prompt_token_ids": [*self._prompt.token_ids, *token_ids],
             "cache_salt": self._prompt.cache_salt,
         }
+        # The search was accepted with its first request: the queue's limits end it no more.
+        resumed = None if parent is None else [()]
         if parent is not None and not self._engine.is_unfinished(parent):
             parent = None  # already finished, with its blocks in the prefix tree
-        self._engine.add_request(request_id, prompt, params, parent=parent)
+        self._engine.add_request(request_id, prompt, params, parent=parent, resumed=resumed)
+        self._started[request_id] = None
         self._inbox[request_id] = []
 
     def _stop(self, request_id: str) -> None:
         self._engine.abort_request(request_id)
         self._engine.forget_aborted([request_id])
+        self._started.pop(request_id, None)
         self._inbox.pop(request_id, None)
 
     def _finish(self, beam: _Beam, token_id: int, total: float, finish_reason: str) -> None:

@@ -112,6 +112,33 @@ def test_an_aborted_request_yields_its_output_so_far(model):
     assert _run(main()).outputs[0].finish_reason == "abort"
 
 
+@pytest.mark.parametrize("max_tokens", [1, 20])
+def test_an_id_is_free_as_soon_as_its_request_is_aborted(model, max_tokens):
+    """Both calls come before the same step: each generator gets the end of its own request."""
+
+    async def main():
+        engine = AsyncEngine(make_engine(model))
+        started = asyncio.Event()
+        options = {"started": started, "request_id": "r"}
+        old = asyncio.ensure_future(_ids(engine, [4, 5], _params(max_tokens=10_000), **options))
+        await started.wait()
+        blocked = threading.Event()
+        engine._call(lambda: blocked.wait(60))  # until both calls are queued
+        abort = asyncio.ensure_future(engine.abort("r"))
+        params = _params(max_tokens=max_tokens)
+        new = asyncio.ensure_future(_ids(engine, [6, 7], params, request_id="r"))
+        await asyncio.sleep(0.01)
+        blocked.set()
+        await abort
+        found = await asyncio.wait_for(asyncio.gather(old, new), 20)
+        assert engine.error is None
+        await engine.close()
+        return found
+
+    aborted, whole = _run(main())
+    assert 0 < len(aborted) < 10_000 and len(whole) == max_tokens
+
+
 def test_a_bad_request_is_refused_and_the_others_go_on(model):
     async def main():
         engine = AsyncEngine(make_engine(model, max_num_queued_requests=100))

@@ -135,6 +135,14 @@ def test_they_are_checked_like_others():
     for wrong in (-1, 1 << 40):
         with pytest.raises(RequestError, match=rf"resumed\[1\]\[2\] must be a token id.*{wrong}"):
             engine.add_request("r", PROMPT, params, resumed=[[5], [5, 6, wrong]])
+    for wrong, message in (
+        (5, "resumed must be a sequence of continuations; got 5"),
+        (iter([[5], [6]]), "resumed must be a sequence of continuations; got <list_iterator"),
+        ([[5], 6], r"resumed\[1\] must be a sequence of token ids; got 6"),
+        ([[5], iter([6])], r"resumed\[1\] must be a sequence of token ids; got <list_iterator"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            engine.add_request("r", PROMPT, params, resumed=wrong)
     check_drained(engine)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from types import SimpleNamespace
 
 import pytest
 
@@ -231,6 +232,53 @@ def test_the_last_in_order_is_preempted_and_resumes_from_its_own_prefix():
     assert last.output_token_ids == oracle(last)
     assert last.num_cached_tokens == 0  # of its first admission
     assert scheduler.stats().prefix_cache_hits > 0
+
+
+def test_tokens_that_a_failed_step_makes_it_find_again_were_not_cached():
+    scheduler, mock = build()
+    request = make_request("r", [1] * 40, 20)
+    scheduler.add_request(request)
+    for _ in range(5):
+        step(scheduler, mock)
+    scheduler.rollback(scheduler.schedule())
+    drive(scheduler, mock)
+    assert request.output_token_ids == oracle(request)
+    assert scheduler.stats().prefix_cache_hits == 32 and request.num_cached_tokens == 0
+
+
+def test_only_tokens_of_the_prompt_count_as_cached():
+    """A request moved from another engine also finds blocks of its output."""
+    scheduler, mock = build()
+    first = make_request("first", [1] * 20, 50)
+    scheduler.add_request(first)
+    drive(scheduler, mock)
+    moved = make_request("moved", [1] * 20, 50)
+    moved.output_token_ids = first.output_token_ids[:40]
+    scheduler.add_request(moved, is_resumed=True)
+    drive(scheduler, mock)
+    assert moved.output_token_ids == first.output_token_ids
+    assert scheduler.stats().prefix_cache_hits == 48 and moved.num_cached_tokens == 20
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "lpm"])
+@pytest.mark.parametrize("num_slots", [1, 2])
+def test_a_request_gets_a_slot_for_its_adapter(policy, num_slots):
+    """However many requests of the adapters that have one arrive behind it."""
+    adapters = [SimpleNamespace(serial=1 + index) for index in range(num_slots + 1)]
+    scheduler, mock = build(num_blocks=200, max_adapters=num_slots, policy=policy)
+    late = make_request("late", [2] * 5, 4, adapter=adapters[-1])
+    others = []
+    while not late.output_token_ids:
+        index = len(others)
+        others.append(make_request(str(index), [1] * 6, 4, adapter=adapters[index % num_slots]))
+        scheduler.add_request(others[-1])
+        if index == 3:
+            scheduler.add_request(late)
+        output, _ = step(scheduler, mock)
+        serials = {s.request.adapter.serial for s in output.sequences}
+        assert len(serials) <= num_slots and len(others) < 60
+    drive(scheduler, mock)
+    assert all(each.output_token_ids == oracle(each) for each in (late, *others))
 
 
 def test_swap_is_chosen_by_cost():

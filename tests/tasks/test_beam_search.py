@@ -105,6 +105,35 @@ def _check(llm, model, prompts, params):
     assert not llm._shared.inbox
 
 
+@pytest.mark.parametrize("width", [4, 10])
+def test_the_limit_of_the_queue_ends_no_search(model, width):
+    """Parents that have ended are followed by requests that wait, more than others may."""
+    llm = make_llm(model, max_num_seqs=2, max_num_queued_requests=1)
+    params = BeamSearchParams(beam_width=width, max_tokens=6)
+    _check(llm, model, [list(range(5, 45))], params)
+
+
+def test_an_error_leaves_no_request_behind(model, monkeypatch):
+    """Also none of the beams that were started before the one that failed."""
+    llm = make_llm(model, max_num_seqs=9)
+    add = llm.llm_engine.add_request
+    names = []
+
+    def fail_at_the_sixth(request_id, *args, **options):
+        names.append(request_id)
+        if len(names) == 6:
+            raise MemoryError("injected")
+        add(request_id, *args, **options)
+
+    monkeypatch.setattr(llm.llm_engine, "add_request", fail_at_the_sixth)
+    with pytest.raises(MemoryError, match="injected"):
+        llm.beam_search([5, 6, 7], BeamSearchParams(beam_width=10, max_tokens=6))
+    assert not llm._shared.inbox and not llm.llm_engine.num_unfinished_requests
+    while llm.llm_engine.has_unfinished_requests():
+        llm.llm_engine.step()
+    check_drained(llm.llm_engine)
+
+
 def test_some_beams_end_early(model):
     """Some of the cases above reach an end of sequence, and others do not."""
     params = BeamSearchParams(beam_width=4, max_tokens=20, length_penalty=0.0)
