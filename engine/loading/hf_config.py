@@ -260,7 +260,8 @@ def _warn_of_contradictions(values: Mapping[str, Any], kind: Family, where: str)
     for key, shared in kind.key_aliases.items():
         if kind.shortcut and shared == "num_hidden_layers":  # transformers counts them twice
             continue
-        own, other = values.get(key), values.get(shared)
+        own = values.get(key)
+        other = values.get(shared)
         if key in values and other is not None and own != other:
             warn_once(
                 f"{where}: {key} is read, not {shared}, which differs; "
