@@ -207,7 +207,7 @@ __device__ __forceinline__ int choose(const MoeRouteParams& p, int token) {
   int expert = 0, winner = 0;
 #pragma unroll 1
   for (int rank = 0; rank < p.top_k; ++rank) {
-    if (lane_idx == rank - 1) expert = winner;  // a round later: no round waits for the shuffle
+    if (lane_idx == rank - 1) expert = winner;  // only now, so that no round waits for the shuffle
     int place;
     const uint32_t best = best_of(r.key, place);
     const uint32_t largest = __reduce_max_sync(kFullMask, best);

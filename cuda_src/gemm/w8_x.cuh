@@ -16,8 +16,8 @@ struct W8Rows {
   using Codes = typename Product::Codes;
   using V = Vec<scalar_t, kVec>;
   static constexpr bool kGroups = kBlocks || Product::kGroups;
-  // 16-byte vectors of a single row per thread, in registers; those of the norm's weight that are
-  // loaded before the preceding kernel has ended.
+  // 16-byte vectors that a thread holds: of a single row, and of the norm's weight, which it can
+  // load before the preceding kernel has ended.
   static constexpr int kPieces = 8, kEarlyPieces = 4;
   static constexpr int kGroupLanes = kScaleBlock / kVec;
 

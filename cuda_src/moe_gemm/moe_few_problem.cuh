@@ -88,7 +88,7 @@ struct MoeFewRouting {
   }
 
  private:
-  // The places of an expert's pairs in the sorted order.
+  // The first place of an expert's pairs in the sorted order, and the place behind the last.
   __device__ __forceinline__ static int2 places(const MoeFewParams& p, int expert) {
     const int first = min(max(p.offsets[expert], 0), p.num_pairs);
     return int2{first, min(max(p.offsets[expert + 1], first), p.num_pairs)};
@@ -98,10 +98,10 @@ struct MoeFewRouting {
   __device__ __forceinline__ void find_pairs(const MoeFewParams& p, int thread, int threads) {
     const int before = min(max(p.offsets[0], 0), p.num_pairs);
     for (int expert = thread; expert < p.num_experts; expert += threads) {
-      const int2 of = places(p, expert);
-      for (int place = of.x; place < of.y; ++place)
+      const int2 range = places(p, expert);
+      for (int place = range.x; place < range.y; ++place)
         tiles[max(place - before, 0)] = {expert, place, 1};
-      if (expert == p.num_experts - 1) num_tiles = max(of.y - before, 0);
+      if (expert == p.num_experts - 1) num_tiles = max(range.y - before, 0);
     }
   }
 
@@ -110,13 +110,13 @@ struct MoeFewRouting {
     int found = 0;
     for (int begin = 0; begin < p.num_experts; begin += threads) {
       const int expert = begin + thread;
-      int2 of{0, 0};
-      if (expert < p.num_experts) of = places(p, expert);
-      const int own = (of.y - of.x + p.max_rows - 1) / p.max_rows;
+      int2 range{0, 0};
+      if (expert < p.num_experts) range = places(p, expert);
+      const int own = (range.y - range.x + p.max_rows - 1) / p.max_rows;
       const int2 before = tiles_before(own, lane_idx, warp_idx, threads / kWarpSize);
       for (int i = 0, at = found + before.x; i < own && at < kMaxPairs; ++i, ++at) {
-        const int place = of.x + i * p.max_rows;
-        tiles[at] = {expert, place, min(p.max_rows, of.y - place)};
+        const int place = range.x + i * p.max_rows;
+        tiles[at] = {expert, place, min(p.max_rows, range.y - place)};
       }
       found += before.y;
       __syncthreads();  // SAFETY: the next round writes warp_tiles again.

@@ -17,7 +17,7 @@
 struct MoeStageX {
   const unsigned char* rows;
   int pitch, count;  // bytes between rows; number of rows
-  float factor;      // of the products
+  float factor;      // factor that the sums of a stage's products lack
 };
 
 // Returns 2^e for e in [-126, 126], from the exponent field of a float: e + 127.

@@ -105,7 +105,7 @@ def _read(file: str) -> str:
         return read_input()
     data = read_file(Path(file), _MAX_BYTES, error=RequestError)
     try:
-        return data.decode("utf-8-sig")  # some editors begin with a BOM
+        return data.decode("utf-8-sig")  # Some editors write a BOM.
     except UnicodeDecodeError as error:
         what = f"{error.reason} at byte {error.start}"
         raise RequestError(f"--file {excerpt(file)} must be UTF-8; {what}") from error

@@ -107,7 +107,7 @@ def _read_prompt(arguments: argparse.Namespace) -> str:
                 raise RequestError(
                     f"--file {excerpt(arguments.file)} must have at most {_MAX_PROMPT_BYTES} bytes"
                 )
-            return str(data.decode("utf-8-sig"))  # some editors begin with a BOM
+            return str(data.decode("utf-8-sig"))  # Some editors write a BOM.
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or error
             raise RequestError(

@@ -135,7 +135,7 @@ def _lines(file: io.FileIO) -> Iterator[bytes]:
 
     reader = io.BufferedReader(file, 1 << 20)
     try:
-        if reader.peek(3).startswith(codecs.BOM_UTF8):  # some editors begin with it
+        if reader.peek(3).startswith(codecs.BOM_UTF8):  # Some editors write one.
             reader.read(3)
         while line := reader.readline(MAX_LINE + 1):
             yield line

@@ -209,7 +209,7 @@ class Contract:
         ok = isinstance(value, kinds) and not isinstance(value, bool)
         try:
             number = float(value) if ok else math.nan
-        except OverflowError:  # of an int
+        except OverflowError:  # an int beyond float64
             number = math.nan
         if not low <= number <= high:
             raise ContractError(

@@ -16,7 +16,7 @@ Array = np.ndarray[Any, Any]
 OK = 0
 BAD_LOGITS = 1
 BAD_PARAMETER = 2
-BAD_ID = 3  # of a user's sampler: outside the vocabulary
+BAD_ID = 3  # A user's sampler chose an id outside the vocabulary.
 
 _LOG2_E = np.float32(1.4426950408889634)
 _FLOAT_MAX = np.finfo(np.float32).max

@@ -43,7 +43,7 @@ _RUNNING = RequestStatus.RUNNING
 _new = object.__new__
 # Requests passed over per step: another one computes their prefix, or their adapter has no slot.
 _MAX_PASSED = 16
-# Requests that one whose adapter has no slot lets pass, before a slot is kept free for it.
+# Later requests that may overtake one whose adapter has no slot, before a slot is freed for it.
 _MAX_OVERTAKING = 32
 
 
@@ -535,7 +535,10 @@ class Scheduler:
         return {one.adapter.serial for one in self._queues.running if one.adapter is not None}
 
     def _has_slot_for(self, request: Request, adapters: set[int], closed: int) -> bool:
-        """Tell whether the request has no adapter, or one that fits beside those running."""
+        """Tell whether the request has no adapter, or one that fits beside those running.
+
+        The adapter with the serial `closed` gets no more requests.
+        """
         if request.adapter is None:
             return True
         if request.adapter.serial in adapters:

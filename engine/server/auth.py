@@ -44,7 +44,7 @@ def read_keys(path: str) -> tuple[bytes, ...]:
         raise ConfigError(f"api_key_file cannot be read: {error}") from None
     if len(data) > MAX_KEY_FILE_BYTES:
         raise ConfigError(f"api_key_file must have at most {MAX_KEY_FILE_BYTES} bytes; got more")
-    data = data.removeprefix(codecs.BOM_UTF8)  # some editors begin with it
+    data = data.removeprefix(codecs.BOM_UTF8)  # Some editors write one.
     lines = [line.strip() for line in data.splitlines()]
     keys = tuple(_hash(line) for line in lines if line and not line.startswith(b"#"))
     if not keys:

@@ -275,7 +275,7 @@ class BeamSearch:
             "prompt_token_ids": [*self._prompt.token_ids, *token_ids],
             "cache_salt": self._prompt.cache_salt,
         }
-        # The search was accepted with its first request: the queue's limits end it no more.
+        # The queue's limits do not apply to resumed requests, and must not end an accepted search.
         resumed = None if parent is None else [()]
         if parent is not None and not self._engine.is_unfinished(parent):
             parent = None  # already finished, with its blocks in the prefix tree

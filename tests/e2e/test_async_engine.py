@@ -123,7 +123,7 @@ def test_an_id_is_free_as_soon_as_its_request_is_aborted(model, max_tokens):
         old = asyncio.ensure_future(_ids(engine, [4, 5], _params(max_tokens=10_000), **options))
         await started.wait()
         blocked = threading.Event()
-        engine._call(lambda: blocked.wait(60))  # until both calls are queued
+        engine._call(lambda: blocked.wait(60))  # The thread waits until both calls are queued.
         abort = asyncio.ensure_future(engine.abort("r"))
         params = _params(max_tokens=max_tokens)
         new = asyncio.ensure_future(_ids(engine, [6, 7], params, request_id="r"))

@@ -198,7 +198,7 @@ class Source:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8-sig")  # some editors begin with a BOM
+        return path.read_text(encoding="utf-8-sig")  # Some editors write a BOM.
     except (OSError, UnicodeDecodeError) as error:
         raise CompileError(f"{path} cannot be read as UTF-8: {error}") from error
 

@@ -96,10 +96,10 @@ _FLOAT_UNALIGNED = _Tile("unaligned_64x64", 64, 64, 256, 3, 3, 0)
 _HALF_DIRECT = ((8, 16, 8), (16, 32, 8), (32, 32, 8), (8, 16, 16), (16, 16, 16), (32, 16, 16))
 _FLOAT_DIRECT = ((1, 4, 8), (8, 2, 8))
 _DIRECT_MAX_M = {2: 8, 4: 16}  # maximum rows of x, by itemsize
-# On Hopper, ring kernels take up to _RING_MAX_M rows, or _RING_MAX_M_SMALL for a weight of at most
-# _SMALL_WEIGHT elements; tiles take the rest. Of weights with at least _LARGE_SIDE rows and columns
-# they take five rows of x or more; if k is over _LONG_K, three or more. This minimises the time of
-# a model step (`python -m tests.bench decode_loop`); alone, tiles are faster
+# On Hopper, ring kernels take up to _RING_MAX_M rows of x, or _RING_MAX_M_SMALL if the weight has
+# at most _SMALL_WEIGHT elements; tiles take more rows. If the weight has at least _LARGE_SIDE rows
+# and columns, tiles take five rows or more; if k is over _LONG_K too, three or more. This minimises
+# the time of a model step (`python -m tests.bench decode_loop`); alone, tiles are faster
 # (docs/benchmarks/gemm_sm90.md).
 _RING_MAX_M = 8
 _RING_MAX_M_SMALL = 16
