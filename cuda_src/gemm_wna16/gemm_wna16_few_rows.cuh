@@ -143,19 +143,23 @@ __device__ __forceinline__ void few_rows(const FewRowsParams& p) {
     const auto load_parameters = [&] {
       OutputPlace place;
       if (place.set(p, b, b.first_work_tile(), first_output(b))) place.load_bias(p, b, early);
-#pragma unroll 1
-      for (int i = 0; i < p.num_stages; ++i) loader.load();
       if (is_row) row.load_norm(p, b);
+      loader.fill(0, p.early_stages);
     };
     if (p.uses_pdl != 0) load_parameters();
     pdl_wait();
+    if (is_row)
+      row.load_x(p, b);
+    else
+      copy_rows(p, b);
     OutputPlace place;
     if (place.set(p, b, b.first_work_tile(), first_output(b))) place.load_residual(p, early);
     if (p.uses_pdl == 0) load_parameters();
+    loader.fill(p.early_stages, p.num_stages);
     if (is_row)
       row.store(p, b, smem_norm);
     else
-      load_rows<kNorm>(p, b, smem_norm);
+      finish_rows<kNorm>(p, b, p.num_stages - (p.uses_pdl != 0 ? p.early_stages : 0), smem_norm);
     smem_early[b.thread] = early;
     __syncthreads();
   }

@@ -32,4 +32,9 @@ struct StageLoader : StageCopier<FewRowsParams> {
     const uint32_t end = smem_address(b.ring) + b.lane_idx * 16 + p.num_stages * kStageBytes;
     if (to == end) to -= p.num_stages * kStageBytes;
   }
+  // Fills stages [begin, end) of the ring.
+  __device__ __forceinline__ void fill(int begin, int end) {
+#pragma unroll 1
+    for (int i = begin; i < end; ++i) load();
+  }
 };

@@ -1,10 +1,10 @@
 // x in shared memory, normalised on the way if the op has a norm.
 #pragma once
 
+#include "common/few_rows.cuh"
 #include "common/packed.cuh"
 #include "gemm_wna16/gemm_wna16_few_rows_block.cuh"
 
-constexpr int kXPieces = 4;  // 16-byte pieces that a thread loads at a time
 constexpr int kMaxWarps = 16;
 constexpr bool kNeedsXSums = kSumsX && !kRoundsWeights;
 
@@ -81,9 +81,12 @@ struct SingleRow {
   __device__ __forceinline__ void load_norm(const FewRowsParams& p, const FewRowsBlock& b) {
     if constexpr (kNorm) load(w, p.norm_weight, p, b);
   }
+  __device__ __forceinline__ void load_x(const FewRowsParams& p, const FewRowsBlock& b) {
+    load(x, p.x, p, b);
+  }
+  // A barrier must follow.
   __device__ __forceinline__ void store(const FewRowsParams& p, const FewRowsBlock& b,
                                         NormShared& shared) {
-    load(x, p.x, p, b);
     float scale = 0.0f;
     if constexpr (kNorm) {
       float sum = 0.0f;
@@ -116,29 +119,26 @@ struct SingleRow {
   }
 };
 
-// Copies the block's columns of x to shared memory, with zeros past k; for a single row also sums
-// its groups. A barrier must follow.
-template <bool kNorm>
-__device__ __forceinline__ void load_rows(const FewRowsParams& p, const FewRowsBlock& b,
-                                          NormShared& shared) {
+// Starts copying the block's columns of x to shared memory, with zeros past k, as one cp.async
+// group.
+__device__ __forceinline__ void copy_rows(const FewRowsParams& p, const FewRowsBlock& b) {
   const int vectors = (min(p.k, b.x_begin + b.x_columns) - b.x_begin) / kVec;
   const int padded = b.x_columns / kVec, count = p.m * padded;
-#pragma unroll 1
-  for (int first = b.thread; first < count; first += b.threads * kXPieces) {
-    Vec<scalar_t, kVec> v[kXPieces];
-#pragma unroll
-    for (int j = 0; j < kXPieces; ++j) {
-      const int index = first + j * b.threads, token = index / padded, i = index % padded;
-      v[j] = Vec<scalar_t, kVec>{};
-      if (index < count && i < vectors)
-        v[j] = load_vec<scalar_t, kVec>(p.x + token * p.x_stride + b.x_begin + i * kVec);
-    }
-#pragma unroll
-    for (int j = 0; j < kXPieces; ++j) {
-      const int index = first + j * b.threads, token = index / padded, i = index % padded;
-      if (index < count) store_vec(b.x_row(token) + i * kVec, v[j]);
-    }
+#pragma unroll 4
+  for (int index = b.thread; index < count; index += b.threads) {
+    const int token = index / padded, i = index % padded;
+    const scalar_t* from = p.x + token * p.x_stride + b.x_begin + i * kVec;
+    cp_async_16(b.x_row(token) + i * kVec, i < vectors ? from : p.x, i < vectors);
   }
+  cp_async_commit();
+}
+
+// Waits for copy_rows, after which `groups` cp.async groups were committed; normalises the rows,
+// and sums a single row's groups. A barrier must follow.
+template <bool kNorm>
+__device__ __forceinline__ void finish_rows(const FewRowsParams& p, const FewRowsBlock& b,
+                                            int groups, NormShared& shared) {
+  wait_for_oldest(groups + 1);
   if constexpr (kNorm) normalise(p, b, shared);
   if (kNeedsXSums && p.m == 1) {
     __syncthreads();

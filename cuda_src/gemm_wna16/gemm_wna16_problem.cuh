@@ -29,6 +29,7 @@ struct FewRowsParams {
   int part_stages;         // stages of k per warp
   int num_work_tiles;      // work tiles of blockDim.z row tiles
   int num_stages;          // stages per warp's ring; fewer if k has fewer
+  int early_stages;        // stages requested before x, which arrives after them
   int activation;          // an Activation
   int is_float;
   int uses_pdl;  // the preceding kernel may still run; it writes neither weights nor bias

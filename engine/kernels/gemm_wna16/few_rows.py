@@ -28,7 +28,7 @@ _PARAMS = (
     "x:ptr x_stride:i64 data:ptr high:ptr scales:ptr supers:ptr norm_weight:ptr eps:f32 "
     "weight_offset:f32 bias:ptr residual:ptr residual_stride:i64 out:ptr out_stride:i64 m:i32 "
     "n:i32 k:i32 groups:i32 num_supers:i32 part_stages:i32 num_work_tiles:i32 num_stages:i32 "
-    "activation:i32 is_float:i32 uses_pdl:i32"
+    "early_stages:i32 activation:i32 is_float:i32 uses_pdl:i32"
 )
 _OPS = ("gemm_wna16", "rmsnorm_gemm_wna16")
 _STREAM_FILE = "gemm_wna16_stream_sm90.cu"
@@ -67,6 +67,9 @@ class FewRowsConfig:
         Stages of k per warp.
     num_stages : int
         Pipeline stages of each warp's ring.
+    early_stages : int
+        Stages of the ring that are loaded before x: all if the ring holds the whole of a warp's
+        work, else one, since x arrives after the weights requested before it.
     shared_bytes : int
         Dynamic shared memory per block, in bytes.
     rounds_weights : bool
@@ -80,6 +83,7 @@ class FewRowsConfig:
     cluster: int
     part_stages: int
     num_stages: int
+    early_stages: int
     shared_bytes: int
     rounds_weights: bool = False
 
@@ -202,15 +206,16 @@ def few_rows_config(
     units = ceil_div(ceil_div(n, TILE_ROWS), row_tiles)
     rounds = ceil_div(units, max(1, sms // cluster))
     num_stages = min(stages, rounds * part_stages)
+    early_stages = num_stages if num_stages == rounds * part_stages else 1
     warps = parts * row_tiles
     buffers = 1 if rounds == 1 else 2
     shared = warps * num_stages * stage_bytes(form)
     shared += m * (parts * part_stages * columns * 2 + 16)
     shared += parts * part_stages * columns // form.group * 4  # sums of x
     shared += buffers * warps * tokens * (TILE_ROWS + 4) * 4
-    clusters = ceil_div(units, rounds)
     return FewRowsConfig(
-        tokens, parts, row_tiles, clusters, cluster, part_stages, num_stages, shared, rounds_weights
+        *(tokens, parts, row_tiles, ceil_div(units, rounds), cluster, part_stages),
+        *(num_stages, early_stages, shared, rounds_weights),
     )
 
 
@@ -304,6 +309,7 @@ def launch(operands: Operands, config: FewRowsConfig, norm: Norm | None = None) 
         part_stages=config.part_stages,
         num_work_tiles=ceil_div(ceil_div(n, TILE_ROWS), config.row_tiles),
         num_stages=config.num_stages,
+        early_stages=config.early_stages,
         activation=activation_number(operands.activation),
         is_float=out.dtype == FLOAT32,
         uses_pdl=pdl,
