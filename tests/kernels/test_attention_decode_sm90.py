@@ -123,8 +123,8 @@ def test_hopper_tiles_are_chosen_as_measured(monkeypatch):
 
     assert choice(1, 1024) == (8, 1, 8, 1)
     assert choice(1, 1025) == choice(1, 16384) == (16, 1, 8, 1)
-    assert choice(2, 1024) == choice(3, 4096) == (16, 1, 4, 1)
-    assert choice(4, 1024) == choice(7, 4096) == (8, 1, 4, 2)
+    assert choice(2, 1025) == choice(3, 4096) == (16, 1, 4, 1)
+    assert choice(2, 1024) == choice(4, 1024) == choice(7, 4096) == (8, 1, 4, 2)
     assert choice(8, 1024) == choice(16, 1024) == choice(11, 4096) == (8, 1, 2, 2)
     assert choice(3, 4097) == choice(12, 1025) == choice(16, 16384) == (16, 1, 1, 1)
     assert choice(2, 4096, num_queries=8) == (16, 2, 4, 1)

@@ -171,7 +171,8 @@ _MANY_CODE_TILES = {
 }
 _CLUSTER = 8  # CTAs per cluster
 _ROWS = 16  # query rows per row tile
-# Clusters for few keys: tiles of 64 keys keep more of the CTAs busy. Two CTAs fit on an SM.
+# Clusters for few keys: tiles of 64 keys keep more of the CTAs busy. Two CTAs fit on an SM, or one
+# beside a block of the product that follows.
 _SHORT_TILES = {
     64: HopperTile(64, box_keys=8, stages=2, row_tiles=1, consumer_warps=4, cluster=_CLUSTER),
     128: HopperTile(128, box_keys=8, stages=2, row_tiles=1, consumer_warps=4, cluster=_CLUSTER),
@@ -370,9 +371,9 @@ def _choose(
     if not may_use_clusters or batch * num_kv_heads > sm_count():
         return many if tile.row_tiles == 1 and many.can_compute_new_token(group) else tile
     cluster, ctas_per_sm = choose_cluster(batch * num_kv_heads, sm_count(), max_context_len)
-    is_short = ctas_per_sm == 2 or (cluster == _CLUSTER and max_context_len <= _SHORT_KEYS)
+    is_short = ctas_per_sm == 2 or (cluster > 1 and max_context_len <= _SHORT_KEYS)
     if is_short and tile.row_tiles == 1 and short.can_compute_new_token(group):
-        return replace(short, cluster=cluster, ctas_per_sm=ctas_per_sm)
+        return replace(short, cluster=cluster, ctas_per_sm=1 if cluster == _CLUSTER else 2)
     # Two CTAs of the large tiles do not fit on an SM.
     return tile if ctas_per_sm == 2 else replace(tile, cluster=cluster)
 
