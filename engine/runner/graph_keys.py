@@ -66,15 +66,15 @@ def batch_sizes(max_num_seqs: int) -> tuple[int, ...]:
 def context_buckets(size: int, max_model_len: int) -> tuple[int, ...]:
     """Return the maximum context lengths to capture graphs of `size` sequences for.
 
-    A graph fixes the number of KV splits per sequence in attention. With many sequences there are
-    hardly any splits, whatever the length, so one graph serves all lengths.
+    A graph fixes attention's tile and its number of KV splits per sequence. With many sequences
+    there are hardly any splits, whatever the length, so one graph serves all lengths.
 
     Examples
     --------
     >>> context_buckets(1, 40960), context_buckets(64, 40960)
-    ((1024, 4096, 16384, 40960), (40960,))
+    ((1024, 2048, 4096, 16384, 40960), (40960,))
     """
     if size > 16:
         return (max_model_len,)
-    lengths = (1 << power for power in range(10, 40, 2))
+    lengths = (1024, 2048, *(1 << power for power in range(12, 40, 2)))
     return (*itertools.takewhile(lambda length: length < max_model_len, lengths), max_model_len)

@@ -121,8 +121,8 @@ def test_hopper_tiles_are_chosen_as_measured(monkeypatch):
         tile = decode_sm90._choose("bfloat16", shape, 8, bound, **how)
         return tile.box_keys, tile.row_tiles, tile.cluster, tile.ctas_per_sm
 
-    assert choice(1, 1024) == (8, 1, 8, 1)
-    assert choice(1, 1025) == choice(1, 16384) == (16, 1, 8, 1)
+    assert choice(1, 1024) == choice(1, 2048) == (8, 1, 8, 1)
+    assert choice(1, 2049) == choice(1, 16384) == (16, 1, 8, 1)
     assert choice(2, 1025) == choice(3, 4096) == (16, 1, 4, 1)
     assert choice(2, 1024) == choice(4, 1024) == choice(7, 4096) == (8, 1, 4, 2)
     assert choice(8, 1024) == choice(16, 1024) == choice(11, 4096) == (8, 1, 2, 2)

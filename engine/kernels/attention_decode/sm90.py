@@ -188,7 +188,8 @@ _CHOICES = {"": (_TILES, _MANY_TILES, _SHORT_TILES)} | {
     )
     for name in KV_CODE_DTYPES
 }
-_SHORT_KEYS = 1024  # maximum number of keys for which _SHORT_TILES are faster
+# Maximum number of keys for which _SHORT_TILES are faster, by CTAs per cluster.
+_SHORT_KEYS = {_CLUSTER: 2048, _CLUSTER // 2: 1024, _CLUSTER // 4: 1024}
 # Maximum number of keys for clusters of four. Up to here they are as fast as clusters of eight even
 # for a single sequence of eight heads, which leaves most of the chip idle.
 _HALF_CLUSTER_KEYS = 4096
@@ -320,8 +321,9 @@ def choose_cluster(num_pairs: int, sm_count: int, max_context_len: int) -> tuple
     if num_pairs <= 4 * room:
         return _CLUSTER // 2, 1 if num_pairs <= 2 * room else 2
     # Clusters of two hold more pairs at once. With many keys the persistent schedule is as fast.
-    if num_pairs <= (sm_count if max_context_len <= _SHORT_KEYS else 6 * room):
-        return _CLUSTER // 4, 2
+    cluster = _CLUSTER // 4
+    if num_pairs <= (sm_count if max_context_len <= _SHORT_KEYS[cluster] else 6 * room):
+        return cluster, 2
     return 1, 1
 
 
@@ -371,7 +373,7 @@ def _choose(
     if not may_use_clusters or batch * num_kv_heads > sm_count():
         return many if tile.row_tiles == 1 and many.can_compute_new_token(group) else tile
     cluster, ctas_per_sm = choose_cluster(batch * num_kv_heads, sm_count(), max_context_len)
-    is_short = ctas_per_sm == 2 or (cluster > 1 and max_context_len <= _SHORT_KEYS)
+    is_short = ctas_per_sm == 2 or max_context_len <= _SHORT_KEYS.get(cluster, 0)
     if is_short and tile.row_tiles == 1 and short.can_compute_new_token(group):
         return replace(short, cluster=cluster, ctas_per_sm=1 if cluster == _CLUSTER else 2)
     # Two CTAs of the large tiles do not fit on an SM.
