@@ -51,6 +51,7 @@ from engine.server.tool_parsers import (
     TextDelta,
     ToolCallEnd,
     ToolParser,
+    settle,
 )
 
 __all__ = ["ChatPiece", "ChatRequest", "ChatService", "ChatStream"]
@@ -83,7 +84,7 @@ class ChatRequest:
     is_forced : bool
         Whether `tool_choice` names a function.
     one_call : bool
-        Whether to drop all tool calls after an answer's first one.
+        Whether to drop all tool calls after an answer's first one that is not damaged.
     is_declared : bool
         Whether answers are read by the checkpoint's own format, which may take time.
     names : mapping of str to str
@@ -443,6 +444,8 @@ class _Answer:
         self._tools = request.tool_parser() if request.tool_parser else None
         self._reasoning = request.reasoning_parser() if request.reasoning_parser else None
         self._one_call = request.one_call
+        self._last_index = 0  # of the call to keep; damaged ones before it are text
+        self._later: list[Event] = []  # events of a later call, until its end
         self.has_calls = False
 
     def feed(self, text: str, *, is_last: bool) -> tuple[str, str, Sequence[Event]]:
@@ -465,7 +468,25 @@ class _Answer:
 
     def _split(self, events: Sequence[Event]) -> tuple[str, Sequence[Event]]:
         if self._one_call:
-            events = [e for e in events if isinstance(e, TextDelta) or e.index == 0]
+            events = self._without_later_calls(events)
         is_whole = any(isinstance(e, ToolCallEnd) and e.is_complete for e in events)
         self.has_calls = self.has_calls or is_whole
         return "".join(e.text for e in events if isinstance(e, TextDelta)), events
+
+    def _without_later_calls(self, events: Sequence[Event]) -> list[Event]:
+        """Drop the calls after the first one that is not damaged; damaged ones are text."""
+        found: list[Event] = []
+        for event in events:
+            if isinstance(event, TextDelta):
+                found.append(event)
+                continue
+            is_later = event.index > self._last_index
+            (self._later if is_later else found).append(event)
+            if not isinstance(event, ToolCallEnd):
+                continue
+            if event.is_damaged and is_later:
+                found += settle(self._later)
+            elif event.is_damaged:
+                self._last_index += 1
+            self._later = []
+        return found

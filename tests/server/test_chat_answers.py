@@ -84,6 +84,25 @@ def test_several_calls_and_only_one_if_asked():
         assert len(message.tool_calls) == 1
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_only_call_is_the_first_that_is_not_damaged(stream):
+    damaged = '<tool_call>{"name": "add", "arguments": {"a": }}</tool_call>'
+    options = {"tools": [ADD], "parallel_tool_calls": False}
+    with _client(*_pieces(f"{damaged}{CALL}{damaged}{CALL}")) as (client, _):
+        if stream:
+            with client.chat.completions.stream(**ASK, **options) as events:
+                [choice] = events.get_final_completion().choices
+            begun, call = choice.message.tool_calls  # of a stream, nothing can be taken back
+            assert begun.function.arguments == '{"a": '
+            assert choice.message.content == f"}}}}</tool_call>{damaged}"
+        else:
+            [choice] = client.chat.completions.create(**ASK, **options).choices
+            [call] = choice.message.tool_calls
+            assert choice.message.content == damaged + damaged
+        assert json.loads(call.function.arguments) == {"a": 1, "b": 2}
+        assert choice.finish_reason == "tool_calls"
+
+
 def test_what_is_no_call_is_content():
     text = '<tool_call>{"name": "unknown", "arguments": {}}</tool_call>'
     with _client(*_pieces(text)) as (client, _):
