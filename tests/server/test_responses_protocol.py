@@ -90,6 +90,19 @@ def test_a_turn_of_the_assistant_is_one_message():
     ]  # fmt: skip
 
 
+def test_text_behind_a_call_is_in_its_message():
+    """Templates refuse results of calls behind another message of the assistant."""
+    call = {"type": "function_call", "call_id": "c0", "name": "add", "arguments": "{}"}
+    result = {"type": "function_call_output", "call_id": "c0", "output": "3"}
+    before = {"role": "assistant", "content": "I add."}
+    behind = {"role": "assistant", "content": "Wait."}
+    for own, content in (([call, behind], "Wait."), ([before, call, behind], "I add.\nWait.")):
+        answer, found = messages(*own, result)
+        assert answer["content"] == content
+        assert [one["id"] for one in answer["tool_calls"]] == ["c0"]
+        assert found == {"role": "tool", "tool_call_id": "c0", "content": "3"}
+
+
 def test_tools_and_formats():
     function = {"name": "add", "parameters": {"type": "object"}, "strict": True}
     found = chat(tools=[TOOL], tool_choice={"type": "function", "name": "add"})

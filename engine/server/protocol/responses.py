@@ -306,7 +306,8 @@ def _add_item(messages: list[dict[str, Any]], item: Any, where: str) -> None:
             messages.append({"role": "assistant", "reasoning_content": text})
     elif item.role == "assistant":
         content = text_of(item.content, _OUTPUT_PARTS, f"{where}.content")
-        _assistant(messages, is_text=True)["content"] = content
+        message = _assistant(messages, is_text=True)
+        message["content"] = "\n".join(filter(None, (message.get("content"), content)))
     else:
         content = text_of(item.content, _INPUT_PARTS, f"{where}.content")
         role = "user" if item.role == "user" else "system"
@@ -317,9 +318,13 @@ def _add_item(messages: list[dict[str, Any]], item: Any, where: str) -> None:
 
 
 def _assistant(messages: list[dict[str, Any]], *, is_text: bool) -> dict[str, Any]:
-    """Return the assistant message to add a text or call to; a second text starts a new message."""
+    """Return the assistant message to add a text or call to.
+
+    A second text starts a new message, unless a call between the two makes them one turn: many
+    templates want the results right behind the message of their calls.
+    """
     last = messages[-1] if messages else {}
-    has_room = not is_text or set(last) == {"role", "reasoning_content"}
+    has_room = not is_text or "content" not in last or "tool_calls" in last
     if last.get("role") != "assistant" or not has_room:
         messages.append({"role": "assistant"})
     return messages[-1]
