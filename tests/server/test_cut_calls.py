@@ -93,9 +93,10 @@ def test_responses(server, http):
         streamed = events(http.post("/v1/responses", json=body | {"stream": True}))[-1]
         for found in (answer, streamed["response"]):
             assert found["status"] == "incomplete"
-            assert [(item["name"], item["arguments"]) for item in found["output"]] == calls
+            items = [item for item in found["output"] if item["type"] == "function_call"]
+            assert [(item["name"], item["arguments"]) for item in items] == calls
             wanted = ["completed" if call[1].endswith("}") else "incomplete" for call in calls]
-            assert [item["status"] for item in found["output"]] == wanted
+            assert [item["status"] for item in found["output"]] == (wanted or ["incomplete"])
 
 
 def test_messages(server, http):

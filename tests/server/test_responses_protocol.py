@@ -267,10 +267,15 @@ def test_a_damaged_call_is_incomplete():
     assert [item["status"] for item in build.response["output"]] == ["incomplete", "completed"]
 
 
-def test_an_empty_answer():
+def test_an_empty_answer_is_an_empty_message():
     build = builder()
-    assert [event["type"] for event in run(build)][-1] == "response.completed"
-    assert build.response["output"] == []
+    events = run(build)
+    for event in events:
+        adapter().validate_python(event, strict=True)
+    assert events[-1]["type"] == "response.completed"
+    [item] = build.response["output"]
+    assert (item["type"], item["status"]) == ("message", "completed")
+    assert [part["text"] for part in item["content"]] == [""]
 
 
 def test_a_failure():

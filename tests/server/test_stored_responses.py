@@ -15,6 +15,7 @@ from engine.server.replicas.ray_serve import RayServeConfig
 from engine.server.server_config import ServerConfig, key_hash
 from engine.server.stored_responses import ResponseStore, StoredResponse, Turn, encoded
 from tests.lazily import lazily
+from tests.server.scripted_client import ScriptedClient
 from tests.server.serving import CannedClient, serve
 
 openai = lazily("openai")
@@ -175,6 +176,22 @@ def test_a_response_is_retrieved_continued_and_deleted(client):
         client.responses.create(input="x", previous_response_id=first.id, **GREEDY)
     assert caught.value.code == "previous_response_not_found"
     assert caught.value.param == "previous_response_id"
+
+
+def test_an_empty_answer_is_a_turn_of_the_conversation():
+    template = (
+        "{% for m in messages %}{% if loop.index0 and m.role == messages[loop.index0 - 1].role %}"
+        "{{ raise_exception('roles must alternate') }}{% endif %}{{ m.role }}: {{ m.content }}\n"
+        "{% endfor %}"
+    )
+    with (
+        serve(lambda: ScriptedClient(template, lambda *_: "")) as server,
+        httpx.Client(base_url=server.url) as http,
+    ):
+        first = http.post(PATH, json={"input": "a"}).json()
+        body = {"input": "b", "previous_response_id": first["id"]}
+        assert http.post(PATH, json=body).json()["status"] == "completed"
+        assert server.client.prompts[-1] == "user: a\nassistant: \nuser: b\n"
 
 
 def test_a_streamed_response_is_stored(client):

@@ -125,6 +125,8 @@ class ResponseBuilder:
             "input_tokens", "cached_tokens", "output_tokens" and "reasoning_tokens".
         """
         status = "incomplete" if finish_reason == "length" else "completed"
+        if not self.response["output"]:  # an empty answer is a turn of the conversation, too
+            yield from self._begin_text("message")
         yield from self._end(status)
         if status == "incomplete":
             self.response["incomplete_details"] = {"reason": "max_output_tokens"}
