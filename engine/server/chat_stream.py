@@ -49,10 +49,12 @@ from engine.server.server_config import ServerConfig
 from engine.server.tool_parsers import (
     Event,
     TextDelta,
+    ToolCallDelta,
     ToolCallEnd,
     ToolParser,
     settle,
 )
+from engine.server.tool_parsers.surrogates import SurrogateGate
 
 __all__ = ["ChatPiece", "ChatRequest", "ChatService", "ChatStream"]
 
@@ -443,6 +445,7 @@ class _Answer:
     def __init__(self, request: ChatRequest) -> None:
         self._tools = request.tool_parser() if request.tool_parser else None
         self._reasoning = request.reasoning_parser() if request.reasoning_parser else None
+        self._arguments = SurrogateGate()
         self._one_call = request.one_call
         self._last_index = 0  # of the call to keep; damaged ones before it are text
         self._later: list[Event] = []  # events of a later call, until its end
@@ -467,11 +470,25 @@ class _Answer:
         return thought, *self._split(events)
 
     def _split(self, events: Sequence[Event]) -> tuple[str, Sequence[Event]]:
+        events = self._without_surrogates(events)
         if self._one_call:
             events = self._without_later_calls(events)
         is_whole = any(isinstance(e, ToolCallEnd) and e.is_complete for e in events)
         self.has_calls = self.has_calls or is_whole
         return "".join(e.text for e in events if isinstance(e, TextDelta)), events
+
+    def _without_surrogates(self, events: Sequence[Event]) -> list[Event]:
+        """Make the arguments of calls a text that UTF-8 can hold, once they are decoded."""
+        found: list[Event] = []
+        for event in events:
+            if isinstance(event, ToolCallDelta):
+                if text := self._arguments.push(event.arguments):
+                    found.append(ToolCallDelta(event.index, text))
+                continue
+            if isinstance(event, ToolCallEnd) and (rest := self._arguments.finish()):
+                found.append(ToolCallDelta(event.index, rest))
+            found.append(event)
+        return found
 
     def _without_later_calls(self, events: Sequence[Event]) -> list[Event]:
         """Drop the calls after the first one that is not damaged; damaged ones are text."""

@@ -77,6 +77,28 @@ class LateFailure(CannedClient):
         yield
 
 
+def test_half_of_a_surrogate_pair_in_a_call_ends_no_conversation():
+    """It was an internal error in one protocol, and in the others a call without an answer."""
+    text = '<tool_call>{"name": "add", "arguments": {"a": "x\\ud83d"}}</tool_call>'
+    with serve(lambda: CannedClient(*text)) as server:
+        with anthropic_client(server) as client:
+            fields = {"model": "scripted", "max_tokens": 8, "messages": USER}
+            fields["tools"] = [{"name": "add", "input_schema": {"type": "object"}}]
+            answers = [client.messages.create(**fields)]
+            with client.messages.stream(**fields) as events:
+                answers.append(events.get_final_message())
+            assert [one.content[0].input for one in answers] == [{"a": "x\ufffd"}] * 2
+        with openai_client(server) as client:
+            tools = [{"type": "function", "name": "add", "parameters": {}}]
+            first = client.responses.create(model="scripted", input="Hi", tools=tools)
+            call_id = first.output[0].call_id
+            result = {"type": "function_call_output", "call_id": call_id, "output": "3"}
+            second = client.responses.create(
+                model="scripted", input=[result], previous_response_id=first.id, tools=tools
+            )
+            assert second.status == "completed"
+
+
 def test_a_failure_after_comments_is_a_stream_that_clients_read():
     config = ServerConfig(sse_keep_alive=0.05, access_log=False)
     with serve(LateFailure, config) as server:

@@ -25,6 +25,7 @@ from engine.server.tool_parsers.formats import FORMATS
 from engine.server.tool_parsers.json_scanner import MAX_DEPTH, is_json_object
 from engine.server.tool_parsers.llama3_json import Llama3JsonParser
 from engine.server.tool_parsers.mistral import MistralParser
+from engine.server.tool_parsers.surrogates import SurrogateGate
 
 CLASSES = {
     "hermes": FORMATS["hermes"].parser,
@@ -588,3 +589,19 @@ def test_what_follows_a_name_that_is_too_long_is_read_in_any_pieces(name):
         found.append((parsed.content, [(c.name, c.arguments) for c in parsed.tool_calls]))
     assert LONG in found[0][0] and found == [found[0]] * 4
     assert name == "hy_v3" or found[0][1] == [("f", "{}")]
+
+
+ESCAPES = ["\\ud83d", "\\uDE00", "\\u00e9", "\\\\", '\\"', "\\n", "ud83d", "d8", "a", "é"]
+
+
+@given(st.lists(st.sampled_from(ESCAPES), max_size=8), st.sets(st.integers(0, 60)))
+def test_arguments_have_no_half_of_a_pair_in_any_pieces(parts, cuts):
+    text = json.dumps({"a": 1})[:-1] + ', "b": "' + "".join(parts) + '"}'
+    wanted = json.loads(text)["b"].encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    gate = SurrogateGate()
+    ends = [*sorted(cut for cut in cuts if cut < len(text)), len(text)]
+    pieces = [text[a:b] for a, b in zip([0, *ends], ends, strict=False)]
+    passed = "".join([*map(gate.push, pieces), gate.finish()])
+    assert json.loads(passed) == {"a": 1, "b": wanted}
+    if wanted == json.loads(text)["b"]:
+        assert passed == text
