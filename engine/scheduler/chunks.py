@@ -18,12 +18,15 @@ def chunk_size(
     output: ScheduleOutput,
     config: SchedulerConfig,
     states: StateSlots | None = None,
+    *,
+    reserved: int = 0,
 ) -> int:
     """Return how many tokens of `request` still fit into the step, drafts aside.
 
     `states`: of a model with recurrent layers; it ends chunks where a snapshot is wanted.
+    `reserved`: tokens of the step's budget to leave for decodes scheduled later.
     """
-    room = config.max_num_batched_tokens - output.num_scheduled_tokens
+    room = config.max_num_batched_tokens - output.num_scheduled_tokens - reserved
     if config.max_prefill_chunk:
         room = min(room, config.max_prefill_chunk)
     size = min(room, request.num_tokens - request.num_computed_tokens)

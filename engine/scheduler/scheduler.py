@@ -414,15 +414,20 @@ class Scheduler:
         return others
 
     def _schedule_chunks(self, output: ScheduleOutput, requests: list[Request]) -> None:
-        """Schedule prefills in progress and decodes with drafts, in service order."""
+        """Schedule prefills in progress and decodes with drafts, in service order.
+
+        A prefill leaves a token of the budget to each decode after it, as to those without drafts.
+        """
         config = self.config
+        num_decodes = sum(map(_is_decode, requests))  # those from here on
         for index, request in enumerate(requests):
+            num_decodes -= _is_decode(request)
             if request.status is not _RUNNING or request.num_draft_tokens:
                 continue  # preempted just now, or its drafts are in flight
             if request.num_tokens >= request.pause_len:
                 self._end_short_rope(request, output)
                 continue
-            num_new = chunk_size(request, output, config, self._states)
+            num_new = chunk_size(request, output, config, self._states, reserved=num_decodes)
             if not num_new:
                 continue  # the budget is spent
             later = len(requests) - index - 1
@@ -640,6 +645,11 @@ class Scheduler:
         in_flight = [host for output in self._in_flight for host, _ in output.swap_in]
         slots_in_flight = [o.slot_moves for o in self._in_flight if o.slot_moves is not None]
         self._queues.check_integrity(in_flight, slots_in_flight)
+
+
+def _is_decode(request: Request) -> bool:
+    """Tell whether `request`, drafts aside, has exactly one token to compute."""
+    return request.num_tokens - request.num_computed_tokens == 1
 
 
 def _state_slots(config: SchedulerConfig, tree: PrefixTree | None) -> StateSlots:

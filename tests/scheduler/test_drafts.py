@@ -176,6 +176,21 @@ def test_drafts_take_no_budget_from_other_requests():
     scheduler.commit(output, mock.run(output))
 
 
+def test_a_long_prompt_delays_no_decode_because_of_its_drafts():
+    """The prompt comes first in service order, and would take the budget of many steps."""
+    scheduler, mock = make_scheduler(max_num_seqs=4, max_num_batched_tokens=16)
+    request = make_request("a", [1, 2, 3], max_tokens=30)
+    decoding(scheduler, mock, request)
+    urgent = make_request("b", [1] * 120, max_tokens=2, priority=-1)
+    scheduler.add_request(urgent)
+    for count in range(1, 8):
+        assert request.num_output_tokens == count and not urgent.output_token_ids
+        assert scheduler.propose(request, [(next_tokens(request, 1)[0] + 1) % 7] * 3)
+        output = scheduler.schedule()
+        assert output.num_scheduled_tokens == 16
+        scheduler.commit(output, mock.run(output))
+
+
 def test_drafts_preempt_no_request():
     scheduler, mock = make_scheduler(num_blocks=3, prefix_caching=False, watermark=0.0)
     a, b = (make_request(name, [1] * 15, max_tokens=15) for name in "ab")
