@@ -380,7 +380,7 @@ class Scheduler:
                 continue
             start = request.num_computed_tokens
             num_tokens = request.num_tokens
-            if num_tokens - start != 1 or (has_drafts and request.drafts is not None):
+            if num_tokens - start != 1 or (has_drafts and self._keeps_drafts(request)):
                 others.append(request)
                 continue
             if num_tokens >= request.pause_len:
@@ -511,6 +511,20 @@ class Scheduler:
             start = request.num_computed_tokens
             output.state_access.append(self._states.access(request, start, num_new))
         add_chunk(request, output, num_new, drafts)
+
+    def _keeps_drafts(self, request: Request) -> bool:
+        """Tell whether a decode has drafts; one that lacks a block while none is free loses them.
+
+        It then gets the block in service order: later requests, which may be preempted for it, are
+        not scheduled yet.
+        """
+        if request.drafts is None:
+            return False
+        blocks = self.blocks
+        if request.num_draft_tokens or blocks.num_available or not blocks.lacks_block(request):
+            return True
+        request.drafts = None
+        return False
 
     def _has_room_for(self, num_drafts: int, requests: Sequence[Request], index: int) -> bool:
         """Allocate the blocks and state slots of drafts of a request; False if there are too few.

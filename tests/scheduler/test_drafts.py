@@ -218,6 +218,19 @@ def test_drafts_leave_the_last_block_to_a_request_that_needs_it(num_drafts):
     assert scheduler.stats().num_preemptions == 0
 
 
+def test_a_request_with_drafts_gets_its_block_before_later_requests_go_on():
+    """The later one, without drafts, needs no block for 14 more tokens."""
+    scheduler, mock = make_scheduler(num_blocks=3, prefix_caching=False, watermark=0.0)
+    first = make_request("a", [1] * 16, max_tokens=8)
+    later = make_request("b", [2] * 17, max_tokens=16)
+    decoding(scheduler, mock, first, later)
+    assert scheduler.propose(first, [*next_tokens(first, 2), 9])
+    output = scheduler.schedule()
+    assert output.preempted == [later] and output.num_draft_tokens == 0
+    scheduler.commit(output, mock.run(output))
+    assert first.num_output_tokens == 2
+
+
 def test_decodes_of_the_most_frequent_length_come_first():
     scheduler, mock = make_scheduler()
     requests = [make_request(name, [1, 2, 3], max_tokens=30) for name in "abcde"]
