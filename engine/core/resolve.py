@@ -202,10 +202,11 @@ def resolve(
         max_draft_tokens=config.max_draft_tokens,
         max_adapters=model.num_adapter_slots,
         # Trees need the decode kernel, but its summation order depends on the batch, and it does
-        # not support trees with a sliding window. Patterns need the prefill kernel, and states
-        # follow a chain of tokens.
+        # not support trees with a sliding window. Patterns need the prefill kernel, latent
+        # attention has a kernel without trees, and states follow a chain of tokens.
         draft_trees=not model.deterministic
         and not model.has_patterns
+        and model.config.mla is None
         and not any(model.config.layer_windows)
         and not least.num_state_slots,
         watermark=config.watermark,

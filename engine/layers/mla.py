@@ -10,6 +10,7 @@ import numpy as np
 from engine import kernels
 from engine.config import MlaConfig
 from engine.device import array_module, empty_like
+from engine.errors import ContractError
 from engine.layers.arrays import arrays_of
 from engine.layers.attention import AttentionParams
 from engine.layers.batch import ForwardBatch
@@ -218,6 +219,8 @@ class Mla:
 
     def _attend(self, q: Any, batch: ForwardBatch, pages: Any) -> Any:
         """Return the heads' results (T, H, v)."""
+        if batch.tree_mask is not None:
+            raise ContractError("a batch for latent attention must have no tree_mask; got one")
         out = empty_like(q, None, (*q.shape[:2], self.config.v_dim))
         num = batch.num_decodes
         if self.params.deterministic and not self.can_plan(batch):

@@ -8,11 +8,18 @@ import numpy as np
 import pytest
 
 from engine import load
-from engine.config import RopeConfig
+from engine.config import MlaConfig, RopeConfig
 from engine.sampling_params import RequestOutputKind
 from tests.e2e.tiny import CONFIG, VOCAB, Words, make_engine, mixed_params, run, tiny_model
 
 MAX_DRAFTS = 5
+LATENT = dataclasses.replace(
+    CONFIG,
+    layer_kinds=("mla", "mla"),
+    mla=MlaConfig(12, 16, 4, 4, 6),
+    rope=RopeConfig(rotary_dim=4),
+    attn_scale=8**-0.5,
+)
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -188,28 +195,37 @@ def test_trees(model, graphs):
 
         got, num_steps = _generate(_engine(model, **options), prompts, wanted, propose)
         assert num_steps < num_plain
-        for one, other in zip(got, want, strict=True):
-            assert one.token_ids == other.token_ids
-            for entry, expected in zip(one.logprobs or (), other.logprobs or (), strict=True):
-                assert entry.keys() == expected.keys()
-                for token, logprob in entry.items():
-                    assert abs(logprob.logprob - expected[token].logprob) < 1e-4
+        _assert_close(got, want)
 
 
-def test_a_deterministic_model_cuts_trees_to_chains(deterministic_model):
-    engine = _engine(deterministic_model)
-    assert not engine.config.scheduler.draft_trees
-    prompts, params = _prompts(2), [_params(i) for i in range(2)]
-    want, _ = _generate(_engine(deterministic_model), prompts, params)
+def _assert_close(got, want):
+    """Check for the same tokens, with log-probabilities that differ by rounding only."""
+    for one, other in zip(got, want, strict=True):
+        assert one.token_ids == other.token_ids
+        for entry, expected in zip(one.logprobs or (), other.logprobs or (), strict=True):
+            assert entry.keys() == expected.keys()
+            for token, logprob in entry.items():
+                assert abs(logprob.logprob - expected[token].logprob) < 1e-4
+
+
+@pytest.mark.parametrize("kind", ["deterministic", "latent attention"])
+def test_a_model_without_trees_cuts_them_to_chains(where, kind):
+    """Its kernels know no tree: a draft would attend to the alternative before it."""
+    is_deterministic = kind == "deterministic" or where == "cuda"
+    config = CONFIG if kind == "deterministic" else LATENT
+    model = tiny_model(where, config, deterministic=is_deterministic)
+    prompts, params = _prompts(2), [_params(i, logprobs=3) for i in range(2)]
+    want, _ = _generate(_engine(model), prompts, params)
 
     def propose(scheduler, request):
         known = want[int(request.request_id[1:])].token_ids
         start = request.num_tokens - request.num_prompt_tokens
-        if known[start:]:
-            scheduler.propose(request, [known[start], (known[start] + 1) % VOCAB], [-1, -1])
+        right = known[start : start + 2]
+        if len(right) == 2:
+            scheduler.propose(request, [(right[0] + 1) % VOCAB, *right], [-1, -1, 1])
 
-    got, _ = _generate(engine, prompts, params, propose)
-    assert [o.token_ids for o in got] == [o.token_ids for o in want]
+    got, _ = _generate(_engine(model), prompts, params, propose)
+    _assert_close(got, want)
 
 
 def _second_best(ids, logits):
