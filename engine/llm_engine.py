@@ -26,7 +26,7 @@ from engine.core.resolve import ResolvedConfig, resolve
 from engine.core.stats import EngineStats, StatsCollector
 from engine.core.watchdog import Watchdog
 from engine.engine_config import CONFIG_OPTIONS, EngineConfig
-from engine.errors import ConfigError, EngineError, RankError, RequestError, WeightsError
+from engine.errors import ConfigError, EngineError, RequestError, WeightsError
 from engine.kernels._override.scope import current_overrides, forbid_override
 from engine.loading.lora import LoraAdapter
 from engine.lora_request import LoRARequest
@@ -533,7 +533,7 @@ class LLMEngine:
         while self._in_flight:
             step = self._in_flight.pop()
             self.scheduler.rollback(step.output)
-            with contextlib.suppress(RankError):  # its result is dropped
+            with contextlib.suppress(Exception):  # its result is dropped
                 self.runner.read(step)
         self.watchdog.close()
         self.speculation.close()

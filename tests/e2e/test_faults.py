@@ -169,6 +169,16 @@ def test_an_interrupt_leaves_the_engine_consistent(model, monkeypatch, late):
     _assert_all_as_alone(model, outputs)
 
 
+def test_closing_frees_the_memory_although_the_step_in_flight_fails(model, monkeypatch):
+    engine = _engine(model, async_scheduling=True)
+    engine.step()
+    assert engine._in_flight
+    _break(monkeypatch, engine.runner, "read", {0: RuntimeError("a fault of the device")})
+    engine.close()
+    assert engine.kv_cache.is_closed and not engine._in_flight
+    assert not engine.has_unfinished_requests()
+
+
 class _BrokenTokenizer:
     special_ids, strip_left, max_token_chars, eos_token_ids = frozenset(), 0, 4, ()
 
