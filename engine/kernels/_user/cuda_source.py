@@ -9,11 +9,13 @@ A kernel's parameters are read from its declaration, so that a definition need n
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from engine.checks import shown
 from engine.errors import CompileError, ConfigError
 from engine.kernels._module import INCLUDE, source_dir
 from engine.kernels._user.names import is_reserved, is_reserved_kernel
@@ -161,9 +163,9 @@ class Source:
                 f"{name}: source: must be the path of a .cu file, or CUDA text with a __global__ "
                 f"function; got {source!r:.80}"
             )
-        found = [place for place in (folder / source, Path(source)) if place.is_file()]
+        found = [place for place in (folder / source, Path(source)) if os.path.isfile(place)]
         if not found:
-            raise ConfigError(f"{name}: source: there is no file {str(source)!r} in {folder}")
+            raise ConfigError(f"{name}: source: there is no file {shown(str(source))} in {folder}")
         self.path = found[0].resolve()
         self._label = self.path.name
         self._folder = self.path.parent

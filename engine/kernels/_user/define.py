@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import inspect
+import numbers
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from engine.checks import shown
 from engine.errors import ConfigError
 from engine.kernels._user.cuda_source import Source
 from engine.kernels._user.expressions import Expression
 from engine.kernels._user.op import Definition, Op
 from engine.kernels._user.problem import Launch, Problem
-from engine.kernels._user.signature import parse_signature, split_list
+from engine.kernels._user.signature import Signature, parse_signature, split_list
 
 __all__ = ["define"]
 
@@ -113,12 +115,13 @@ def define(
     for label, function in (("reference", reference), ("launch", launch)):
         if not callable(function):
             raise ConfigError(f"{name}: {label}: must be callable; got {function!r}")
+    _check_types(name, {"where": where, "entry": entry}, in_place, inputs, sizes, bench)
     file = sys._getframe(1).f_globals.get("__file__") or ""
     folder = Path(file).resolve().parent if file else Path.cwd()
     parsed = parse_signature(signature, name)
     _check_parameters(name, "reference", reference, [arg.name for arg in parsed.args])
     _check_parameters(name, "launch", launch, ("problem",))
-    _check_types(name, tolerance, sizes or {}, in_place)
+    _check_numbers(name, parsed, tolerance, sizes or {})
     definition = Definition(
         name,
         parsed,
@@ -161,7 +164,7 @@ def _check_parameters(
 
 
 def _known_arch(name: str, requires: str) -> str:
-    if requires and not re.fullmatch(r"sm_\d{2,3}a?", str(requires)):
+    if not isinstance(requires, str) or not re.fullmatch(r"(sm_\d{2,3}a?)?", requires):
         raise ConfigError(
             f"{name}: requires: must be an architecture like sm_90 or sm_90a; got {requires!r}"
         )
@@ -169,27 +172,56 @@ def _known_arch(name: str, requires: str) -> str:
 
 
 def _check_types(
+    name: str, texts: Mapping[str, Any], in_place: Any, inputs: Any, sizes: Any, bench: Any
+) -> None:
+    """Check the types of arguments that would otherwise fail later, or be misread: `where`."""
+    for label, text in texts.items():
+        if not isinstance(text, str):
+            raise ConfigError(f"{name}: {label}: must be a str; got {shown(text)}")
+    if not isinstance(in_place, str | Sequence):
+        raise ConfigError(f"{name}: in_place: must name arguments; got {in_place!r}")
+    for label, given in (("inputs", inputs), ("sizes", sizes)):
+        if given is not None and not isinstance(given, Mapping):
+            raise ConfigError(f"{name}: {label}: must be a mapping; got {shown(given)}")
+    several = [bench] if isinstance(bench, Mapping) else bench
+    if not isinstance(several, Sequence) or not all(isinstance(one, Mapping) for one in several):
+        raise ConfigError(
+            f"{name}: bench: must be a mapping or a sequence of mappings; got {shown(bench)}"
+        )
+
+
+def _check_numbers(
     name: str,
+    signature: Signature,
     tolerance: tuple[float, float] | None,
     sizes: Mapping[str, Sequence[int]],
-    in_place: str | Sequence[str],
 ) -> None:
-    if tolerance is not None and not (isinstance(tolerance, Sequence) and len(tolerance) == 2):
+    if tolerance is not None and not _are_tolerances(tolerance):
         raise ConfigError(
-            f"{name}: tolerance: must be two numbers, relative to the element and to the rms of "
-            f"the result; got {tolerance!r}"
+            f"{name}: tolerance: must be two numbers of at least 0, relative to the element and to "
+            f"the rms of the result; got {tolerance!r}"
         )
+    scalars = {scalar.name for scalar in signature.scalars}
     for symbol, values in sizes.items():
-        if not isinstance(values, Sequence) or isinstance(values, str):
+        is_several = isinstance(values, Sequence) and not isinstance(values, str)
+        if not is_several or not (symbol in scalars or all(map(_is_size, values))):
             raise ConfigError(
                 f"{name}: sizes: must be several for {symbol}, such as (64, 1000); got {values!r}"
             )
-    if not isinstance(in_place, str | Sequence):
-        raise ConfigError(f"{name}: in_place: must name arguments; got {in_place!r}")
+
+
+def _are_tolerances(given: Any) -> bool:
+    is_pair = isinstance(given, Sequence) and not isinstance(given, str) and len(given) == 2
+    return is_pair and all(isinstance(one, numbers.Real) and float(one) >= 0.0 for one in given)
+
+
+def _is_size(value: Any) -> bool:
+    is_whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    return is_whole and int(value) >= 0
 
 
 def _power_of_two(name: str, alignment: int) -> int:
-    if alignment not in (1, 2, 4, 8, 16, 32, 64, 128, 256):
+    if not isinstance(alignment, int) or alignment not in (1, 2, 4, 8, 16, 32, 64, 128, 256):
         raise ConfigError(
             f"{name}: alignment: must be a power of two up to 256 bytes; got {alignment!r}"
         )
@@ -197,7 +229,7 @@ def _power_of_two(name: str, alignment: int) -> int:
 
 
 def _check_names(definition: Definition) -> None:
-    """Check that every name in the definition is one of the signature's, and the kernel exists."""
+    """Check that names in the definition are the signature's, and that what they name exists."""
     arrays = [array.name for array in definition.signature.arrays]
     scalars = [scalar.name for scalar in definition.signature.scalars if scalar.name]
     symbols = {*definition.signature.symbols, *scalars}
@@ -220,6 +252,11 @@ def _check_names(definition: Definition) -> None:
                     f"{definition.name}: {label}: must name {', '.join(sorted(known))}; "
                     f"got {each!r}"
                 )
+    for argument, draw in definition.inputs.items():
+        if not callable(draw):
+            raise ConfigError(
+                f"{definition.name}: inputs: must be callable for {argument}; got {shown(draw)}"
+            )
     if not definition.source.current().entries:
         raise ConfigError(
             f'{definition.name}: source: has no kernel; declare one as extern "C" __global__ void '
