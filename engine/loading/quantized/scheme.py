@@ -33,6 +33,7 @@ _METHODS: dict[str, Callable[[Fields], QuantizationScheme]] = {
 }
 
 _OLD_FILES = ("quantize_config.json", "quant_config.json")
+_MODELOPT_FILE = "hf_quant_config.json"
 # Keys found only in AWQ files.
 _AWQ_KEYS = ("w_bit", "q_group_size", "zero_point")
 
@@ -69,7 +70,18 @@ def _fields(root: Path) -> tuple[Fields, str | None] | None:
             old = read_json(root / name, root=root)
             method = "awq" if any(key in old for key in _AWQ_KEYS) else "gptq"
             return Fields(old, str(root / name)), method
+    _refuse_modelopt(root)
     return None
+
+
+def _refuse_modelopt(root: Path) -> None:
+    """Refuse matrices that NVIDIA's modelopt has quantized; scales of pages alone are accepted."""
+    path = root / _MODELOPT_FILE
+    values = read_json(path, root=root).get("quantization") if is_present(path) else None
+    if isinstance(values, Mapping) and values.get("quant_algo") is not None:
+        raise Fields(values, str(path)).error(
+            "quant_algo", f"null (matrices are read from files of {', '.join(_METHODS)} only)"
+        )
 
 
 def scheme_from_dict(

@@ -232,6 +232,17 @@ def test_files(tmp_path):
     assert scheme_from_dict({"quant_method": "mxfp4"}).formats == ()
 
 
+def test_a_checkpoint_of_modelopt_is_refused_by_its_own_file(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    path = tmp_path / "hf_quant_config.json"
+    path.write_text('{"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4"}}')
+    with pytest.raises(ConfigError, match=r"hf_quant_config.json: quant_algo must be .*'NVFP4'"):
+        load_scheme(tmp_path)
+    for text in ('{"quantization": {"quant_algo": null, "kv_cache_quant_algo": "FP8"}}', "{}"):
+        path.write_text(text)  # the pages' scales alone
+        assert load_scheme(tmp_path) is None
+
+
 def test_patterns_take_only_a_moment():
     worst = ct(ignore=["re:.*a.*a.*a.*b"])
     started = time.process_time()
