@@ -15,6 +15,7 @@ INTERNLM3 = replace(
     gguf_arch="",
     gguf_interleaved_rope=False,
     defaults={
+        "head_dim": 128,
         "num_key_value_heads": 2,
         "max_position_embeddings": 32768,
         "rms_norm_eps": 1e-5,
@@ -31,6 +32,7 @@ IQUESTCODER = replace(
     INTERNLM3,
     model_type="iquestcoder",
     defaults={
+        "head_dim": 128,
         "num_key_value_heads": 8,
         "max_position_embeddings": 131072,
         "rms_norm_eps": 1e-5,

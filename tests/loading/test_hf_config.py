@@ -402,6 +402,13 @@ KV_HEADS = {
 }
 
 
+@pytest.mark.parametrize("kind", ["qwen3", "internlm3", "iquestcoder"])
+def test_head_dims_that_files_may_leave_out(kind):
+    config = {"model_type": kind, **SIZES}
+    assert config_from_dict(config).head_dim == 128
+    assert config_from_dict({**config, "head_dim": None}).head_dim == 8
+
+
 @pytest.mark.parametrize("kind", KV_HEADS)
 def test_numbers_of_key_value_heads_that_files_may_leave_out(kind):
     values = {"model_type": kind, **SIZES, "num_attention_heads": 64, "hidden_size": 512}
