@@ -261,6 +261,14 @@ def test_gradient_of_each_element_of_a_batch(case):
             np.testing.assert_allclose(a[n], b, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "token_id", [np.int64(2**32 + 1), np.int64(1 - 2**32), np.uint32(2**31), jnp.uint32(2**31)]
+)
+def test_an_id_that_int32_does_not_hold_is_outside_the_table(token_id):
+    rows = ops.embedding(token_id.reshape(1), jnp.ones((4, 2)))
+    assert np.isnan(rows).all()
+
+
 def test_residual_is_added_first():
     x, residual, weight = random(0, 4, 8), random(1, 4, 8), random(2, 8)
 

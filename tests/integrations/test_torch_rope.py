@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from torch.library import opcheck  # noqa: E402
 
-from engine.errors import ShapeError  # noqa: E402
+from engine.errors import ContractError, ShapeError  # noqa: E402
 from engine.integrations import torch as ops  # noqa: E402
 
 
@@ -64,6 +64,13 @@ def test_positions_are_integers():
     q = torch.ones(3, 1, 8)
     with pytest.raises(TypeError, match="rope: positions: must be int64 or int32; got float32"):
         ops.rope(q, q, _table(4, 6, "cpu"), torch.tensor([0.5, 1.0, 2.0]))
+
+
+@pytest.mark.parametrize("position", [2**32 + 1, 1 - 2**32, 2**31, -1])
+def test_a_position_that_int32_does_not_hold_is_outside_the_table(position):
+    q = torch.ones(2, 1, 8)
+    with pytest.raises(ContractError, match=r"rope: positions: must be in \[0, 4\)"):
+        ops.rope(q, q, _table(4, 6, "cpu"), torch.tensor([0, position]))
 
 
 @pytest.mark.parametrize("shape", [(4,), (2, 3), (3, 1), (3, 2, 1)])

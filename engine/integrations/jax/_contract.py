@@ -28,16 +28,29 @@ class TraceContract(Contract):
         return super().array(name, value, shape, dtype, layout=layout)
 
     def integers(self, name: str, value: Any, shape: str) -> Any:
-        """Check an array of any integer dtype and return it as int32."""
-        array = self._as_array(name, value)
-        if not jnp.issubdtype(array.dtype, jnp.integer):
-            raise DTypeError(f"{self.op}: {name}: must be integers; got {array.dtype}")
-        return self.array(name, array.astype(INT32), shape, INT32)
+        """Check an array of any integer dtype and return it as int32.
+
+        Ids that int32 does not hold stay outside any table: -1, or the largest int32.
+        """
+        self._check_array(name, value)
+        if not jnp.issubdtype(value.dtype, jnp.integer):
+            raise DTypeError(f"{self.op}: {name}: must be integers; got {value.dtype}")
+        # NumPy's here: jnp.asarray may cut an int64.
+        xp = jnp if isinstance(value, jax.Array) else np
+        limits = np.iinfo(INT32)
+        if jnp.iinfo(value.dtype).max > limits.max:
+            value = xp.minimum(value, limits.max)
+        if jnp.iinfo(value.dtype).min < limits.min:
+            value = xp.where(value < limits.min, -1, value)
+        return self.array(name, jnp.asarray(value.astype(INT32)), shape, INT32)
 
     def _as_array(self, name: str, value: Any) -> Any:
+        self._check_array(name, value)
+        return jnp.asarray(value)
+
+    def _check_array(self, name: str, value: Any) -> None:
         if not isinstance(value, jax.Array | np.ndarray | np.generic):
             raise DTypeError(f"{self.op}: {name}: must be an array; got {type(value).__name__}")
-        return jnp.asarray(value)
 
     def _check_module(self, name: str, array: Any) -> None:
         """JAX places the arrays of a call on one device itself."""

@@ -14,8 +14,10 @@ from engine.dtypes import BFLOAT16
 from engine.errors import DTypeError
 from engine.kernels._prepared_call import ALIGNMENT, ArrayLayout
 
-__all__ = ["DTYPES", "accumulation_dtype", "array_of", "check_integers", "layout_of", "tensor_of"]
-__all__ += ["torch_dtype"]
+__all__ = ["DTYPES", "accumulation_dtype", "array_of", "as_int32", "check_integers", "layout_of"]
+__all__ += ["tensor_of", "torch_dtype"]
+
+_LARGEST = 2**31 - 1  # largest int32
 
 DTYPES: dict[torch.dtype, np.dtype[Any]] = {
     torch.float32: np.dtype(np.float32),
@@ -87,6 +89,11 @@ def check_integers(op: str, name: str, tensor: torch.Tensor) -> None:
     if tensor.dtype not in (torch.int64, torch.int32):
         got = str(tensor.dtype).removeprefix("torch.")
         raise DTypeError(f"{op}: {name}: must be int64 or int32; got {got}")
+
+
+def as_int32(ids: torch.Tensor) -> torch.Tensor:
+    """Cast ids or positions; those that int32 does not hold stay outside any table."""
+    return ids if ids.dtype == torch.int32 else ids.clamp(-1, _LARGEST).int()
 
 
 def _names() -> str:

@@ -13,11 +13,9 @@ from torch import Tensor
 from engine import kernels
 from engine.errors import ContractError
 from engine.integrations.torch._core import define, define_composite, on_tensors
-from engine.integrations.torch._tensors import check_integers
+from engine.integrations.torch._tensors import as_int32, check_integers
 
 __all__ = ["embedding"]
-
-_LARGEST = 2**31 - 1  # largest int32
 
 
 def _table_gradient(
@@ -109,8 +107,6 @@ def embedding(
         raise ContractError(
             f"embedding: padding_idx: must be from {-vocab} to {vocab - 1}; got {padding_idx}"
         )
-    ids = token_ids.reshape(-1)
-    if ids.dtype != torch.int32:  # the cast alone could turn an invalid id into a valid one
-        ids = ids.clamp(-1, _LARGEST).int()
+    ids = as_int32(token_ids.reshape(-1))
     skipped = -1 if padding_idx is None else padding_idx % vocab
     return _EMBEDDING(ids, weight, scale, skipped).view(*token_ids.shape, weight.shape[1])

@@ -9,7 +9,7 @@ import torch
 from engine import kernels
 from engine.errors import ShapeError
 from engine.integrations.torch._core import define
-from engine.integrations.torch._tensors import check_integers
+from engine.integrations.torch._tensors import as_int32, check_integers
 from engine.integrations.torch._transforms import fold_rows
 
 __all__ = ["rope"]
@@ -97,7 +97,7 @@ def rope(
                 f"{wanted}, or one that broadcasts to it; got {tuple(positions.shape)}"
             )
         positions = positions.expand(lead)
-    if positions.dtype != torch.int32:
-        positions = positions.to(torch.int32)
-    rotated: tuple[torch.Tensor, torch.Tensor] = _ROPE(q, k, positions, cos_sin, interleaved, False)
+    rotated: tuple[torch.Tensor, torch.Tensor] = _ROPE(
+        q, k, as_int32(positions), cos_sin, interleaved, False
+    )
     return rotated
