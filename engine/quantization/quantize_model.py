@@ -119,7 +119,7 @@ def _sequences(plan: FolderPlan, calibrate: Any, count: int) -> np.ndarray[Any, 
     if isinstance(calibrate, str | PathLike):
         data = read_file(Path(calibrate), _MAX_TEXT_BYTES, None, RequestError)
         try:
-            text = data.decode("utf-8")
+            text = data.decode("utf-8-sig")  # Some editors write a BOM.
         except UnicodeDecodeError as error:
             raise RequestError(f"{excerpt(calibrate)}: must be UTF-8 ({error.reason})") from None
         ids = _tokenizer(plan).encode(text[: count * _CHARACTERS_PER_TOKEN])

@@ -191,6 +191,30 @@ def test_gptq_is_calibrated_on_the_model_of_a_file(tmp_path):
     assert errors[1] < errors[0]
 
 
+def test_a_byte_order_mark_is_no_part_of_the_calibration_text(tmp_path):
+    from safetensors.numpy import load_file, save_file
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    values = tiny.config_of("llama")
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(values))
+    save_file(tiny.random_tensors(tiny.tensor_shapes(values)), folder / "model.safetensors")
+    words = [f"w{i}" for i in range(40)]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, "w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.decoder = decoders.Metaspace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    made = []
+    for encoding in ("utf-8", "utf-8-sig"):
+        text = tmp_path / encoding
+        text.write_text(" ".join(words[1:9]), encoding=encoding)
+        options = {"calibrate": text, "calibration_tokens": 8, "device": "cpu"}
+        out = engine.quantize(folder, tmp_path / f"q-{encoding}", format="int4_g32", **options)
+        made.append(load_file(out / "model.safetensors"))
+    assert all(np.array_equal(made[0][name], made[1][name]) for name in made[0])
+
+
 def test_a_damaged_file_is_refused(tmp_path):
     (tmp_path / "m.gguf").write_bytes(b"GGUF")
     with pytest.raises(WeightsError, match="at least 8 bytes"):
