@@ -312,7 +312,8 @@ def test_the_next_larger_graph_is_replayed(model):
         block_size=16,
         max_model_len=5000,
     )
-    assert graphs.key(1, 1) == GraphKey(1, 1024) and graphs.key(3, 1025) == GraphKey(4, 4096)
+    assert graphs.key(1, 1) == GraphKey(1, 1024) and graphs.key(3, 1025) == GraphKey(4, 2048)
+    assert graphs.key(3, 2049) == GraphKey(4, 4096)
     assert graphs.key(17, 1) == GraphKey(32, 5000) and graphs.key(16, 5000).size == 16
     assert batch_sizes(256)[-3:] == (128, 192, 256) and batch_sizes(1) == (1,)
     assert len(batch_sizes(1024)) < 18 and context_buckets(1, 100) == (100,)
