@@ -270,6 +270,15 @@ def test_messages_become_what_templates_read():
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("text", ["", "null", "{}"])
+def test_a_call_without_arguments(text):
+    call = {"id": "c0", "function": {"name": "now", "arguments": text}}
+    [message] = template_messages(
+        _chat(messages=[{"role": "assistant", "tool_calls": [call]}]).messages
+    )
+    assert message["tool_calls"][0]["function"] == {"name": "now", "arguments": {}}
+
+
 @pytest.mark.parametrize(
     "message, words",
     [

@@ -321,8 +321,8 @@ def _template_call(call: ToolCallMessage, where: str) -> dict[str, Any]:
 
 def _read_arguments(text: str, where: str) -> dict[str, Any]:
     """Return the arguments of an earlier call; if that was cut, those that are complete."""
-    try:
-        return msgspec.json.decode(text or "{}", type=dict[str, Any])
+    try:  # Clients write no arguments as an empty text or as null, too.
+        return msgspec.json.decode(text or "{}", type=dict[str, Any] | None) or {}
     except (msgspec.DecodeError, RecursionError, UnicodeError):
         if begins_json_object(text):
             return complete_values(text)
