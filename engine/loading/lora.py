@@ -370,7 +370,10 @@ class _Reader:
         self._products = products
         self._shard = shard
         self._biases = biases
-        self._table = matrix_placements(config, family(config.model_type).names, shard)
+        table = matrix_placements(config, family(config.model_type).names, shard)
+        # An adapter of a model without an output layer, such as one for embeddings, has names
+        # without the "model." in front.
+        self._table = {name.partition(".")[2]: forms for name, forms in table.items()} | table
         first = next(iter(products.values()))
         self._max_rank = first.rank
         self._dtype = first.a.dtype

@@ -21,7 +21,7 @@ from engine.loading import lora
 from engine.loading.lora import adapter_bounds, read_adapter
 from engine.weights import Shard
 from tests.loading.tiny import EXTRA, config_of, random_tensors, tensor_shapes
-from tests.lora_files import adaptable, random_adapter, write_adapter
+from tests.lora_files import adaptable, random_adapter, read_tensors, write_adapter
 
 Q = "model.layers.0.self_attn.q_proj"
 
@@ -98,6 +98,30 @@ def test_tensors_of_other_writers(base, tmp_path):
         for path in (other, other / "adapter_model.safetensors"):
             got = model.read_adapter("b", path).matrices["layers.0.qkv"]
             assert all(np.array_equal(x, y) for x, y in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("kind", "module"),
+    [
+        ("llama", "model.layers.1.mlp.down_proj"),
+        ("qwen3", "model.layers.0.self_attn.k_proj"),
+        ("phi3", "model.layers.1.self_attn.qkv_proj"),
+    ],
+)
+def test_adapters_of_models_without_an_output_layer(base, tmp_path, kind, module):
+    """An embedding model's modules have no "model." in front of their names."""
+    folder = base(kind)
+    model = _model(folder)
+    rows, columns = read_tensors(folder)[f"{module}.weight"].shape
+    [pair] = _q(4, rows, columns).values()
+    found = []
+    for number, own in enumerate((module, module.partition(".")[2])):
+        patterns = {"rank_pattern": {f"^{own}": 4}, "alpha_pattern": {f"^{own}": 12}}
+        path = write_adapter(tmp_path / f"{number}", {f"{own}.weight": pair}, 2, **patterns)
+        found.append(model.read_adapter("a", path).matrices)
+    [(name, want)], [(other, got)] = (matrices.items() for matrices in found)
+    assert name == other and want[1].any()
+    assert all(np.array_equal(x, y) for x, y in zip(want, got, strict=True))
 
 
 @pytest.mark.parametrize("start", ["", "^", "(text|language)_"])
