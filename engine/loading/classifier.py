@@ -25,6 +25,10 @@ _ACTIVATIONS = {  # problem_type -> activation; by default that of the number of
     "regression": "none",
     "multi_label_classification": "sigmoid",
 }
+_PAIR_ACTIVATIONS = {  # end of the name of a class of torch -> activation
+    ".Identity": "none",
+    ".Sigmoid": "sigmoid",
+}
 
 _Array = np.ndarray[Any, np.dtype[np.float32]]
 
@@ -118,9 +122,8 @@ def read_classifier(directory: str | PathLike[str], hidden_size: int) -> Classif
         wanted = f"({len(weight)},), as many as '{HEAD}weight' has labels"
         message = f"{path}: tensor '{HEAD}bias' must have shape {wanted}; got {bias.shape}"
         raise WeightsError(message)
-    default = "sigmoid" if len(weight) == 1 else "softmax"
-    activation = _ACTIVATIONS.get(str(values.get("problem_type")), default)
-    return Classifier(weight, bias, _labels(values, len(weight), path), activation)
+    labels = _labels(values, len(weight), path)
+    return Classifier(weight, bias, labels, _activation(values, len(weight), path))
 
 
 def _architecture(directory: str | PathLike[str]) -> str:
@@ -138,6 +141,29 @@ def _tensor(path: Path, name: str) -> _Array | None:
     shape = checkpoint.shape(name)
     rows = checkpoint.read(name, 0, shape[0] if shape else 1)
     return np.array(rows, np.float32).reshape(shape)
+
+
+def _activation(values: Mapping[str, Any], count: int, path: Path) -> str:
+    """Return the activation of a head of `count` labels.
+
+    One label scores pairs, with the activation that sentence-transformers writes for its
+    cross-encoders. (It writes one for several labels, too, but these are classes.)
+    """
+    own = values.get("sentence_transformers")
+    name = "sbert_ce_default_activation_function"  # written before release 4
+    given = values.get(name)
+    if isinstance(own, dict) and own.get("activation_fn") is not None:
+        name = "sentence_transformers.activation_fn"
+        given = own["activation_fn"]
+    if count > 1 or given is None:
+        default = "sigmoid" if count == 1 else "softmax"
+        return _ACTIVATIONS.get(str(values.get("problem_type")), default)
+    for ending, activation in _PAIR_ACTIVATIONS.items():
+        if isinstance(given, str) and given.startswith("torch.") and given.endswith(ending):
+            return activation
+    raise ConfigError(
+        f"{path / 'config.json'}: {name} must be torch's Sigmoid or Identity; got {shown(given)}"
+    )
 
 
 def _labels(values: Mapping[str, Any], count: int, path: Path) -> tuple[str, ...]:

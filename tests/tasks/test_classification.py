@@ -59,6 +59,40 @@ def test_a_bias_and_large_logits(opened):
     assert scores_of(model, [[5]])[0].tolist() == [1.0, 0.0]
 
 
+@pytest.mark.parametrize(
+    ("case", "config", "activation"),
+    [
+        (ONE_LABEL, {"activation_fn": "torch.nn.modules.linear.Identity"}, "none"),
+        (ONE_LABEL, {"activation_fn": "torch.nn.modules.activation.Sigmoid"}, "sigmoid"),
+        (ONE_LABEL, {"version": "5.1.0"}, "sigmoid"),
+        (ONE_LABEL, None, "none"),
+        ("gemma2_regression", {"activation_fn": "torch.nn.Sigmoid"}, "sigmoid"),
+        (NAMED, {"activation_fn": "torch.nn.modules.linear.Identity"}, "softmax"),
+    ],
+)
+def test_activations_of_cross_encoders(case, config, activation, opened):
+    """sentence-transformers applies its own to the only logit, whatever the problem_type."""
+    old = "sbert_ce_default_activation_function"
+    keys = {"sentence_transformers": config}
+    if config is None:  # as releases before 4.0 write it
+        keys = {old: "torch.nn.modules.linear.Identity"}
+    model = opened(case, config=keys)
+    prompts = GOLDEN["prompts"]
+    logits = np.array(CASES[case]["logits"])
+    want = {
+        "none": logits,
+        "sigmoid": 1 / (1 + np.exp(-logits)),
+        "softmax": np.exp(logits) / np.exp(logits).sum(-1, keepdims=True),
+    }[activation]
+    np.testing.assert_allclose(scores_of(model, prompts), want, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("given", ["torch.nn.Tanh", "own.Sigmoid", 1])
+def test_other_activations_of_cross_encoders_are_refused(given, opened):
+    with pytest.raises(ConfigError, match=r"activation_fn must be torch's Sigmoid or Identity"):
+        opened(ONE_LABEL, config={"sentence_transformers": {"activation_fn": given}})
+
+
 def test_a_model_with_a_head_generates_nothing(opened):
     model = opened(ONE_LABEL)
     engine = LLMEngine(model, max_num_seqs=2, num_blocks=8)
