@@ -77,6 +77,10 @@ _ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu2": "relu2",
 }
+_POOLING_KINDS = (  # of sentence-transformers
+    *("cls_token", "max_tokens", "mean_tokens", "mean_sqrt_len_tokens", "weightedmean_tokens"),
+    "lasttoken",
+)
 _UNGATED_ACTIVATIONS = {**_ACTIVATIONS, "relu": "relu", "xielu": "xielu"}
 
 
@@ -87,6 +91,7 @@ def load_hf_config(directory: str | PathLike[str]) -> ModelConfig:
     generation = generation_config(path)
     if is_present(path / "adapter_config.json"):
         warn_once(f"{path}: adapter_config.json is not read: the model is used without its adapter")
+    _warn_of_embedding_modules(path)
     more = {key: generation[key] for key in ("eos_token_id",) if key in generation}
     key = "torch_dtype" if values.get("dtype") is None else "dtype"
     if values.get(key) in (None, "auto"):
@@ -103,6 +108,25 @@ def load_hf_config(directory: str | PathLike[str]) -> ModelConfig:
         )
         return replace(config, tie_word_embeddings=False)
     return config
+
+
+def _warn_of_embedding_modules(directory: Path) -> None:
+    """Warn if the files of sentence-transformers ask for other embeddings than the engine's."""
+    path = directory / "1_Pooling" / "config.json"
+    if is_present(path):
+        values = read_json(path, root=directory)
+        flags = {key.removeprefix("pooling_mode_"): value for key, value in values.items()}
+        kinds = [kind for kind, value in flags.items() if value is True and kind in _POOLING_KINDS]
+        if isinstance(values.get("pooling_mode"), str):  # newer releases write one key
+            kinds = [values["pooling_mode"]]
+        if kinds != ["lasttoken"]:
+            warn_once(
+                f"{path}: is not read: embeddings pool the last token unless a request has "
+                f"pooling; got {shown(kinds)}"
+            )
+    dense = directory / "2_Dense" / "config.json"
+    if is_present(dense):
+        warn_once(f"{dense}: is not read: embeddings are used without this layer")
 
 
 def _is_tied(directory: Path, config: ModelConfig) -> bool:

@@ -251,6 +251,34 @@ def test_an_adapter_beside_the_model_is_named(make_model, caplog):
     assert "adapter_config.json is not read" in caplog.text
 
 
+@pytest.mark.parametrize("form", ["flags", "name"])
+def test_a_pooling_that_is_not_the_default_is_named(make_model, caplog, form):
+    """A request for embeddings can choose it. A .gguf file's is named in the same way."""
+    path, _, _ = make_model("llama")
+    (path / "1_Pooling").mkdir()
+
+    def load_with(kind, key):
+        flags = {f"pooling_mode_{one}": one == key for one in ("mean_tokens", "lasttoken")}
+        values = flags if form == "flags" else {"pooling_mode": kind}
+        values |= {"word_embedding_dimension": 32, "include_prompt": True}
+        (path / "1_Pooling/config.json").write_text(json.dumps(values))
+        load_config(path)
+
+    load_with("lasttoken", "lasttoken")
+    assert not caplog.text
+    load_with("mean", "mean_tokens")
+    assert "1_Pooling/config.json: is not read: embeddings pool the last token" in caplog.text
+    assert "got ['mean" in caplog.text
+
+
+def test_a_layer_on_the_embeddings_is_named(make_model, caplog):
+    path, _, _ = make_model("llama")
+    (path / "2_Dense").mkdir()
+    (path / "2_Dense/config.json").write_text("{}")
+    load_config(path)
+    assert "2_Dense/config.json: is not read: embeddings are used without" in caplog.text
+
+
 @pytest.mark.parametrize("is_sharded", [False, True])
 def test_names_without_the_model_in_front(make_model, is_sharded):
     """As models for embeddings are saved, which have no output layer of their own."""
