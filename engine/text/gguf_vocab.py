@@ -11,6 +11,7 @@ import enum
 import math
 import numbers
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -282,7 +283,8 @@ def _merges_of_scores(
     """List every pair of tokens that concatenates to a token, best score first.
 
     Sentencepiece merges the neighbours whose concatenation scores best; a list of merges in score
-    order is equivalent.
+    order is equivalent, unless tokens share a score: of these it merges the leftmost pair, which a
+    list cannot express. That is a warning.
     """
     size = sum(len(token) ** 2 for token in tokens)
     if size > _MAX_CUT_CHARS:
@@ -291,17 +293,25 @@ def _merges_of_scores(
             f"{_MAX_CUT_CHARS}; got {size}"
         )
     found: list[tuple[float, int, int, str, str]] = []
+    num_merged: Counter[float] = Counter()  # rank -> tokens that merges give
     for token, kind, rank in zip(tokens, types, ranks, strict=True):
         is_space_run = kind == TokenType.USER_DEFINED and not token.strip(_SPACE)
         if kind != TokenType.NORMAL and not is_space_run:
             continue
+        before = len(found)
         for cut in range(1, len(token)):
             left = vocab.get(token[:cut])
             right = vocab.get(token[cut:])
             if left is not None and right is not None:
                 found.append((rank, left, right, token[:cut], token[cut:]))
+        num_merged[rank] += len(found) > before
         if len(found) > _MAX_MERGES:
             raise ConfigError(f"tokenizer.ggml.tokens must give at most {_MAX_MERGES} merges")
+    if tied := sum(count for count in num_merged.values() if count > 1):
+        warn_once(
+            f"tokenizer.ggml.scores: {tied} tokens share their score with another; where these "
+            "overlap in a text, its ids may differ from sentencepiece's"
+        )
     found.sort()
     return [(left, right) for _, _, _, left, right in found]
 

@@ -122,6 +122,26 @@ def test_scores_and_not_positions_order_the_merges(golden):
         assert [order[i] for i in tokenizer.encode(text, add_special_tokens=False)] == ids
 
 
+def test_equal_scores_are_a_warning(golden, caplog):
+    """Sentencepiece merges the leftmost pair first; a list of merges has its own order."""
+    warn_once.cache_clear()
+    words = ["ab", "bc", "cd"]
+    metadata = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": ["<unk>", *words, *"dcba▁"],
+        "tokenizer.ggml.token_type": [2] + [1] * 8,
+        "tokenizer.ggml.scores": [0.0, -1.0, -2.0, -3.0] + [-9.0] * 5,
+        "tokenizer.ggml.bos_token_id": 0,
+    }
+    tokenizer = load_tokenizer(metadata)
+    assert tokenizer.encode("abc", add_special_tokens=False) == [8, 1, 5]
+    load_tokenizer(golden["sentencepiece"][0]["metadata"])
+    assert not caplog.text  # tokens of one character are no merges
+    metadata["tokenizer.ggml.scores"] = [0.0, -1.0, 0.0, 0.0] + [-9.0] * 5
+    load_tokenizer(metadata)
+    assert "tokenizer.ggml.scores: 2 tokens share their score with another" in caplog.text
+
+
 def test_metadata_may_hold_numpy_arrays(golden):
     metadata = dict(golden["sentencepiece"][0]["metadata"])
     metadata["tokenizer.ggml.scores"] = np.float32(metadata["tokenizer.ggml.scores"])
