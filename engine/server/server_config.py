@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from engine.checks import shown
-from engine.errors import ConfigError, RequestError, unknown_keyword
+from engine.errors import ConfigError, RequestError, did_you_mean, unknown_keyword
 from engine.sampling_params import NumberRange
 
 __all__ = ["RANGES", "ServerConfig", "key_hash"]
@@ -255,6 +255,7 @@ class ServerConfig:
         if self.log_level not in LOG_LEVELS:
             wanted = ", ".join(LOG_LEVELS)
             raise ConfigError(f"log_level must be one of {wanted}; got {shown(self.log_level)}")
+        self._check_names()
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             raise ConfigError("ssl_certfile and ssl_keyfile must be given together; got one")
         if self.ssl_ca_certs is not None and self.ssl_certfile is None:
@@ -267,6 +268,27 @@ class ServerConfig:
             )
         if "*" in self.allowed_origins and self.allow_credentials:
             raise ConfigError("allow_credentials needs origins by name; got allowed_origins *")
+
+    def _check_names(self) -> None:
+        """Raise `ConfigError` for an unknown parser or reranker, before a model is loaded."""
+        if self.tool_call_parser is self.reasoning_parser is self.reranker is None:
+            return
+        # Imported lazily: most servers name none of them.
+        from engine.server import reasoning, tool_parsers
+        from engine.tasks import rerankers
+
+        known = {
+            "tool_call_parser": (*tool_parsers.NAMES, "auto"),
+            "reasoning_parser": (*reasoning.NAMES, "auto"),
+            "reranker": rerankers.NAMES,
+        }
+        for option, names in known.items():
+            name = getattr(self, option)
+            if name is not None and name not in names:
+                hint = did_you_mean(name, names)
+                raise ConfigError(
+                    f"{option} must be one of {', '.join(names)}; got {shown(name)}{hint}"
+                )
 
     @property
     def url(self) -> str:

@@ -14,6 +14,7 @@ from engine.sampling_params import RequestOutputKind, SamplingParams
 
 __all__ = [
     "COSINE",
+    "NAMES",
     "PAIR",
     "RerankFormat",
     "answer_params",
@@ -104,6 +105,9 @@ _FORMATS = {
     )
 }
 
+NAMES = (*_FORMATS, COSINE, PAIR)
+"""Values of the option `reranker`."""
+
 
 def chosen(option: str | None, names: Iterable[str], *, has_head: bool) -> RerankFormat | str:
     """Return how a model judges pairs: a format, `PAIR` or `COSINE`.
@@ -135,9 +139,8 @@ def chosen(option: str | None, names: Iterable[str], *, has_head: bool) -> Reran
         return next(found, PAIR if has_head else COSINE)
     if option == PAIR and not has_head:
         raise ConfigError(f"the reranker {PAIR} needs a model with a classification head")
-    if option not in (*_FORMATS, COSINE, PAIR):
-        wanted = ", ".join([*_FORMATS, COSINE, PAIR])
-        raise ConfigError(f"reranker must be one of {wanted}; got {shown(option)}")
+    if option not in NAMES:
+        raise ConfigError(f"reranker must be one of {', '.join(NAMES)}; got {shown(option)}")
     return _FORMATS.get(option, option)
 
 

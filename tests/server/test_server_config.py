@@ -8,6 +8,7 @@ from dataclasses import fields
 import pytest
 
 from engine.errors import ConfigError, UnknownOptionError
+from engine.server import reasoning, tool_parsers
 from engine.server.server_config import _FLAGS, _TEXTS, _TUPLES, RANGES, ServerConfig, key_hash
 
 
@@ -31,6 +32,9 @@ def test_options_survive_json():
         ({"served_model_name": ("",)}, "served_model_name"),
         ({"host": None}, "host"),
         ({"log_level": "loud"}, "log_level"),
+        ({"tool_call_parser": "herms"}, "tool_call_parser .* got 'herms'; did you mean 'hermes'"),
+        ({"reasoning_parser": "qwen"}, "reasoning_parser .* got 'qwen'; did you mean 'qwen3'"),
+        ({"reranker": "qwen"}, "reranker .* got 'qwen'; did you mean 'qwen3'"),
         ({"ssl_certfile": "cert.pem"}, "ssl_keyfile"),
         ({"ssl_ca_certs": "ca.pem"}, "ssl_certfile"),
         ({"allowed_origins": ("*",), "allow_credentials": True}, "allow_credentials"),
@@ -39,6 +43,13 @@ def test_options_survive_json():
 def test_a_wrong_value_is_named(options, word):
     with pytest.raises(ConfigError, match=word):
         ServerConfig(**options)
+
+
+def test_every_named_parser_is_an_option():
+    for name in (*tool_parsers.NAMES, "auto"):
+        assert ServerConfig(tool_call_parser=name).tool_call_parser == name
+    for name in (*reasoning.NAMES, "auto"):
+        assert ServerConfig(reasoning_parser=name).reasoning_parser == name
 
 
 def test_an_unknown_option_names_the_nearest():
