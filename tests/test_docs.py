@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from pathlib import Path
 
@@ -85,6 +86,24 @@ def test_a_page_is_in_the_navigation_of_the_site():
     for page in (ROOT / "docs").glob("*.md"):
         listed = f'"{page.stem}"' in navigation or page.stem == "index"
         assert listed, f"{_name(page)}: add it to NAVIGATION in docs/site/__main__.py"
+
+
+def test_the_stable_names_can_be_imported():
+    """In the first column: a name of `engine`, or a path below it; of kernels by their path."""
+    text = (ROOT / "docs" / "stable_api.md").read_text()
+    names = [
+        name
+        for cell in re.findall(r"^\| (`.*?) \|", text, re.MULTILINE)
+        for name in re.findall(r"`([\w.]+)[`(]", cell)
+    ]
+    assert {"LLM", "Op", "engine.kernels.define"} <= set(names)
+    missing = []
+    for name in names:
+        module, _, last = name.rpartition(".")
+        homes = [module] if module else ["engine", "engine.kernels"]
+        if not any(hasattr(importlib.import_module(home), last) for home in homes):
+            missing.append(name)
+    assert not missing
 
 
 def test_the_ladder_points_at_symbols():
