@@ -78,14 +78,17 @@ def run(arguments: argparse.Namespace) -> int:
         "kv_cache_dtype": arguments.kv_cache_dtype,
         "progress": sys.stderr.isatty(),
     }
+    num_in_file = len(token_ids)
     token_ids = token_ids[: arguments.max_tokens]
     result: PerplexityResult | Comparison
     if reference_options is None:
+        _check_length(arguments, num_in_file, model.max_model_len)
         start = time.perf_counter()
         result = perplexity(model, token_ids, **options)
     else:
         reference = load(**reference_options)
         _check_tokens(reference, text, token_ids)
+        _check_length(arguments, num_in_file, model.max_model_len)
         start = time.perf_counter()
         result = compare(model, reference, token_ids, **options)
         reference.close()
@@ -109,6 +112,23 @@ def _read(file: str) -> str:
     except UnicodeDecodeError as error:
         what = f"{error.reason} at byte {error.start}"
         raise RequestError(f"--file {excerpt(file)} must be UTF-8; {what}") from error
+
+
+def _check_length(arguments: argparse.Namespace, num_tokens: int, longest: int) -> None:
+    """Reject a text that is too short to score, in the words of the command."""
+    if not 2 <= arguments.context <= longest:
+        return  # `perplexity` rejects it
+    least = arguments.context
+    what = "a whole window (--context)"
+    if arguments.stride is not None:
+        least = 2
+        what = "one to score"
+    if num_tokens < least:
+        name = f"--file {excerpt(arguments.file)}"
+        raise RequestError(f"{name} must have at least {least} tokens, {what}; got {num_tokens}")
+    most = arguments.max_tokens
+    if most is not None and most < least:
+        raise RequestError(f"--max-tokens must be at least {least}, {what}; got {most}")
 
 
 def _reference_options(arguments: argparse.Namespace) -> dict[str, Any] | None:

@@ -299,8 +299,13 @@ def test_the_command_refuses_another_tokenizer(capsys, text_file, monkeypatch):
     [
         (("--file", "/no/such/file"), "/no/such/file: cannot be read (No such file or directory)"),
         (("--file", "BAD"), "must be UTF-8; invalid start byte at byte 2"),
-        (("--file", "EMPTY"), "token_ids must have at least 512, a whole window"),
-        (("--file", "TEXT"), "token_ids must have at least 512, a whole window"),
+        (("--file", "EMPTY"), "empty must have at least 512 tokens, a whole window (--context); "),
+        (("--file", "TEXT"), "must have at least 512 tokens, a whole window (--context); got "),
+        (("--file", "EMPTY", "--stride", "8"), "empty must have at least 2 tokens, one to score; "),
+        (
+            ("--file", "TEXT", "--context", "64", "--max-tokens", "9"),
+            "--max-tokens must be at least 64, a whole window (--context); got 9",
+        ),
         (("--file", "TEXT", "--context", "1"), "context must be a whole number in [2, 8192]"),
         (("--file", "TEXT", "--context", "8193"), "context must be a whole number in [2, 8192]"),
         (("--file", "TEXT", "--max-tokens", "0"), "--max-tokens must be at least 1; got 0"),
