@@ -142,7 +142,8 @@ def _lines(file: io.FileIO) -> Iterator[bytes]:
             while len(line) > MAX_LINE and not line.endswith(b"\n"):
                 line = reader.readline(MAX_LINE + 1)
     finally:
-        reader.detach()
+        if not file.closed:  # as after Ctrl-C
+            reader.detach()
 
 
 async def _answer(arguments: argparse.Namespace, file: io.FileIO, count: int, out: BinaryIO) -> int:

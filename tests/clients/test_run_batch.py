@@ -295,3 +295,13 @@ def test_a_file_may_begin_with_a_byte_order_mark(tmp_path):
     file.write_text('{"a": 1}\n{}\n', "utf-8-sig")
     with io.FileIO(file) as opened:
         assert list(run_batch._lines(opened)) == [b'{"a": 1}\n', b"{}\n"]
+
+
+def test_the_rest_of_a_closed_file_is_given_up_quietly(tmp_path):
+    """After Ctrl-C the file is closed before its lines are."""
+    file = tmp_path / "x"
+    file.write_bytes(b"a\nb\n")
+    with io.FileIO(file) as opened:
+        lines = run_batch._lines(opened)
+        assert next(lines) == b"a\n"
+    lines.close()
