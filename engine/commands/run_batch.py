@@ -29,6 +29,7 @@ from engine.commands._quantization import quantization_option
 from engine.commands._speculation import speculation_option
 from engine.errors import ConfigError, RequestError
 from engine.model_files import excerpt, open_file
+from engine.server.server_config import ServerConfig
 
 __all__ = ["add_arguments", "run"]
 
@@ -93,6 +94,8 @@ def _check(arguments: argparse.Namespace) -> None:
         raise ConfigError(
             f"run-batch needs {' and '.join(missing)}: pip install 'rawengine[serve]'"
         )
+    parsers = ("tool_call_parser", "reasoning_parser")
+    ServerConfig(**{name: getattr(arguments, name) for name in parsers})  # refuses unknown ones
     output = arguments.output_file
     file = arguments.file
     if output.is_dir() or not output.parent.is_dir():

@@ -247,10 +247,21 @@ def test_the_command_answers_as_the_library_does(capsys, tmp_path):
         (["{tmp}/one.jsonl", "-o", "{tmp}/one.jsonl"], "--output-file must be another file"),
         (["{tmp}/b.partial", "-o", "{tmp}/b"], "--output-file must be another file"),
         (["{tmp}/one.jsonl", "-o", "{tmp}/x", "--max-num-seqs", "0"], "must be from 1 to 65536"),
+        (
+            ["{tmp}/one.jsonl", "-o", "{tmp}/x", "--tool-call-parser", "herms"],
+            "tool_call_parser must be one of",
+        ),
+        (
+            ["{tmp}/one.jsonl", "-o", "{tmp}/x", "--reasoning-parser", "qwen"],
+            "did you mean 'qwen3'",
+        ),
     ],
-    ids=range(8),
+    ids=range(10),
 )
-def test_a_bad_option_is_named_before_the_model_is_loaded(capsys, tmp_path, words, message):
+def test_a_bad_option_is_named_before_the_model_is_loaded(
+    capsys, tmp_path, monkeypatch, words, message
+):
+    monkeypatch.setattr(run_batch.AsyncEngine, "from_name", lambda *_, **__: pytest.fail("loaded"))
     (tmp_path / "empty.jsonl").write_text("\n \n")
     for name in ("one.jsonl", "b.partial"):
         (tmp_path / name).write_bytes(_line("a"))
