@@ -106,6 +106,13 @@ def test_the_stable_names_can_be_imported():
     assert not missing
 
 
+def test_a_model_of_an_example_can_be_loaded():
+    """The default model, a hub id or a path; "dummy" has a config of its own."""
+    for document in DOCUMENTS:
+        for name in re.findall(r'\b(?:LLM|load|from_name)\(\s*"([^"]*)"', document.read_text()):
+            assert name in ("smollm2", "dummy") or "/" in name, f"{_name(document)}: {name}"
+
+
 def test_the_ladder_points_at_symbols():
     links = _links(ROOT / "docs" / "kernels.md")
     assert sum(text.startswith("`") and Path(path).suffix in _SOURCES
