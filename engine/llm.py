@@ -553,4 +553,5 @@ def _one_per_prompt(name: str, values: Any, count: int, kind: Any) -> list[Any]:
             if known is None
             else shown_with_type(known)
         )
-    raise RequestError(f"{name} must be one value, or one per prompt ({count}); got {got}")
+    one = "SamplingParams" if kind is SamplingParams else "value"
+    raise RequestError(f"{name} must be one {one}, or one per prompt ({count}); got {got}")

@@ -55,8 +55,8 @@ def test_prompts_may_be_ids_mappings_and_arrays(llm):
         (np.array(5), {}, "prompts must be .*; got ndarray"),
         ([[]], {}, r"^prompt must have 1 to 255 tokens .*; got 0"),
         ([[5], [-1]], {}, r"prompts\[1\]: prompt\[0\] must be .* \[0, 97\); got -1"),
-        ([[5]], {"sampling_params": {"n": 1}}, "sampling_params must be one value, .*; got dict"),
-        ([[5]], {"sampling_params": 5}, r"sampling_params must be one value, or .* \(1\); got int"),
+        ([[5]], {"sampling_params": {"n": 1}}, "must be one SamplingParams, .*; got dict"),
+        ([[5]], {"sampling_params": 5}, r"sampling_params must be one S.*, or .* \(1\); got int"),
         ([[5]], {"sampling_params": [GREEDY] * 2}, "sampling_params must be .*; got 2"),
         ([[5]], {"sampling_params": [None]}, r"sampling_params\[0\] must be .*; got NoneType"),
         (
@@ -103,7 +103,7 @@ def _template(messages):
 def test_other_bad_arguments_are_named(llm):
     with pytest.raises(RequestError, match="params must be a BeamSearchParams; got SamplingParams"):
         llm.beam_search([5], GREEDY)
-    with pytest.raises(RequestError, match=r"sampling_params must be one value, .*; got dict"):
+    with pytest.raises(RequestError, match=r"must be one SamplingParams, .*; got dict"):
         llm.stream([5], {"n": 1})
 
 
