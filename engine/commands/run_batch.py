@@ -95,7 +95,8 @@ def _check(arguments: argparse.Namespace) -> None:
             f"run-batch needs {' and '.join(missing)}: pip install 'rawengine[serve]'"
         )
     parsers = ("tool_call_parser", "reasoning_parser")
-    ServerConfig(**{name: getattr(arguments, name) for name in parsers})  # refuses unknown ones
+    # Refuse unknown names before the model is loaded.
+    ServerConfig(**{name: getattr(arguments, name) for name in parsers})
     output = arguments.output_file
     file = arguments.file
     if output.is_dir() or not output.parent.is_dir():

@@ -77,10 +77,6 @@ _ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu2": "relu2",
 }
-_POOLING_KINDS = (  # of sentence-transformers
-    *("cls_token", "max_tokens", "mean_tokens", "mean_sqrt_len_tokens", "weightedmean_tokens"),
-    "lasttoken",
-)
 _UNGATED_ACTIVATIONS = {**_ACTIVATIONS, "relu": "relu", "xielu": "xielu"}
 
 
@@ -115,9 +111,10 @@ def _warn_of_embedding_modules(directory: Path) -> None:
     path = directory / "1_Pooling" / "config.json"
     if is_present(path):
         values = read_json(path, root=directory)
-        flags = {key.removeprefix("pooling_mode_"): value for key, value in values.items()}
-        kinds = [kind for kind, value in flags.items() if value is True and kind in _POOLING_KINDS]
-        if isinstance(values.get("pooling_mode"), str):  # newer releases write one key
+        prefix = "pooling_mode_"
+        kinds = [key.removeprefix(prefix) for key in values if key.startswith(prefix)]
+        kinds = [kind for kind in kinds if values[prefix + kind] is True]
+        if isinstance(values.get("pooling_mode"), str):
             kinds = [values["pooling_mode"]]
         if kinds != ["lasttoken"]:
             warn_once(

@@ -371,7 +371,7 @@ class _Reader:
         self._shard = shard
         self._biases = biases
         table = matrix_placements(config, family(config.model_type).names, shard)
-        # An adapter of a model without an output layer, such as one for embeddings, has names
+        # Adapters trained on a model without its output layer, as for embeddings, have names
         # without the "model." in front.
         self._table = {name.partition(".")[2]: forms for name, forms in table.items()} | table
         first = next(iter(products.values()))

@@ -380,7 +380,7 @@ class Scheduler:
                 continue
             start = request.num_computed_tokens
             num_tokens = request.num_tokens
-            if num_tokens - start != 1 or (has_drafts and self._keeps_drafts(request)):
+            if num_tokens - start != 1 or (has_drafts and self._settle_drafts(request)):
                 others.append(request)
                 continue
             if num_tokens >= request.pause_len:
@@ -512,11 +512,11 @@ class Scheduler:
             output.state_access.append(self._states.access(request, start, num_new))
         add_chunk(request, output, num_new, drafts)
 
-    def _keeps_drafts(self, request: Request) -> bool:
-        """Tell whether a decode has drafts; one that lacks a block while none is free loses them.
+    def _settle_drafts(self, request: Request) -> bool:
+        """Drop a decode's drafts if it lacks a block and none is free; tell whether it has drafts.
 
-        It then gets the block in service order: later requests, which may be preempted for it, are
-        not scheduled yet.
+        Without them it gets the block in service order: later requests, which may be preempted for
+        it, are not scheduled yet.
         """
         if request.drafts is None:
             return False

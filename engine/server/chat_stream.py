@@ -447,8 +447,10 @@ class _Answer:
         self._reasoning = request.reasoning_parser() if request.reasoning_parser else None
         self._arguments = SurrogateGate()
         self._one_call = request.one_call
-        self._last_index = 0  # of the call to keep; damaged ones before it are text
-        self._later: list[Event] = []  # events of a later call, until its end
+        # With one_call: the index of the call that is kept, since damaged calls before it are text,
+        # and the events of a later call until its end.
+        self._kept_index = 0
+        self._later: list[Event] = []
         self.has_calls = False
 
     def feed(self, text: str, *, is_last: bool) -> tuple[str, str, Sequence[Event]]:
@@ -497,13 +499,13 @@ class _Answer:
             if isinstance(event, TextDelta):
                 found.append(event)
                 continue
-            is_later = event.index > self._last_index
+            is_later = event.index > self._kept_index
             (self._later if is_later else found).append(event)
             if not isinstance(event, ToolCallEnd):
                 continue
             if event.is_damaged and is_later:
                 found += settle(self._later)
             elif event.is_damaged:
-                self._last_index += 1
+                self._kept_index += 1
             self._later = []
         return found

@@ -92,7 +92,7 @@ def test_the_only_call_is_the_first_that_is_not_damaged(stream):
         if stream:
             with client.chat.completions.stream(**ASK, **options) as events:
                 [choice] = events.get_final_completion().choices
-            begun, call = choice.message.tool_calls  # of a stream, nothing can be taken back
+            begun, call = choice.message.tool_calls  # A stream cannot take back what it has sent.
             assert begun.function.arguments == '{"a": '
             assert choice.message.content == f"}}}}</tool_call>{damaged}"
         else:

@@ -35,7 +35,7 @@ class TraceContract(Contract):
         self._check_array(name, value)
         if not jnp.issubdtype(value.dtype, jnp.integer):
             raise DTypeError(f"{self.op}: {name}: must be integers; got {value.dtype}")
-        # NumPy's here: jnp.asarray may cut an int64.
+        # NumPy clamps a NumPy array, since jnp.asarray may cut an int64 to int32.
         xp = jnp if isinstance(value, jax.Array) else np
         limits = np.iinfo(INT32)
         if jnp.iinfo(value.dtype).max > limits.max:

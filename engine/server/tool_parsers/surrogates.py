@@ -9,9 +9,10 @@ __all__ = ["SurrogateGate"]
 _HIGH = r"\\u[dD][89abAB][0-9a-fA-F]{2}"
 _LOW = r"\\u[dD][c-fC-F][0-9a-fA-F]{2}"
 _PART = r"\\(?:u[0-9a-fA-F]{0,3})?"  # the beginning of an escape
-# A pair or an escape of another character, as the first group, or else half of a pair.
+# What is kept is the first group: a pair, or an escape of one letter. Half of a pair has no group.
 _ESCAPE = re.compile(rf"({_HIGH}{_LOW}|\\[^u])|{_HIGH}|{_LOW}", re.DOTALL)
-# What later text may change, behind backslashes that escape each other.
+# An escape at the end that later text may go on with. An even number of backslashes in front of it
+# are escapes of backslashes.
 _UNDECIDED = re.compile(rf"(?<!\\)(?:\\\\)*({_HIGH}(?:{_PART})?|{_PART})\Z")
 _REPLACEMENT = r"\ufffd"
 
