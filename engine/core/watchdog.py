@@ -110,7 +110,10 @@ class Watchdog:
             calls = traceback.StackSummary.extract(
                 traceback.walk_stack(frame) if frame else (), lookup_lines=False
             )
-            state = self._describe()
+            try:
+                state = self._describe()
+            except Exception as error:  # the step has gone on, and changes it meanwhile
+                state = f"the engine's state cannot be read: {error}"
             calls.reverse()
             _LOG.error(
                 "a step has taken %.1f s (step_timeout is %g s)\n%s\n%s",

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from engine import LLMEngine, SamplingParams
+from engine.core.watchdog import Watchdog
 from engine.errors import ContractError, EngineError, OutOfMemoryError, StepTimeoutError
 from engine.models.mock_model import MockModel
 from engine.runner.model_runner import LaunchedStep
@@ -248,6 +249,29 @@ def test_the_watchdog_reports_a_stuck_step(model, monkeypatch, caplog):
     assert "in slow" in text, "the stack shows where it hangs"
     assert engine.stats().num_stuck_steps == 1
     engine.close()
+
+
+def test_the_watchdog_outlives_a_state_that_cannot_be_read(caplog):
+    """The stepping thread may change the state while the watchdog reads it."""
+    states = iter([RuntimeError("dictionary changed size during iteration"), None])
+
+    def describe():
+        error = next(states)
+        if error is not None:
+            raise error
+        return "the state"
+
+    dog = Watchdog(0.05, describe)
+    with caplog.at_level(logging.ERROR, "engine"):
+        for number in (1, 2):
+            with dog:
+                deadline = time.monotonic() + 10
+                while dog.num_stuck < number or len(caplog.records) < number:
+                    assert time.monotonic() < deadline
+                    time.sleep(0.01)
+    dog.close()
+    first, second = (record.getMessage() for record in caplog.records)
+    assert "dictionary changed size" in first and "the state" in second
 
 
 def test_the_watchdog_may_abandon_a_stuck_step(model, monkeypatch, late):
