@@ -17,6 +17,7 @@ __all__ = ["LogStream", "bounded_stderr", "drain_stderr", "use_bounded_stderr"]
 MAX_CHARS = 1 << 20  # maximum characters waiting to be written
 _EXIT_SECONDS = 1.0  # time to write them when the process ends
 _WRITE_CHARS = 1 << 16  # characters per system call
+_RETRY_SECONDS = 0.01  # pause before the next call if the descriptor is full and does not block
 
 _log = logging.getLogger("engine.server")
 
@@ -112,9 +113,7 @@ class LogStream(io.TextIOBase):
                 while self._waiting and len(text) + len(self._waiting[0]) <= _WRITE_CHARS:
                     text += self._waiting.popleft()
             with contextlib.suppress(OSError):  # nobody can read it any more
-                data = text.encode("utf-8", "backslashreplace")
-                while data:
-                    data = data[os.write(self._descriptor, data) :]
+                self._write_all(text.encode("utf-8", "backslashreplace"))
             with self._changed:
                 self._num_chars -= len(text)
                 num_lost = self.num_lost
@@ -122,6 +121,13 @@ class LogStream(io.TextIOBase):
                 self._changed.notify_all()
             if num_lost:
                 _log.warning("%d lines of the log were lost: nothing has read them", num_lost)
+
+    def _write_all(self, data: bytes) -> None:
+        while data:
+            try:
+                data = data[os.write(self._descriptor, data) :]
+            except BlockingIOError:  # full, and another process with this file chose not to block
+                time.sleep(_RETRY_SECONDS)
 
 
 def use_bounded_stderr() -> None:

@@ -82,6 +82,17 @@ def test_a_reader_that_stops_costs_lines_and_is_told_how_many(pipe, caplog):
     assert stream.num_lost == 0
 
 
+def test_a_descriptor_that_does_not_block_loses_nothing(pipe):
+    """Another process with the same terminal may have made it so."""
+    os.set_blocking(pipe[1], False)
+    stream = LogStream(pipe[1])
+    lines = [f"line {number:5}" for number in range(1000)]
+    stream.write("\n".join(lines) + "\n")
+    assert not stream.drain(0.05)
+    found = read(pipe[0], lambda data: data.count(b"\n") >= 1000)
+    assert found.splitlines() == lines and stream.drain(5)
+
+
 def test_a_reader_that_is_gone_costs_nothing():
     reading, writing = os.pipe()
     os.close(reading)
