@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import os
@@ -40,7 +41,9 @@ def conditions(device: Device) -> dict[str, str]:
     folder = Path(__file__).parents[2]
     if not commit and (folder / ".git").exists():
         command = ["git", "-C", str(folder), "rev-parse", "--short", "HEAD"]
-        commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+        with contextlib.suppress(OSError):  # git is not installed
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            commit = done.stdout.strip()
     return {
         "card": card,
         "date": datetime.date.today().isoformat(),

@@ -29,6 +29,7 @@ from engine.commands.bench_serve.workload import (
     file_jobs,
     random_jobs,
 )
+from engine.device import CPU
 from engine.errors import ConfigError, EngineError, RequestError
 from tests.clients.scripted_server import ScriptedServer
 
@@ -547,6 +548,15 @@ def test_the_help_of_bench_names_serve(capsys):
 )
 def test_a_kept_command_has_no_key(words, shown):
     assert _record._without_keys(words) == shown
+
+
+def test_a_record_is_written_without_git(monkeypatch, tmp_path):
+    monkeypatch.delenv("ENGINE_COMMIT", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    file = tmp_path / "x.json"
+    _record.write_record(file, CPU, {"rows": [1]})
+    record = json.loads(file.read_text())
+    assert record["rows"] == [1] and record["commit"] == "unknown"
 
 
 def test_runs_in_which_all_failed_are_drawn_empty(tmp_path):
