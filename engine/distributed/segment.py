@@ -105,12 +105,12 @@ class Segment:
             os.ftruncate(descriptor, cls.num_bytes(size))
             if hasattr(os, "posix_fallocate"):  # fail now instead of with SIGBUS later
                 os.posix_fallocate(descriptor, 0, cls.num_bytes(size))
+            return cls.attach(descriptor, size)
         except OSError as error:
             os.close(descriptor)
             raise OutOfMemoryError(
                 f"no room for {cls.num_bytes(size)} bytes of shared memory ({error})"
             ) from error
-        return cls.attach(descriptor, size)
 
     @classmethod
     def attach(cls, descriptor: int, size: int) -> Segment:

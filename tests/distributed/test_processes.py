@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import os
 import signal
@@ -14,12 +15,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine.distributed import group
+from engine.distributed import group, segment
 from engine.distributed.collectives import SharedMemoryCollectives
 from engine.distributed.messages import Messages
 from engine.distributed.processes import RankProcesses
 from engine.distributed.segment import Segment
-from engine.errors import RankError
+from engine.errors import OutOfMemoryError, RankError
 from tests.distributed.engines import is_alive
 
 FOLDER = str(Path(__file__).parent)
@@ -45,6 +46,17 @@ def _ranks(name, size, options, **settings):
         processes.close()
         assert time.monotonic() - start < 8
         assert not any(map(is_alive, pids))
+
+
+def test_memory_that_cannot_be_mapped_leaves_no_descriptor(monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(segment.mmap, "mmap", refuse)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(OutOfMemoryError, match=r"shared memory .*Cannot allocate memory"):
+        Segment.create(2)
+    assert os.listdir("/proc/self/fd") == before
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
