@@ -594,7 +594,12 @@ def _group(config: EngineConfig, is_cuda: bool) -> StageGroup:
         ray_stages = import_module("engine.parallel.ray_stages")  # imported late: needs Ray
         placed = ray_stages.RayStages(size, config.tensor_parallel_size if is_cuda else 0)
         address = placed.host, 0
-    group = StageGroup(size, secret, address, timeout=config.collective_timeout)
+    try:
+        group = StageGroup(size, secret, address, timeout=config.collective_timeout)
+    except RankError:
+        if placed is not None:
+            placed.close()
+        raise
     try:
         if placed is not None:
             group.on_end = placed.close

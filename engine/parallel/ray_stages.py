@@ -77,12 +77,15 @@ class RayStages:
         strategy = "STRICT_SPREAD" if num_nodes >= num_stages else "PACK"
         bundles = stage_bundles(num_stages, num_gpus, self.host)
         self._group = util.placement_group(bundles, strategy=strategy)
-        if not self._group.wait(_PLACE_SECONDS):
+        try:
+            if not self._group.wait(_PLACE_SECONDS):
+                raise ConfigError(
+                    f"the cluster has had no room for {num_stages} stages within "
+                    f"{_PLACE_SECONDS:g} s: {bundles}, {strategy} on {num_nodes} hosts"
+                )
+        except BaseException:  # Ctrl-C, too
             self.close()
-            raise ConfigError(
-                f"the cluster has had no room for {num_stages} stages within {_PLACE_SECONDS:g} s: "
-                f"{bundles}, {strategy} on {num_nodes} hosts"
-            )
+            raise
 
     def start(self, address: Address, secret: bytes) -> None:
         """Start all stages but the last, which connect to `address`."""

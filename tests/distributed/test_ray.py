@@ -15,10 +15,12 @@ import pytest
 from engine.distributed import ray_launch
 from engine.distributed.directory import Directory
 from engine.distributed.ray_launch import RemoteDirectory, actor_options, import_ray
-from engine.errors import ConfigError, UnknownOptionError
+from engine.errors import ConfigError, RankError, UnknownOptionError
+from engine.parallel import ray_stages
 from engine.parallel.ray_stages import stage_bundles
 from engine.server.replicas.autoscaling import METRIC, num_replicas, replicas_by_requests
 from engine.server.server_config import ServerConfig
+from tests.distributed.engines import make_engine
 
 ROOT = Path(__file__).parents[2]
 
@@ -90,6 +92,39 @@ def test_a_replica_has_all_its_gpus_itself():
 def test_each_stage_has_a_place():
     assert stage_bundles(3, 2, "h")[:2] == [{"CPU": 1.0, "GPU": 2.0}] * 2
     assert stage_bundles(3, 2, "h")[2] == {"GPU": 2.0, "node:h": 0.001}
+
+
+class _Ray:
+    """A cluster of one node in which nothing is ever placed."""
+
+    def __init__(self, monkeypatch, host, wait):
+        self.removed = []
+        ray = SimpleNamespace(is_initialized=lambda: True, nodes=lambda: [{"Alive": True}])
+        util = SimpleNamespace(
+            get_node_ip_address=lambda: host,
+            placement_group=lambda bundles, strategy: SimpleNamespace(wait=wait),
+            remove_placement_group=self.removed.append,
+        )
+        modules = {"ray": ray, "ray.util": util}
+        monkeypatch.setattr(ray_stages, "import_ray", lambda name="ray": modules[name])
+
+
+def test_a_placement_group_that_is_not_waited_for_is_removed(monkeypatch):
+    def interrupt(seconds):
+        raise KeyboardInterrupt
+
+    ray = _Ray(monkeypatch, "127.0.0.1", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        ray_stages.RayStages(2, 0)
+    assert len(ray.removed) == 1
+
+
+def test_a_placement_group_is_removed_if_the_engine_cannot_listen(monkeypatch):
+    ray = _Ray(monkeypatch, "192.0.2.1", lambda seconds: True)  # no address of this host
+    options = {"pipeline_parallel_size": 2, "distributed_executor_backend": "ray"}
+    with pytest.raises(RankError, match=r"cannot listen at 192\.0\.2\.1"):
+        make_engine(**options)
+    assert len(ray.removed) == 1
 
 
 def test_replicas_are_as_many_as_the_requests_need():
