@@ -67,8 +67,8 @@ class ActivationSender:
         self._connection.close()
 
     def _run(self) -> None:
-        self._device.activate()
         try:
+            self._device.activate()
             while (item := self._steps.get()) is not None:
                 step, copy = item
                 sent = to_wire(copy)

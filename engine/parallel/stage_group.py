@@ -303,7 +303,9 @@ class StageGroup:
             self._is_closing = True
             self._call_on_ending()
             self._listener.close()
-            for peer in (*self._peers.values(), *filter(None, [self._link])):
+            with self._accepting:  # later stages are refused
+                peers = [*self._peers.values(), *filter(None, [self._link])]
+            for peer in peers:
                 peer.connection.close()
             end_processes(self._processes.values(), _END_SECONDS)
             self._call_on_ending()  # Again: what a stage's GPU still executed may have undone it.
@@ -320,7 +322,9 @@ class StageGroup:
         try:
             kind, [stage], arrays = connection.receive()
             with self._accepting:
-                if kind == HELLO:
+                if self._is_closing:
+                    why = "the engine has ended"
+                elif kind == HELLO:
                     why = self._take(connection, stage, parse_object(from_text(arrays[0])))
                 elif kind == LINK and stage == self.num_stages - 2 and self._link is None:
                     self._link = Peer(connection, f"stage {stage}")

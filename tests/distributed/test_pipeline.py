@@ -9,6 +9,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,8 +22,16 @@ from engine.core.resolve import resolve
 from engine.distributed.connection import connect
 from engine.distributed.messages import to_text
 from engine.distributed.peer import FAIL
-from engine.errors import ConfigError, EngineError, RankError, RequestError, StepTimeoutError
+from engine.errors import (
+    ConfigError,
+    DeviceError,
+    EngineError,
+    RankError,
+    RequestError,
+    StepTimeoutError,
+)
 from engine.layers.batch import ForwardBatch
+from engine.parallel.activations import ActivationSender
 from engine.parallel.stage import HELLO, LINK, run_stage
 from engine.parallel.stage_group import StageGroup
 from engine.text.child_process import descendants
@@ -153,6 +162,31 @@ def test_whatever_a_friend_says_first_the_engine_goes_on():
         friend.close()
     finally:
         group.end()
+
+
+def test_a_stage_that_connects_as_the_group_ends_is_refused():
+    group = StageGroup(3, SECRET, ("127.0.0.1", 0))
+    late = connect(group.address, SECRET)
+    group.end()
+    late.send(HELLO, [0], [to_text({"version": package.__version__, "pid": 1, "port": 1})])
+    late._socket.settimeout(5)
+    with pytest.raises(OSError, match=r"closed|reset"):
+        while late.receive()[0] == FAIL:
+            pass
+    late.close()
+    assert not group.hellos
+
+
+def test_a_thread_that_cannot_use_its_device_says_so():
+    def activate():
+        raise DeviceError("the device has failed")
+
+    sender = ActivationSender(None, SimpleNamespace(activate=activate), lambda: None)
+    deadline = time.monotonic() + 10
+    while sender.error is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert "the device has failed" in str(sender.error)
 
 
 # ---- engines
