@@ -250,7 +250,11 @@ class KVCache:
         self.workers: Workers | None = None
         self._names: list[str] = []
         counts = Counter(shape for layer in geometry.layers for shape in layer.arrays)
-        slabs = {shape: self._allocate(name, shape, count) for shape, count in counts.items()}
+        try:
+            slabs = {shape: self._allocate(name, shape, count) for shape, count in counts.items()}
+        except BaseException:
+            self._free()  # the pool outlives this cache
+            raise
         self.page_slabs = [slab for shape, slab in slabs.items() if isinstance(shape, PageShape)]
         self.state_slabs = [slab for shape, slab in slabs.items() if isinstance(shape, StateShape)]
         self._layers: list[tuple[Any, ...]] = []
@@ -376,11 +380,14 @@ class KVCache:
         """Return the slabs to the pool; a second call does nothing."""
         if self.workers is not None:
             self.workers.close()
-        while self._names:
-            self.pool.free(self._names.pop())
+        self._free()
         self.page_slabs = [np.empty((0,) * slab.ndim) for slab in self.page_slabs]
         self.state_slabs = [np.empty((0,) * slab.ndim) for slab in self.state_slabs]
         self._layers = []
+
+    def _free(self) -> None:
+        while self._names:
+            self.pool.free(self._names.pop())
 
     def _allocate(self, name: str, shape: PageShape | StateShape, count: int) -> Any:
         """Return the slab of `count` arrays of one shape.
@@ -392,5 +399,7 @@ class KVCache:
             sizes: tuple[int, ...] = (self.num_slots, *shape.shape)
         else:
             sizes = self.num_blocks, shape.num_heads, self.geometry.block_size, shape.head_dim
-        self._names.append(f"{name} {len(self._names)}" if self._names else name)
-        return self.pool.allocate(self._names[-1], (count, *sizes), dtypes.page_dtype(dtype))
+        name = f"{name} {len(self._names)}" if self._names else name
+        slab = self.pool.allocate(name, (count, *sizes), dtypes.page_dtype(dtype))
+        self._names.append(name)
+        return slab

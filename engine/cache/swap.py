@@ -139,9 +139,13 @@ class SwapSpace:
         self._blocks = _HostTier(
             kv, "swap buffers", kv.flat_pages, kv.num_blocks, num_blocks, buffer_bytes
         )
-        self._states = _HostTier(
-            kv, "state swap buffers", kv.flat_states, kv.num_slots, num_slots, buffer_bytes
-        )
+        try:
+            self._states = _HostTier(
+                kv, "state swap buffers", kv.flat_states, kv.num_slots, num_slots, buffer_bytes
+            )
+        except BaseException:
+            self._blocks.close()  # the pool of its buffers outlives this object
+            raise
 
     @property
     def blocks(self) -> np.ndarray[Any, Any]:

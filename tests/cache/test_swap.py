@@ -156,6 +156,25 @@ def test_the_host_must_have_the_memory():
         SwapSpace(kv, 0)
 
 
+def test_buffers_of_blocks_are_freed_if_those_of_states_find_no_room(monkeypatch):
+    kv, _, _ = build(np)
+    open_tiers = []
+
+    class Tier:
+        def __init__(self, kv, name, *_):
+            if name == "state swap buffers":
+                raise OutOfMemoryError("the device is full")
+            open_tiers.append(self)
+
+        def close(self):
+            open_tiers.remove(self)
+
+    monkeypatch.setattr("engine.cache.swap._HostTier", Tier)
+    with pytest.raises(OutOfMemoryError, match="the device is full"):
+        SwapSpace(kv, 2)
+    assert not open_tiers
+
+
 def test_close_frees_the_memory(xp):
     kv, swap, _ = build(xp)
     used = kv.pool.used

@@ -494,10 +494,11 @@ def test_several_processes_cannot_sleep(ranks, monkeypatch):
         model.sleep()
 
 
-@pytest.mark.parametrize("where", ["weights", "pages"])
+@pytest.mark.parametrize("where", ["weights", "pages", "states"])
 def test_an_engine_that_cannot_wake_up_sleeps_on(where, monkeypatch):
-    engine = make_engine(tiny_model(deterministic=True))
+    engine = make_engine(tiny_model(config=HYBRID, deterministic=True))
     want, _ = served(engine, "a")
+    used = engine._pool.used
     engine.sleep()
 
     def full(*_, **__):
@@ -506,10 +507,12 @@ def test_an_engine_that_cannot_wake_up_sleeps_on(where, monkeypatch):
     with monkeypatch.context() as patch:
         if where == "weights":
             patch.setattr(parked_decoder, "Decoder", full)
+        elif where == "states":  # there is room for the pages before them
+            patch.setattr(engine._pool, "limit", used - 1)
         else:
             patch.setattr(llm_engine, "KVCache", full)
         for _ in range(2):
-            with pytest.raises(OutOfMemoryError, match="the device is full"):
+            with pytest.raises(OutOfMemoryError, match=r"the device is full|limit is reached"):
                 engine.wake_up()
             assert engine.is_sleeping and engine._pool.stats().slabs == {}
     assert llm_engine.KVCache is KVCache
