@@ -763,10 +763,6 @@ class ModelConfig:
         """Return the kind of layer `layer`. See `layer_kinds`."""
         return self.layer_kinds[layer] if self.layer_kinds else "attention"
 
-    def num_layers_of(self, kind: str) -> int:
-        """Return the number of layers of kind `kind`."""
-        return sum(self.kind(layer) == kind for layer in range(self.num_layers))
-
     def has_rope(self, layer: int) -> bool:
         """Tell whether layer `layer` rotates q and k."""
         return not self.rope_layers or self.rope_layers[layer]

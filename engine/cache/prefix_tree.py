@@ -331,7 +331,6 @@ class PrefixTree:
         space.num_nodes += 1
         node.last_used = self._clock
         self._return_to_device(node, block)
-        self.stats.inserted_blocks += 1
         return node
 
     def _return_to_device(self, node: TreeNode, block: int) -> None:
@@ -434,9 +433,7 @@ class PrefixTree:
         spaces = [space for space in self._spaces.values() if wants(space.salt)]
         return [root for space in spaces for root in space.roots.values()]
 
-    def first_nodes(
-        self, limit: int, wants: Callable[[str | None], bool] = lambda _: True
-    ) -> list[TreeNode]:
+    def first_nodes(self, limit: int, wants: Callable[[str | None], bool]) -> list[TreeNode]:
         """Return up to `limit` nodes, nearest to the roots first; `wants` selects by cache salt."""
         level = self._roots(wants)
         nodes: list[TreeNode] = []

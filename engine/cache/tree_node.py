@@ -158,12 +158,11 @@ class PrefixMatch:
 
 @dataclass(slots=True)
 class TreeStats:
-    """Counters: tokens looked up, found on the device and on the host; blocks moved."""
+    """Counters: tokens looked up, found on the device and on the host; blocks evicted."""
 
     queried_tokens: int = 0
     hit_tokens: int = 0
     host_hit_tokens: int = 0
-    inserted_blocks: int = 0
     evicted_blocks: int = 0
     offloaded_blocks: int = 0
 

@@ -11,7 +11,7 @@ from engine.reference.gemm import epilogue
 from engine.reference.quantize_rows import quantize_rows
 from engine.reference.rmsnorm import rmsnorm
 
-__all__ = ["GROUP", "multiply_8bit", "rounded_rows", "values_of_codes"]
+__all__ = ["GROUP", "multiply_8bit", "values_of_codes"]
 
 Array = np.ndarray[Any, Any]
 
@@ -55,11 +55,6 @@ def multiply_8bit(
             y += part * np.repeat(weight_scales[:, i], GROUP)[: len(b)] if has_blocks else part
         y *= 1 if has_blocks else weight_scales
     return epilogue(y, bias, residual, activation).astype(result_dtype, copy=False)
-
-
-def rounded_rows(x: Array) -> Array:
-    """Return rows rounded to e4m3, as float32, with one scale per GROUP columns."""
-    return values_of_codes(*quantize_rows(x, dtype="fp8", group=GROUP))
 
 
 def values_of_codes(codes: Array, scales: Array) -> Array:

@@ -14,7 +14,7 @@ from engine.errors import ContractError, DTypeError, ShapeError
 from engine.kernels import _module
 from engine.kernels.moe_gemm import codes_sm90, few_tokens, quantized_sm90, scratch
 from engine.reference import Routing
-from engine.reference._products import rounded_rows
+from engine.reference._products import values_of_codes
 from engine.testing import cases
 from engine.testing.cases_elementwise import assert_guards
 from engine.testing.cases_moe import routing_of
@@ -53,6 +53,11 @@ def hopper(cp):
     if _module.current_architecture(cp.cuda.runtime.getDevice()) != "sm_90a":
         pytest.skip("not a Hopper GPU")
     return cp
+
+
+def _rounded_rows(x):
+    """Return rows rounded to e4m3, as float32, with one scale per 128 columns."""
+    return values_of_codes(*reference.quantize_rows(x, dtype="fp8", group=128))
 
 
 def _weight(name, num_experts, rows, k, scales="float16") -> Weight:
@@ -130,7 +135,7 @@ def _check_codes(xp, monkeypatch, shape, dtype, router, **options):
         want = reference.moe_gemm(x, weight, routing, bias=bias, quantize_x=True, **options)
     else:
         few = _is_few(xp, shape[0]) and not shape[3] % 16
-        numbers = rounded_rows(x).astype(x.dtype)
+        numbers = _rounded_rows(x).astype(x.dtype)
         want = _wanted(numbers, weight, routing, rounded=not few, bias=bias, **options)
     # Hopper accumulates e4m3 with fewer bits than float16.
     name = f"{shape} {router} {options}"
@@ -226,7 +231,7 @@ def test_codes_at_any_address(xp, tier):
     if xp is np:
         want = reference.moe_gemm(codes, weight, routing, **options)
     else:
-        numbers = rounded_rows(x).astype(x.dtype)
+        numbers = _rounded_rows(x).astype(x.dtype)
         want = _wanted(numbers, weight, routing, rounded=True, activation="swiglu")
     assert_close(got, want, reduction=384, dtype="bfloat16")
 
