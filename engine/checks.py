@@ -263,8 +263,8 @@ def checked_text(name: str, value: object) -> str:
     return value
 
 
-def request_ids_of(value: str | Iterable[str], limit: int = 2**20) -> list[str]:
-    """Return one or several request ids as a list; an iterator may yield at most `limit`.
+def request_ids_of(value: str | Iterable[str]) -> list[str]:
+    """Return one or several request ids as a list; an iterator may yield at most 2**20.
 
     Raises
     ------
@@ -273,6 +273,7 @@ def request_ids_of(value: str | Iterable[str], limit: int = 2**20) -> list[str]:
     """
     if isinstance(value, str):
         return [value]
+    limit = 2**20
     try:
         ids = list(itertools.islice(value, limit + 1))
     except TypeError:

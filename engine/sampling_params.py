@@ -310,7 +310,7 @@ class SamplingParams:
             self._set("allowed_token_ids", allowed)
         if self.logit_bias is not None:
             self._set("logit_bias", _bias(self.logit_bias))
-        self._set("logits_processors", _callables("logits_processors", self.logits_processors))
+        self._set("logits_processors", _processors(self.logits_processors))
         self._set("structured", structured_output_of(self.structured))
 
     def _check_together(self) -> None:
@@ -448,11 +448,13 @@ def _bias(value: object) -> dict[int, float]:
     }
 
 
-def _callables(name: str, value: object) -> tuple[Callable[..., Any], ...]:
+def _processors(value: object) -> tuple[Callable[..., Any], ...]:
     if value is None:
         return ()
-    items = items_of(name, value, "callables", MAX_LOGITS_PROCESSORS)
+    items = items_of("logits_processors", value, "callables", MAX_LOGITS_PROCESSORS)
     for i, item in enumerate(items):
         if not callable(item):
-            raise RequestError(f"{name}[{i}] must be callable; got {shown_with_type(item)}")
+            raise RequestError(
+                f"logits_processors[{i}] must be callable; got {shown_with_type(item)}"
+            )
     return tuple(items)

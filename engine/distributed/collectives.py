@@ -58,7 +58,7 @@ class SharedMemoryCollectives:
 
     def all_reduce(self, x: Array, *, out: Array | None = None) -> Array:
         """Return the sum of all ranks' `x`; see `Collectives`."""
-        _check_float("all_reduce", x)
+        _check_float(x)
         result = np.empty(x.shape, x.dtype) if out is None else out
         _check_out("all_reduce", result, x.shape, x.dtype)
         flat = np.ascontiguousarray(x).reshape(-1)
@@ -184,9 +184,9 @@ class SharedMemoryCollectives:
                 )
 
 
-def _check_float(name: str, x: Array) -> None:
+def _check_float(x: Array) -> None:
     if x.dtype.itemsize not in (2, 4) or x.dtype.kind in "iub":
-        raise ContractError(f"x of {name} must be of 16- or 32-bit floats; got {x.dtype}")
+        raise ContractError(f"x of all_reduce must be of 16- or 32-bit floats; got {x.dtype}")
 
 
 def _check_out(name: str, out: Array, shape: tuple[int, ...], dtype: Any) -> None:

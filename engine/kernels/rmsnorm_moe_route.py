@@ -227,7 +227,9 @@ def rmsnorm_moe_route(
     # The kernels always read the weights early.
     is_one = x.shape[0] == 1 and residual is None and not quantize_out
     is_one &= y.data.ptr != x.data.ptr  # each block reads the whole token
-    chosen = (_choose_one if is_one else _choose_few)(arrays, num_shared) if pdl else None
+    chosen = None
+    if pdl:
+        chosen = _choose_one(arrays, num_shared) if is_one else _choose_few(arrays)
     if chosen is None:
         return _in_parts(arrays, top_k, quantize_out=quantize_out, pdl=pdl, norm=norm, **options)
     if quantize_out:
@@ -336,7 +338,7 @@ def _log_splits(num_logits: int, cluster: int) -> int:
     return max(_THREADS // 32 // ceil_div(num_logits, cluster), 1).bit_length() - 1
 
 
-def _choose_few(arrays: _Arrays, num_shared: int) -> _Choice | None:
+def _choose_few(arrays: _Arrays) -> _Choice | None:
     """Return the kernel for a few tokens; None if it is unsupported, or the parts are faster."""
     x = arrays.x
     weight = arrays.weight

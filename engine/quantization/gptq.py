@@ -21,6 +21,7 @@ from engine.weights.quantize import Codes, round_groups
 __all__ = ["Hessian", "gptq"]
 
 _BLOCK = 128  # columns per block; one GEMM applies a block's errors to the remaining columns
+_DAMPING = 0.01  # fraction of the diagonal's mean to add to the diagonal
 _DAMPINGS = 6  # damping attempts, each 10x the last
 
 
@@ -47,9 +48,7 @@ class Hessian:
             self.total += product
 
 
-def gptq(
-    matrix: Any, hessian: Any, form: Format, *, scale_dtype: str = "", damping: float = 0.01
-) -> Codes:
+def gptq(matrix: Any, hessian: Any, form: Format, *, scale_dtype: str = "") -> Codes:
     """Round a matrix (N, K) to a format, minimising the output error for inputs with this Hessian.
 
     Parameters
@@ -62,8 +61,6 @@ def gptq(
         A grouped integer format.
     scale_dtype : str
         See `round_to_codes`.
-    damping : float
-        Fraction of the diagonal's mean to add to the diagonal.
 
     Raises
     ------
@@ -77,7 +74,7 @@ def gptq(
     rest = matrix.astype(np.float32)  # a copy, since the remaining columns are adjusted
     if not bool(xp.isfinite(rest).all()) or not bool(xp.isfinite(hessian).all()):
         raise WeightsError("matrix and inputs must have finite numbers only; they have others")
-    factor = _factor(hessian, damping)
+    factor = _factor(hessian)
     rows, columns = rest.shape
     groups = -(-columns // form.group)
     codes = xp.empty((rows, columns), "i1" if form.bits == 8 else "u1")
@@ -114,7 +111,7 @@ def _round_column(
     return codes, numbers - (codes - zeros) * scales
 
 
-def _factor(hessian: Any, damping: float) -> Any:
+def _factor(hessian: Any) -> Any:
     """Return the upper U (K, K) float32 with U' U = inverse of the damped Hessian.
 
     U is the inverse of R, the upper factor in H = R R', so H itself is never inverted.
@@ -126,7 +123,7 @@ def _factor(hessian: Any, damping: float) -> Any:
     mean = float(diagonal.mean()) or 1.0
     every = xp.arange(len(diagonal))
     for step in range(_DAMPINGS):
-        exact[every, every] = xp.where(is_dead, mean, diagonal) + damping * 10**step * mean
+        exact[every, every] = xp.where(is_dead, mean, diagonal) + _DAMPING * 10**step * mean
         try:
             factor = xp.linalg.inv(xp.linalg.cholesky(exact[::-1, ::-1])[::-1, ::-1])
         except np.linalg.LinAlgError:

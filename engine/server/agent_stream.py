@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import dataclasses
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, Protocol
 
 import msgspec
@@ -61,10 +60,7 @@ def chat_request(body: dict[str, Any]) -> ChatCompletionRequest:
 
 
 async def begin_chat(
-    request: Request,
-    body: ChatCompletionRequest,
-    request_id: str,
-    names: Mapping[str, str] = MappingProxyType({}),
+    request: Request, body: ChatCompletionRequest, request_id: str, names: Mapping[str, str]
 ) -> ChatStream:
     """Start a chat request with a single answer, and return its stream.
 

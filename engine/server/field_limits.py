@@ -209,15 +209,13 @@ def text_of_ids(
 
 
 def check_num_ids(
-    prompts: Iterable[Sequence[int]], name: str, config: ServerConfig, *, num_copies: int
+    prompts: Iterable[Sequence[int]], config: ServerConfig, *, num_copies: int
 ) -> None:
     """Reject a request whose answer would repeat more token ids than `max_body_bytes` can hold.
 
     Parameters
     ----------
     prompts : iterable of sequences of int
-    name : str
-        The request field.
     config : ServerConfig
     num_copies : int
         How often the answer has them.
@@ -232,9 +230,9 @@ def check_num_ids(
     if count > most:
         raise APIError(
             400,
-            f"{name} must have at most {most} token ids in an answer with return_token_ids "
+            f"prompt must have at most {most} token ids in an answer with return_token_ids "
             f"(max_body_bytes); got {count} in {num_copies} copies",
-            param=name,
+            param="prompt",
         )
 
 

@@ -74,7 +74,7 @@ def parts_from_directory(directory: Path) -> TokenizerParts:
     return TokenizerParts(
         backend=backend,
         encoder=encoder,
-        bos_token_id=bos if bos is not None else _first_id(hints, "bos_token_id"),
+        bos_token_id=bos if bos is not None else _first_bos(hints),
         eos_token_ids=_end_ids(eos, hints),
         special_tokens=special,
         chat_templates=_chat_templates(directory, config),
@@ -153,8 +153,8 @@ def _ids(value: object) -> list[int]:
     return [one for one in items if 0 <= one < 1 << 31]  # the configuration warns of others
 
 
-def _first_id(configs: Iterable[Mapping[str, Any]], key: str) -> int | None:
-    return next((i for config in configs for i in _ids(config.get(key))), None)
+def _first_bos(configs: Iterable[Mapping[str, Any]]) -> int | None:
+    return next((i for config in configs for i in _ids(config.get("bos_token_id"))), None)
 
 
 def _end_ids(eos: int | None, configs: Iterable[Mapping[str, Any]]) -> tuple[int, ...]:

@@ -168,7 +168,7 @@ def _variations(op: Op, plain: Case, special: Sequence[str]) -> Iterator[Case]:
             yield dataclasses.replace(plain, dtypes=kept, omitted=omitted)
     yield from _other_scalars(op, plain)
     for view in VIEWS:
-        if _has_view(op, plain, view):
+        if _has_view(op, view):
             yield dataclasses.replace(plain, view=view)
     if any("float" in name for _, name in plain.dtypes):
         for value in special:
@@ -216,7 +216,7 @@ def _is_allowed(op: Op, case: Case) -> bool:
     return all(holds(condition, known) for condition in op.definition.where)
 
 
-def _has_view(op: Op, case: Case, view: str) -> bool:
+def _has_view(op: Op, view: str) -> bool:
     if view == "in place":
         return bool(op.definition.in_place) and bool(op.signature.outputs)
     if view == "transposed":

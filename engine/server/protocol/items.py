@@ -79,14 +79,12 @@ def typed_item(
         raise RequestError(f"{where}{path} ({kind}): {reason}") from None
 
 
-def typed_items(
-    items: object, kinds: Mapping[str, type[Any]], where: str, limit: int = MAX_PARTS
-) -> list[Any]:
-    """Convert each item of a list; see `typed_item`."""
+def typed_items(items: object, kinds: Mapping[str, type[Any]], where: str) -> list[Any]:
+    """Convert each item of a list of at most `MAX_PARTS`; see `typed_item`."""
     if not isinstance(items, list):
         raise RequestError(f"{where} must be a list; got {shown(items)}")
-    if len(items) > limit:
-        raise RequestError(f"{where} must have at most {limit} items; got {len(items)}")
+    if len(items) > MAX_PARTS:
+        raise RequestError(f"{where} must have at most {MAX_PARTS} items; got {len(items)}")
     return [typed_item(item, kinds, f"{where}[{i}]") for i, item in enumerate(items)]
 
 

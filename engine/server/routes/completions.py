@@ -201,7 +201,7 @@ async def _limited(
         check = functools.partial(check_text_of, texts, "prompt", client.tokenizer, config)
         await asyncio.to_thread(check, num_copies=params.n)
     if body.return_token_ids:
-        check_num_ids(given, "prompt", config, num_copies=params.n)
+        check_num_ids(given, config, num_copies=params.n)
     is_echoed = bool(body.echo) and body.logprobs is not None
     is_shown = body.prompt_logprobs is not None
     return check_answer(
