@@ -201,14 +201,7 @@ def resolve(
         max_prefill_chunk=config.max_prefill_chunk,
         max_draft_tokens=config.max_draft_tokens,
         max_adapters=model.num_adapter_slots,
-        # Trees need the decode kernel, but its summation order depends on the batch, and it does
-        # not support trees with a sliding window. Patterns need the prefill kernel, latent
-        # attention has a kernel without trees, and states follow a chain of tokens.
-        draft_trees=not model.deterministic
-        and not model.has_patterns
-        and model.config.mla is None
-        and not any(model.config.layer_windows)
-        and not least.num_state_slots,
+        draft_trees=_supports_trees(model) and not least.num_state_slots,  # states follow a chain
         watermark=config.watermark,
         policy=config.scheduling_policy,
         priority_window=config.priority_window,
@@ -236,6 +229,18 @@ def resolve(
         config.speculative_config,
         reasons,
     )
+
+
+def _supports_trees(model: ServedModel) -> bool:
+    """Tell whether the attention kernels of `model` verify trees of drafts.
+
+    Trees need the decode kernel, but its summation order depends on the batch, and it does not
+    support trees with a sliding window. Patterns need the prefill kernel, and latent attention has
+    a kernel without trees.
+    """
+    config = model.config
+    is_special = model.deterministic or model.has_patterns or config.mla is not None
+    return not is_special and not any(config.layer_windows)
 
 
 def can_link(config: EngineConfig, *, is_cuda: bool) -> bool:

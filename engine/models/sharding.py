@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.config import ModelConfig
+from engine.config import ModelConfig, MoeConfig
 from engine.device import array_module
 from engine.errors import ConfigError
 from engine.kernels._peer_memory import PeerMemory
@@ -33,6 +33,9 @@ from engine.weights import ALL_LAYERS, Shard, Stage, Weight
 
 __all__ = ["ParallelParts", "WholeParts", "check_support", "local_config"]
 
+# Fields of a ModelConfig with one value per layer.
+_BY_LAYER = ("layer_windows", "layer_chunks", "rope_layers", "rope_thetas", "layer_kinds")
+
 
 def local_config(config: ModelConfig, shard: Shard) -> ModelConfig:
     """Return the config of one shard: its heads, the features of its MLPs, and its layers.
@@ -51,29 +54,39 @@ def local_config(config: ModelConfig, shard: Shard) -> ModelConfig:
     >>> local.num_heads, local.num_kv_heads, local.intermediate_size, local.vocab_size
     (1, 1, 12, 64)
     """
-
-    def part(bounds: tuple[int, int]) -> int:
-        return bounds[1] - bounds[0]
-
     check_support(config, shard)
     layers = shard.stage.layers
     heads, kv_heads = shard.cut_heads(config.num_heads, config.num_kv_heads)
-    sizes: dict[str, Any] = {"num_heads": part(heads), "num_kv_heads": part(kv_heads)}
+    sizes: dict[str, Any] = {"num_heads": _length(heads), "num_kv_heads": _length(kv_heads)}
     sizes["layer_sizes"] = tuple(
         replace(
             one,
-            num_kv_heads=part(shard.cut_shared("num_key_value_heads", one.num_kv_heads)),
-            intermediate_size=part(shard.cut("intermediate_size", one.intermediate_size)),
+            num_kv_heads=_length(shard.cut_shared("num_key_value_heads", one.num_kv_heads)),
+            intermediate_size=_length(shard.cut("intermediate_size", one.intermediate_size)),
         )
         for one in config.layer_sizes[layers]
     )
     if config.has_mlp:
-        sizes["intermediate_size"] = part(shard.cut("intermediate_size", config.intermediate_size))
+        width = shard.cut("intermediate_size", config.intermediate_size)
+        sizes["intermediate_size"] = _length(width)
+    if shard.stage.num_layers:
+        sizes["num_layers"] = shard.stage.last - shard.stage.first
+        for name in _BY_LAYER:
+            sizes[name] = getattr(config, name)[layers]
+    sizes |= _local_mixers(config, shard)
+    if config.moe is not None:
+        sizes["moe"] = _local_moe(config.moe, shard)
+    return replace(config, **sizes)
+
+
+def _local_mixers(config: ModelConfig, shard: Shard) -> dict[str, Any]:
+    """Return the fields of one shard's layers without attention, for those that the model has."""
+    sizes: dict[str, Any] = {}
     if (conv := config.short_conv) is not None:
-        channels = part(shard.cut("channels of the convolution", conv.num_channels))
-        sizes["short_conv"] = replace(conv, num_channels=channels)
+        channels = shard.cut("channels of the convolution", conv.num_channels)
+        sizes["short_conv"] = replace(conv, num_channels=_length(channels))
     if (mamba := config.mamba2) is not None:
-        groups = part(shard.cut("mamba_n_groups", mamba.num_groups))
+        groups = _length(shard.cut("mamba_n_groups", mamba.num_groups))
         heads_of_groups = mamba.num_heads // shard.count
         sizes["mamba2"] = replace(mamba, num_groups=groups, num_heads=heads_of_groups)
     if (lightning := config.lightning) is not None:
@@ -82,36 +95,33 @@ def local_config(config: ModelConfig, shard: Shard) -> ModelConfig:
         sizes["lightning"] = replace(
             lightning,
             num_heads=last - first,
-            num_groups=part(own_groups),
+            num_groups=_length(own_groups),
             slopes=lightning.slopes[first:last],
-            layer_factors=lightning.layer_factors[layers],
+            layer_factors=lightning.layer_factors[shard.stage.layers],
         )
-    moe = config.moe
-    if shard.stage.num_layers:
-        sizes["num_layers"] = shard.stage.last - shard.stage.first
-        sizes["layer_windows"] = config.layer_windows[layers]
-        sizes["layer_chunks"] = config.layer_chunks[layers]
-        sizes["rope_layers"] = config.rope_layers[layers]
-        sizes["rope_thetas"] = config.rope_thetas[layers]
-        sizes["layer_kinds"] = config.layer_kinds[layers]
     if (delta := config.gated_delta) is not None:
-        key_heads = part(shard.cut("linear_num_key_heads", delta.num_key_heads))
+        key_heads = _length(shard.cut("linear_num_key_heads", delta.num_key_heads))
         value_heads = delta.num_value_heads // shard.count
         sizes["gated_delta"] = replace(delta, num_key_heads=key_heads, num_value_heads=value_heads)
-    if moe is not None:
-        width = moe.intermediate_size
-        shared = moe.shared_size
-        if not shard.expert_parallel:
-            width = part(shard.cut("the width of an expert", width))
-        shared = part(shard.cut("the width of the shared expert", shared))
-        moe = replace(
-            moe,
-            sparse_layers=moe.sparse_layers[layers],
-            layer_top_k=moe.layer_top_k[layers],
-            intermediate_size=width,
-            shared_size=shared,
-        )
-    return replace(config, moe=moe, **sizes)
+    return sizes
+
+
+def _local_moe(moe: MoeConfig, shard: Shard) -> MoeConfig:
+    layers = shard.stage.layers
+    width = moe.intermediate_size
+    if not shard.expert_parallel:
+        width = _length(shard.cut("the width of an expert", width))
+    return replace(
+        moe,
+        sparse_layers=moe.sparse_layers[layers],
+        layer_top_k=moe.layer_top_k[layers],
+        intermediate_size=width,
+        shared_size=_length(shard.cut("the width of the shared expert", moe.shared_size)),
+    )
+
+
+def _length(bounds: tuple[int, int]) -> int:
+    return bounds[1] - bounds[0]
 
 
 def check_support(config: ModelConfig, shard: Shard) -> None:
