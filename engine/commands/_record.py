@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import json
 import os
@@ -18,17 +17,26 @@ from engine.device import Device
 from engine.errors import ConfigError
 from engine.model_files import excerpt
 
-__all__ = ["check_json_file", "conditions", "write_record"]
+__all__ = ["check_output_file", "commit_of", "conditions", "write_record"]
 
 
-def check_json_file(file: Path) -> None:
-    """Raise `ConfigError` if the file cannot be written; call it before measuring."""
+def check_output_file(file: Path, option: str = "--json") -> None:
+    """Raise `ConfigError` if an option's file cannot be written; call it before measuring."""
     if file.is_dir():
-        raise ConfigError(f"--json must name a file; got the folder {excerpt(file)}")
+        raise ConfigError(f"{option} must name a file; got the folder {excerpt(file)}")
     if not file.parent.is_dir():
-        raise ConfigError(f"--json must name a file in an existing folder; got {excerpt(file)}")
+        raise ConfigError(f"{option} must name a file in an existing folder; got {excerpt(file)}")
     if not os.access(file if file.exists() else file.parent, os.W_OK):
-        raise ConfigError(f"--json must name a writable file; got {excerpt(file)}")
+        raise ConfigError(f"{option} must name a writable file; got {excerpt(file)}")
+
+
+def commit_of(folder: Path) -> str:
+    """Return the commit of the repository that a folder is in; "" if it is in none."""
+    command = ["git", "-C", str(folder), "rev-parse", "--short", "HEAD"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    except OSError:  # git is not installed
+        return ""
 
 
 def conditions(device: Device) -> dict[str, str]:
@@ -40,10 +48,7 @@ def conditions(device: Device) -> dict[str, str]:
     commit = env.commit()
     folder = Path(__file__).parents[2]
     if not commit and (folder / ".git").exists():
-        command = ["git", "-C", str(folder), "rev-parse", "--short", "HEAD"]
-        with contextlib.suppress(OSError):  # git is not installed
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            commit = done.stdout.strip()
+        commit = commit_of(folder)
     return {
         "card": card,
         "date": datetime.date.today().isoformat(),

@@ -13,7 +13,7 @@ from engine.commands._overrides import add_override_arguments
 from engine.commands._parallel import add_parallel_argument, parallel_option
 from engine.commands._parser import MODEL_HELP, add_positional_model, chosen_model, split_kind
 from engine.commands._quantization import add_quantization_argument, quantization_option
-from engine.commands._record import check_json_file, write_record
+from engine.commands._record import check_output_file, write_record
 from engine.commands._speculation import add_speculation_argument
 from engine.device import Device
 from engine.errors import ConfigError
@@ -131,7 +131,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
         _bench_compare.check(arguments)
     if arguments.json is not None:
-        check_json_file(arguments.json)
+        check_output_file(arguments.json)
 
 
 def _option(name: str) -> str:

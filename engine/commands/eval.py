@@ -13,7 +13,7 @@ from typing import Any
 
 from engine.commands._parser import MODEL_HELP, add_positional_model, chosen_model, split_kind
 from engine.commands._quantization import add_quantization_argument, quantization_option
-from engine.commands._record import check_json_file, write_record
+from engine.commands._record import check_output_file, write_record
 from engine.commands._streams import read_input
 from engine.errors import ConfigError, RequestError
 from engine.model import Model, load
@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.max_tokens is not None and arguments.max_tokens < 1:
         raise ConfigError(f"--max-tokens must be at least 1; got {arguments.max_tokens}")
     if arguments.json is not None:
-        check_json_file(arguments.json)
+        check_output_file(arguments.json)
     text = _read(arguments.file)
     reference_options = _reference_options(arguments)
     options: dict[str, Any] = {"device": arguments.device, "dtype": arguments.dtype}

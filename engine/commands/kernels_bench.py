@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 
 from engine import kernels
 from engine.commands._kernel_options import dtype_names, sizes_of
-from engine.commands._record import check_json_file, write_record
+from engine.commands._record import check_output_file, commit_of, write_record
 from engine.commands.kernels import op_names
 from engine.device import Device, resolve_device
 from engine.errors import ConfigError, did_you_mean
@@ -52,9 +51,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure; return 1 if a result is wrong, or faster than the card can be."""
-    for file in (arguments.json, arguments.plot):
+    for option, file in (("--json", arguments.json), ("--plot", arguments.plot)):
         if file is not None:
-            check_json_file(file)
+            check_output_file(file, option)
     chosen = resolve_device(arguments.device)[0]
     chosen.activate()
     if arguments.plot is not None and not chosen.is_cuda:
@@ -130,21 +129,10 @@ def _write(arguments: argparse.Namespace, device: Device, reports: list[BenchRep
     records = [report.record() for report in reports]
     rows = [row for record in records for row in record.pop("rows")]
     more = {key: value for key, value in records[0].items() if key not in ("op", "card", "date")}
-    if commit := _commit_of(arguments.target):
+    file = arguments.target.partition(":")[0]
+    if ".py" in file and (commit := commit_of(Path(file).resolve().parent)):
         more["file commit"] = commit
     write_record(arguments.json, device, {**more, "rows": rows})
-
-
-def _commit_of(target: str) -> str:
-    """Return the commit of the repository that a file is in; "" if it is in none."""
-    if ".py" not in target:
-        return ""
-    folder = Path(target.partition(":")[0]).resolve().parent
-    command = ["git", "-C", str(folder), "rev-parse", "--short", "HEAD"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True).stdout.strip()
-    except OSError:  # git is not installed
-        return ""
 
 
 def _plot(file: Path, reports: list[BenchReport]) -> None:

@@ -380,6 +380,7 @@ def test_the_command_writes_what_it_measured(file, tmp_path, capsys):
         (["FILE", "--dtype", "int8"], "dtypes must be of float32, float16, bfloat16"),
         (["FILE", "--against", "cublas"], "--against must be NAME=FILE.py:FUNCTION"),
         (["FILE", "--plot", "x.png"], "--plot draws the limits of a GPU"),
+        (["FILE", "--plot", "/no/folder/x.png"], "--plot must name a file in an existing folder"),
     ],
 )
 def test_the_command_names_a_bad_option(words, said, file, capsys):

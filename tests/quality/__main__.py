@@ -19,7 +19,7 @@ from typing import Any
 import gguf
 
 import engine
-from engine.commands._record import check_json_file, conditions
+from engine.commands._record import check_output_file, conditions
 from engine.device import array_module, to_numpy
 from engine.errors import ConfigError
 from engine.loading.download import resolve_model
@@ -197,7 +197,7 @@ def main() -> None:
     if unknown:
         parser.error(f"no format is called {unknown[0]!r}; there are {', '.join(known)}")
     try:
-        check_json_file(arguments.json)
+        check_output_file(arguments.json)
     except ConfigError as error:
         parser.error(str(error))
     chosen = [known[name] for name in arguments.names or standard]

@@ -24,7 +24,7 @@ import numpy as np
 
 import engine
 from engine import kernels
-from engine.commands._record import check_json_file, conditions
+from engine.commands._record import check_output_file, conditions
 from engine.device import Device, resolve_device, to_numpy
 from engine.errors import ConfigError, DeviceError
 from engine.kernels._chip import is_hopper
@@ -410,7 +410,7 @@ def main() -> None:
     try:
         device, _ = resolve_device(options.device)
         if options.json is not None:
-            check_json_file(options.json)
+            check_output_file(options.json)
         plan = Plan(
             tuple(options.models) or MODELS,
             *(options.size, options.sequences, options.length, options.first),

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.commands._http import Server, api_key
-from engine.commands._record import check_json_file, write_record
+from engine.commands._record import check_output_file, write_record
 from engine.commands.bench_serve.driver import Target, run_load
 from engine.commands.bench_serve.figures import describe, parse_goodput, summarize, table
 from engine.commands.bench_serve.worker import event_loop_name
@@ -199,7 +199,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 def _check_files(arguments: argparse.Namespace) -> None:
     if arguments.json is not None:
-        check_json_file(arguments.json)
+        check_output_file(arguments.json)
     elif arguments.save_detailed or arguments.metadata:
         raise ConfigError("--save-detailed and --metadata need --json")
     if arguments.plot is not None:
