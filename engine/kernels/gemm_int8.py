@@ -51,7 +51,8 @@ def gemm_int8(
         One scale per row.
     x_scales : (M, ceil(K / 128)) array of float32, optional
         One scale per group of 128 columns of a row; (M, 1) if K is 0.
-    norm_weight, eps, weight_offset, bias, residual, activation, out_dtype, deterministic, pdl, out
+    norm_weight, eps, weight_offset, bias, residual, activation, out_dtype, deterministic, pdl,
+    peers, out
         See `gemm_fp8`.
 
     Returns

@@ -66,6 +66,8 @@ class SchedulerConfig:
         How to pick the next waiting request: "fcfs" = first come, first served; "lpm" = longest
         prefix match among the first `lpm_window` (no request is passed over more than `lpm_window`
         times).
+    lpm_window : int
+        See `policy`.
     priority_window : int
         A request of priority p is queued as if `p * priority_window` more requests had arrived
         before it. So only a bounded number of later requests can overtake it, and none starves. 0

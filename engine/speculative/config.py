@@ -66,6 +66,11 @@ class SpeculativeConfig:
     quantization, dtype, revision : str, optional
         Loading options of `model`, as in `engine.load`; the dtype defaults to the target's.
 
+    Attributes
+    ----------
+    has_default_num_tokens : bool
+        Whether `num_speculative_tokens` was left out, so that a model may lower it.
+
     Raises
     ------
     ConfigError
