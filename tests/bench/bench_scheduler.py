@@ -20,7 +20,6 @@ from engine.scheduler.scheduler import Scheduler
 DEVICE = "CPU"
 _RULES = SimpleNamespace(max_tokens=1000, min_tokens=0, ignore_eos=True, stop_token_ids=None)
 _STEPS = 60
-_LOADS = ((1, 0), (16, 0), (64, 0), (256, 0), (256, 1000), (256, 10_000))
 
 
 def _request(name, prompt, rules=_RULES):

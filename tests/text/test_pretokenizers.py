@@ -23,7 +23,6 @@ from engine.text.tokenizer import load_tokenizer
 DATA = json.loads(Path(__file__).with_name("pre_tokenizers.json").read_text())
 ORIGINALS = DATA["originals"]
 PROBE = DATA["probe"]
-ODD_CHARS = "aB1\u00e9 \n\r\t'.,$(\u4e2d\u3042\u0301sS\u0664\u00b2|-"
 
 
 def original(name: str):
