@@ -277,6 +277,9 @@ class AdaptedProduct:
         The adapters' part is added to the finished product, and "swiglu" follows both.
         """
         found = self._tokens.of(self.kind, x.shape[0])
+        if found is None and activation == "swiglu" and options.get("deterministic"):
+            # Fused, it would read sums, not the rounded product that it reads beside adapters.
+            return kernels.swiglu(self._base.plain(x, weight, **options), out=out)
         if found is None:
             return self._base.plain(x, weight, activation=activation, out=out, **options)
         if activation not in (None, "swiglu"):

@@ -55,6 +55,23 @@ def test_tokens_of_the_merged_models(served, way):
         )
 
 
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_bits_do_not_depend_on_the_adapters_of_others(served, quantization):
+    """With `deterministic=True`, in 16 bits: of a request with an adapter, and of one without."""
+    options = {"dtype": "bfloat16", "deterministic": True, "quantization": quantization}
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=0)
+
+    def logprobs(llm, which):
+        prompts = [{"prompt_token_ids": prompt[:9]} for prompt in served.prompts[: len(which)]]
+        adapters = [served.request(index) for index in which]
+        return [o.outputs[0].logprobs for o in llm.generate(prompts, params, lora_request=adapters)]
+
+    with served.llm(**options, enable_prefix_caching=False) as llm:
+        for index in (-1, 2):
+            alone = logprobs(llm, [index])
+            assert logprobs(llm, [index, 0])[:1] == alone
+
+
 def test_stages_with_graphs(served):
     """Steps without adapters are laid out for graphs, those with adapters are not."""
     with served.llm(pipeline_parallel_size=2) as llm:
