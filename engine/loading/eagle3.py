@@ -47,8 +47,13 @@ def load_eagle3_config(
     ------
     ConfigError
         If a value is missing, out of range or unsupported, or differs from the target's (the
-        message then names both values).
+        message then names both values), or if the target has several residual streams.
     """
+    if target.altup is not None:
+        raise ConfigError(
+            "an EAGLE-3 head needs a model with one residual stream; "
+            f"{target.model_type} has {target.altup.num_streams}"
+        )
     root = Path(directory)
     where = str(root / "config.json")
     values = read_json(root / "config.json", root=root)

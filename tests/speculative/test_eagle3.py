@@ -11,6 +11,7 @@ import pytest
 
 from engine import SamplingParams
 from engine.cache.memory_pool import format_bytes
+from engine.config import AltUpConfig
 from engine.device import to_numpy
 from engine.errors import ConfigError, WeightsError
 from engine.layers.batch import ForwardBatch
@@ -123,6 +124,13 @@ def test_a_config_that_does_not_fit_is_refused(tmp_path, changes, words):
     heads.write(folder, heads.eagle3_json(TARGET, **changes), {})
     with pytest.raises(ConfigError, match=words):
         load_eagle3_config(folder, TARGET)
+
+
+def test_a_target_of_several_residual_streams_is_refused(tmp_path):
+    folder, _, _ = make_head(tmp_path)
+    target = dataclasses.replace(TARGET, altup=AltUpConfig(4, True, 16))
+    with pytest.raises(ConfigError, match="one residual stream; llama has 4"):
+        load_eagle3_config(folder, target)
 
 
 @pytest.mark.parametrize(
