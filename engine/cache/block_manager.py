@@ -216,7 +216,8 @@ class BlockManager:
         if differs or parent.prefix_key != child.prefix_key or child.block_table:
             raise RequestError(
                 f"request {child.request_id!r} must agree with its parent {parent.request_id!r} in "
-                f"its first {shared} tokens, cache salt and rope, and hold no blocks; it does not"
+                f"its first {shared} tokens, cache salt, LoRA adapter and rope, and hold no "
+                "blocks; it does not"
             )
         return shared
 

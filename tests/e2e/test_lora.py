@@ -254,6 +254,18 @@ def test_a_bad_adapter_is_refused_and_the_others_go_on(served, tmp_path):
         assert "bad" not in llm.llm_engine.list_loras()
 
 
+def test_a_child_of_another_adapter_is_refused_by_name(served):
+    """Its parent's keys are those of the parent's adapter."""
+    prompt = served.prompts[0]
+    with served.llm() as llm:
+        core = llm.llm_engine
+        core.add_request("parent", prompt, GREEDY, lora_request=served.request(0))
+        core.step()
+        with pytest.raises(RequestError, match=r"must agree with its parent .* LoRA adapter"):
+            core.add_request("child", [*prompt, 5], GREEDY, parent="parent")
+        assert core.num_unfinished_requests == 1
+
+
 @pytest.mark.parametrize("max_loras", [1, 2])
 def test_two_engines_of_one_model_in_turn(served, max_loras):
     """They share the slots: each brings its adapters back where the other has written its own."""
