@@ -101,17 +101,21 @@ class NumberRange:
             return math.nan
 
 
+# Smallest value of options whose effect at 0 is undefined: in float32 they would be 0, or make
+# logits infinite.
+_SMALLEST = 1e-6
+
 RANGES: dict[str, NumberRange] = {
     "n": NumberRange(1, 16, integer=True),
     "best_of": NumberRange(1, 16, integer=True, optional=True),
     "presence_penalty": NumberRange(-2.0, 2.0),
     "frequency_penalty": NumberRange(-2.0, 2.0),
-    "repetition_penalty": NumberRange(0.0, 100.0, low_open=True),
+    "repetition_penalty": NumberRange(_SMALLEST, 100.0),
     "temperature": NumberRange(0.0, 100.0),
     "top_p": NumberRange(0.0, 1.0, low_open=True),
     "top_k": NumberRange(-1, 2**31 - 1, integer=True),
     "min_p": NumberRange(0.0, 1.0),
-    "typical_p": NumberRange(0.0, 1.0, low_open=True),
+    "typical_p": NumberRange(_SMALLEST, 1.0),
     "top_n_sigma": NumberRange(0.0, 100.0),
     "xtc_probability": NumberRange(0.0, 1.0),
     "xtc_threshold": NumberRange(0.0, 1.0),

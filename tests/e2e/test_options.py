@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from engine import LLMEngine, SamplingParams, llm_engine
 from engine.errors import ConfigError, RequestError
 from engine.llm_engine import QueueFullError
 from engine.models.mock_model import MockModel
+from engine.sampling_params import RANGES
 from tests.e2e.tiny import VOCAB, freed_pools, greedy_alone, make_engine, run, swap_gb, tiny_model
 
 LONG = [int(i) for i in np.random.default_rng(3).integers(4, VOCAB, 90)]
@@ -61,6 +63,19 @@ def test_a_salt_has_its_quota(model):
     engine = make_engine(model, max_blocks_per_salt=2)
     _serve(engine, LONG, cache_salt="a")
     assert _serve(engine, LONG, cache_salt="a").num_cached_tokens <= 32
+
+
+def test_sampling_at_both_ends_of_each_range(model):
+    engine = make_engine(model)
+    names = [name for name, allowed in RANGES.items() if not allowed.integer]
+    for name in names:
+        allowed = RANGES[name]
+        low = math.nextafter(allowed.low, 1) if allowed.low_open else allowed.low
+        for end, value in {"low": low, "high": allowed.high}.items():
+            fields = {"max_tokens": 3, "ignore_eos": True, "seed": 1, name: value}
+            engine.add_request(f"{name} {end}", LONG[:8], SamplingParams(**fields))
+    found = {name: output.outputs[0].finish_reason for name, output in run(engine).items()}
+    assert found == {f"{name} {end}": "length" for name in names for end in ("low", "high")}
 
 
 def _order_of_ends(engine):
