@@ -307,14 +307,17 @@ class ChatService:
         messages = template_messages(body.messages)
         has_tools = bool(body.tools) and body.tool_choice != "none"
         tools = template_tools(body.tools or []) if has_tools else None
-        prompt = tokenizer.render_chat(
-            messages,
-            add_generation_prompt=body.add_generation_prompt,
-            continue_final_message=bool(body.continue_final_message),
-            tools=tools,
-            allow_special_in_content=self._allow_special,
-            **self._variables(body, has_tools),
-        )
+        variables = self._variables(body, has_tools)
+        given = (body.chat_template_kwargs or {}).keys() & variables
+        with renamed_params({name: f"chat_template_kwargs.{name}" for name in given}):
+            prompt = tokenizer.render_chat(
+                messages,
+                add_generation_prompt=body.add_generation_prompt,
+                continue_final_message=bool(body.continue_final_message),
+                tools=tools,
+                allow_special_in_content=self._allow_special,
+                **variables,
+            )
         check_length(prompt.text, "messages", self.client)
         ids = tokenizer.encode_prompt(prompt, add_special_tokens=bool(body.add_special_tokens))
         return {"prompt": prompt.text, "prompt_token_ids": ids}

@@ -251,6 +251,13 @@ def test_variables_of_the_template():
             client.chat.completions.create(
                 **ASK, extra_body={"chat_template_kwargs": {"enable_thinkng": True}}
             )
+        deep = json.loads("[" * 100 + "]" * 100)
+        name = "chat_template_kwargs.enable_thinking"
+        with pytest.raises(openai.BadRequestError, match=rf"{name}\[0\].*nested deeper") as caught:
+            client.chat.completions.create(
+                **ASK, extra_body={"chat_template_kwargs": {"enable_thinking": deep}}
+            )
+        assert caught.value.param == name
 
 
 def test_a_conversation_that_is_too_long_is_refused():
