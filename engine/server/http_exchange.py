@@ -166,6 +166,8 @@ class Exchange:
                 self._connection.abort()
 
     async def _end_failed(self) -> None:
+        if self.is_complete:
+            return  # the client may have sent its next request
         if self.is_started:
             self._connection.abort()
             return

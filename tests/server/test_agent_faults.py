@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import json
+import socket
 
 import httpx
 import pytest
@@ -111,6 +113,40 @@ def test_a_failure_after_comments_is_a_stream_that_clients_read():
         with anthropic_client(server) as other, pytest.raises(anthropic.APIStatusError) as caught:
             list(other.messages.create(model="scripted", max_tokens=8, messages=USER, stream=True))
         assert caught.value.body["error"]["message"] == "the engine has stopped"
+
+
+class LateBug(CannedClient):
+    """Raises what no engine raises, behind the first token."""
+
+    async def generate(self, prompt, params=None, **options):
+        async for output in super().generate(prompt, params, **options):
+            yield output
+            raise KeyError("secret")
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/chat/completions", {"messages": USER}),
+        ("/v1/responses", {"input": "Hi"}),
+        ("/v1/messages", {"model": "scripted", "max_tokens": 8, "messages": USER}),
+    ],
+)
+def test_the_connection_of_a_stream_that_failed_serves_the_next_request(path, fields):
+    body = json.dumps({**fields, "stream": True})
+    head = f"Host: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    first = f"POST {path} HTTP/1.1\r\n{head}\r\n\r\n{body}"
+    second = "GET /v1/models HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+    with (
+        serve(lambda: LateBug("Hel", "lo"), ServerConfig(access_log=False)) as server,
+        socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection,
+    ):
+        connection.sendall((first + second).encode())
+        answer = b"".join(iter(lambda: connection.recv(1 << 16), b""))
+    stream, models = answer.split(b"0\r\n\r\n", 1)
+    assert b"internal error (KeyError)" in stream
+    assert models.startswith(b"HTTP/1.1 200") and b'"id":"scripted"' in models
 
 
 @pytest.fixture(scope="module")
