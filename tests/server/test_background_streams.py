@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import random
 import time
@@ -344,6 +345,18 @@ def test_input_items_of_a_conversation(client):
         client.responses.input_items.list(second.id, limit=101)
     with pytest.raises(openai.NotFoundError):
         client.responses.input_items.list("resp_none")
+
+
+def test_input_items_with_one_id_are_each_listed_once(client):
+    """As of a client that sends a message again which is already in the conversation."""
+    again = {"id": "msg_1", "role": "user", "content": "Hi"}
+    others = [{"role": "user", "content": text} for text in ("a", "b")]
+    given = [again, others[0], again, others[1]]
+    response = client.responses.create(input=given, **GREEDY)
+    pages = client.responses.input_items.list(response.id, order="asc", limit=1)
+    listed = list(itertools.islice(pages, 8))
+    assert [item.content[0].text for item in listed] == ["Hi", "a", "Hi", "b"]
+    assert len({item.id for item in listed}) == 4 and listed[0].id == "msg_1"
 
 
 def test_input_items_of_a_response_in_progress():

@@ -60,7 +60,7 @@ def page_of(items: Sequence[Mapping[str, Any]], response_id: str, query: ItemQue
     >>> page.data[0]["content"], page.has_more
     ([{'type': 'input_text', 'text': 'b'}], True)
     """
-    ids = [_id_of(item, response_id, index) for index, item in enumerate(items)]
+    ids = _ids_of(items, response_id)
     order = list(range(len(items)))
     if query.order == "desc":
         order.reverse()
@@ -80,12 +80,19 @@ def page_of(items: Sequence[Mapping[str, Any]], response_id: str, query: ItemQue
     )
 
 
-def _id_of(item: Mapping[str, Any], response_id: str, index: int) -> str:
-    """Return an item's id; one that it was sent without is the same in each page."""
-    if item.get("id"):
-        return str(item["id"])
-    digest = hashlib.sha256(f"{response_id}/{index}".encode()).hexdigest()[:32]
-    return f"{_PREFIXES[item.get('type') or 'message']}_{digest}"
+def _ids_of(items: Sequence[Mapping[str, Any]], response_id: str) -> list[str]:
+    """Return an id for each item, each used once and the same in each page.
+
+    An item that was sent without an id, or with that of an item before it, gets another one.
+    """
+    ids: dict[str, None] = {}
+    for index, item in enumerate(items):
+        found = str(item.get("id") or "")
+        if not found or found in ids:
+            digest = hashlib.sha256(f"{response_id}/{index}".encode()).hexdigest()[:32]
+            found = f"{_PREFIXES[item.get('type') or 'message']}_{digest}"
+        ids[found] = None
+    return list(ids)
 
 
 def _complete(item: Mapping[str, Any], item_id: str) -> dict[str, Any]:
