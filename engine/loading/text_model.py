@@ -15,7 +15,7 @@ from engine.checks import shown
 from engine.errors import ConfigError
 from engine.loading.safetensors import SafetensorsDirectory, SafetensorsFile, open_safetensors
 from engine.model_files import is_present, read_json
-from engine.models.registry import wrapper
+from engine.models.registry import FAMILIES, type_of, wrapper
 from engine.models.wrappers import Wrapper
 
 __all__ = ["open_model", "text_values", "wrapper_of"]
@@ -25,12 +25,6 @@ _SHARED = (
     *("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings"),
     *("dtype", "torch_dtype", "quantization_config", "compression_config"),
 )
-# Name of the embedding in a checkpoint without the prefix of the other tensors -> that prefix.
-_BARE = {
-    "embed_tokens.weight": "model.",
-    "decoder.embed_tokens.weight": "model.",
-    "wte.weight": "transformer.",
-}
 
 
 def text_values(values: Mapping[str, Any], where: str = "config") -> Mapping[str, Any]:
@@ -79,7 +73,7 @@ def open_model(directory: str | PathLike[str]) -> SafetensorsFile | SafetensorsD
 
     Of a multimodal model only the text model's tensors are left, and shards with none of them are
     not opened. Models without an output layer, such as those for embeddings, and GPT-2's first ones
-    may be saved without the "model." or "transformer." in front of their tensors' names.
+    may be saved without the "model." or "transformer." that their family's names begin with.
 
     Raises
     ------
@@ -93,7 +87,30 @@ def open_model(directory: str | PathLike[str]) -> SafetensorsFile | SafetensorsD
         checkpoint.rename(rename)
     else:
         checkpoint = open_safetensors(directory)
-    prefix = next((_BARE[name] for name in _BARE if name in checkpoint), "")
-    if prefix and not any(name.startswith(prefix) for name in checkpoint.names()):
-        checkpoint.rename(lambda name: name if name.startswith("lm_head.") else prefix + name)
+        prefix, outputs = _missing_prefix(directory, checkpoint)
+        if prefix:
+            checkpoint.rename(lambda name: name if name.startswith(outputs) else prefix + name)
     return checkpoint
+
+
+def _missing_prefix(
+    directory: str | PathLike[str], checkpoint: SafetensorsFile | SafetensorsDirectory
+) -> tuple[str, tuple[str, ...]]:
+    """Return what the names lack in front, "" for nothing, and the beginnings of those that do not.
+
+    The latter are the names of the output layer.
+    """
+    path = Path(directory) / "config.json"
+    values = read_json(path, root=Path(directory)) if is_present(path) else {}
+    kind = FAMILIES.get(str(type_of(values)))
+    if kind is None:
+        return "", ()
+    outputs = tuple(
+        one.checkpoint.removesuffix("weight") for one in kind.names if one.kind == "lm_head"
+    )
+    for one in kind.names:
+        prefix, _, rest = one.checkpoint.partition(".")
+        if one.kind == "embed" and rest in checkpoint:
+            is_missing = not any(name.startswith(f"{prefix}.") for name in checkpoint.names())
+            return (f"{prefix}." if is_missing else ""), outputs
+    return "", ()

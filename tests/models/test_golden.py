@@ -323,6 +323,23 @@ def test_an_output_layer_beside_a_tied_config_is_used(golden, tmp_path, case):
     assert _error(got, want.logits) < LIMIT
 
 
+@pytest.mark.parametrize(
+    "case", ["llama", "falcon", "gpt_neox", "opt", "nemotron_h", "bailing_hybrid"]
+)
+def test_names_without_the_prefix_of_their_family(golden, tmp_path, case):
+    """As a model without its output layer is saved; transformers adds the prefix."""
+    want = golden(case)
+    tensors = load_file(want.directory / "model.safetensors")
+    prefixes = ("model.", "transformer.", "gpt_neox.", "backbone.")
+    prefix = next(one for one in prefixes if any(name.startswith(one) for name in tensors))
+    bare = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+    (tmp_path / "config.json").write_text(json.dumps(want.config))
+    save_file(bare, tmp_path / "model.safetensors")
+    model = engine.load(tmp_path, device="cpu", dtype="float32", progress=False)
+    got = model.step([want.prompt], model.new_cache(1, want.max_tokens), logits="all")[0]
+    assert _error(got, want.logits) < LIMIT
+
+
 # Names in published checkpoints -> in those saved with save_original_format=False.
 DECAYS = {f"self_attn.{one}": f"self_attn.forget_gate.{one}" for one in ("A_log", "dt_bias", "f_")}
 FUSED = {
