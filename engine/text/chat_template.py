@@ -25,6 +25,7 @@ __all__ = ["RESERVED_VARIABLES", "ChatTemplate"]
 MAX_SOURCE_CHARS = 1_000_000
 MAX_DEPTH = 64  # maximum nesting of lists and dicts in a template's arguments
 _TAG_SPACE = "\u205f"  # white space that templates strip, but do not write
+_THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # names of a message's reasoning
 MAX_INT_BITS = 2048  # below Python's limit for int <-> decimal str conversion
 
 RESERVED_VARIABLES = frozenset(
@@ -101,10 +102,13 @@ class ChatTemplate:
         """
         if add_generation_prompt is None:
             add_generation_prompt = not continue_final_message
-        if not isinstance(add_generation_prompt, bool):
-            got = shown_with_type(add_generation_prompt)
-            raise RequestError(f"add_generation_prompt must be True or False; got {got}")
-        checked = _check_messages(messages)
+        for name, flag in (
+            ("add_generation_prompt", add_generation_prompt),
+            ("continue_final_message", continue_final_message),
+        ):
+            if not isinstance(flag, bool):
+                raise RequestError(f"{name} must be True or False; got {shown_with_type(flag)}")
+        checked = [_with_thoughts(message) for message in _check_messages(messages)]
         if continue_final_message:
             if add_generation_prompt:
                 raise RequestError(
@@ -165,6 +169,21 @@ def _check_messages(messages: Any) -> list[dict[str, Any]]:
     if not messages:
         raise RequestError("messages must not be empty")
     return [_check_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def _with_thoughts(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message whose reasoning has the names that templates read, as in transformers.
+
+    gpt-oss's template reads "thinking", and refuses it beside the content of a message with calls:
+    such a message keeps its names.
+    """
+    given = next((message[name] for name in _THOUGHTS if message.get(name) is not None), None)
+    if given is None:
+        return message
+    named = {**message, "reasoning_content": given}
+    if named.get("thinking") is None and not (message.get("tool_calls") and message.get("content")):
+        named["thinking"] = given
+    return named
 
 
 def _append(message: dict[str, Any], text: str) -> None:

@@ -456,6 +456,24 @@ def test_a_message_that_only_calls_tools_needs_no_content():
     assert render("{{ messages[1].tool_calls[0].name }}", [*HI, call]) == "f"
 
 
+@pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
+def test_reasoning_has_the_names_that_templates_read(name):
+    """As in transformers: gpt-oss's template reads `thinking`, most others `reasoning_content`."""
+    source = "{% for m in messages %}{{ m.thinking }},{{ m.reasoning_content }};{% endfor %}"
+    answer = {"role": "assistant", "content": "Yes.", name: "Hm"}
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}], name: "So"}
+    assert render(source, [*HI, answer, call]) == ",;Hm,Hm;So,So;"
+
+
+def test_reasoning_beside_a_call_and_content_does_not_fail_in_gpt_oss():
+    source = (
+        "{% set m = messages[1] %}{% if m.content and m.thinking %}"
+        '{{ raise_exception("Cannot pass both") }}{% endif %}{{ m.content }}'
+    )
+    call = {"role": "assistant", "content": "I look.", "tool_calls": [{"name": "f"}]}
+    assert render(source, [*HI, {**call, "reasoning_content": "Hm"}]) == "I look."
+
+
 def test_the_context_is_complete():
     names = ["tools", "documents", "add_generation_prompt", "bos_token"]
     source = " ".join("{{ " + name + " }}" for name in names)

@@ -85,6 +85,7 @@ def test_an_empty_message_is_its_header():
     "source, content, options, words",
     [
         (CHATML, "a", {"add_generation_prompt": True}, "continue_final_message needs add_gener"),
+        (CHATML, "a", {"continue_final_message": "content"}, "must be True or False; got 'cont"),
         (INST, "a", {}, "this one leaves it out"),  # it writes another content
         ("{{ messages[0].content }}", "a", {}, "this one leaves it out"),
     ],

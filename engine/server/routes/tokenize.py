@@ -103,7 +103,7 @@ async def tokenize(request: Request) -> Response:
             tools=body.tools,
             add_special_tokens=body.add_special_tokens,
             add_generation_prompt=body.add_generation_prompt,
-            continue_final_message=body.continue_final_message,
+            continue_final_message=bool(body.continue_final_message),
             chat_template_kwargs=body.chat_template_kwargs,
         )
         ids = (await asyncio.to_thread(state.chat.render, chat))["prompt_token_ids"]
