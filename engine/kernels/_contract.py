@@ -22,6 +22,7 @@ from engine import device
 from engine.checks import shown
 from engine.dtypes import BFLOAT16
 from engine.errors import ContractError, DTypeError, ShapeError
+from engine.kernels._memory import repeats_elements
 from engine.plan_array import NotContiguousError, PlanArray
 
 __all__ = ["FLOATS", "INT32", "INT64", "MIRROR_FLOATS", "Contract", "shown_argument"]
@@ -134,7 +135,10 @@ class Contract:
     def written(
         self, name: str, value: Any, shape: str, dtype: DTypes, *, layout: str = "C"
     ) -> Any:
-        """Check an argument that the op writes to: a layout that `array` would copy is an error."""
+        """Check an argument that the op writes to.
+
+        A layout that `array` would copy is an error, and so are elements that share memory.
+        """
         array = self.array(name, value, shape, dtype, layout="any")
         if isinstance(array, np.ndarray) and not array.flags.writeable:
             raise ContractError(f"{self.op}: {name}: must be writeable; got a read-only array")
@@ -145,6 +149,11 @@ class Contract:
         if layout == "rows" and array.size and array.strides[-1] != array.itemsize:
             raise ShapeError(
                 f"{self.op}: {name}: its last axis must be contiguous; got {array.strides}"
+            )
+        if repeats_elements(array):
+            raise ContractError(
+                f"{self.op}: {name}: its elements must not share memory; got shape "
+                f"{tuple(array.shape)} with strides {array.strides}"
             )
         return array
 

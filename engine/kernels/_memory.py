@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["address", "is_same", "overlaps"]
+__all__ = ["address", "is_same", "overlaps", "repeats_elements"]
 
 
 def address(array: Any) -> int:
@@ -24,6 +24,22 @@ def overlaps(a: Any, b: Any) -> bool:
 def is_same(a: Any, b: Any) -> bool:
     """Tell whether two arrays are the same memory in the same layout."""
     return address(a) == address(b) and a.shape == b.shape and a.strides == b.strides
+
+
+def repeats_elements(array: Any) -> bool:
+    """Tell whether elements of an array share memory, as those of a broadcast view do.
+
+    Also True if the span of one axis reaches into that of another, whatever lies there.
+    """
+    if array.flags.c_contiguous or not array.size:
+        return False
+    stop = array.itemsize
+    pairs = zip(array.shape, array.strides, strict=True)
+    for stride, n in sorted((abs(stride), n) for n, stride in pairs if n > 1):
+        if stride < stop:
+            return True
+        stop += (n - 1) * stride
+    return False
 
 
 def _span(array: Any) -> tuple[int, int]:

@@ -429,3 +429,41 @@ def test_a_bound_of_the_lengths_that_is_too_small_is_named_on_the_host():
 def test_a_number_that_is_none_is_told(eps):
     with pytest.raises(ContractError, match=r"eps: must be a number from 0\.0 to inf; got"):
         kernels.rmsnorm(ROWS, ROWS[0], eps=eps)
+
+
+PRODUCT = kernels.define(
+    "product",
+    "x: (M, N) float32 -> (M, N) like x strided",
+    reference=lambda x: 2 * x,
+    source='extern "C" __global__ void product(const float* x, float* out) {}',
+    launch=lambda call: call.grid1d(1, 32),
+)
+_AS_STRIDED = np.lib.stride_tricks.as_strided
+
+
+@pytest.mark.parametrize("strides", [(0, 4), (16, 4), (-16, 4)], ids=str)
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda out: kernels.rmsnorm(ROWS, ROWS[0], out=out),
+        lambda out: kernels.gemm(ROWS, np.ones((8, 8), np.float32), out=out),
+        lambda out: PRODUCT(ROWS, out=out),
+    ],
+    ids=["rmsnorm", "gemm", "product"],
+)
+def test_an_out_whose_rows_share_memory_is_refused(call, strides):
+    """As a broadcast view does: the later row would overwrite the earlier one."""
+    memory = np.full(24, 7, np.float32)
+    out = _AS_STRIDED(memory[8:], (3, 8), strides)
+    with pytest.raises(ContractError, match=r"out: its elements must not share memory; got shape"):
+        call(out)
+    assert (memory == 7).all()
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2)])
+def test_an_out_of_reversed_or_exchanged_axes_is_filled(order):
+    x = np.arange(24, dtype=np.float32).reshape(2, 3, 4)[:, ::-1].transpose(order)
+    out = np.empty((4, 5, 6), np.float32)[1:3, 3:0:-1, 2:].transpose(order)
+    want = kernels.rmsnorm(x.copy(), np.ones(4, np.float32))
+    assert kernels.rmsnorm(x, np.ones(4, np.float32), out=out) is out
+    np.testing.assert_array_equal(out, want)

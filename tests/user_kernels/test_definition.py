@@ -181,6 +181,26 @@ def test_a_repeated_call_is_checked_as_the_first():
             op(np.ones((5, 3), np.float32), np.ones(5, np.float32))
 
 
+def test_a_broadcast_array_cannot_be_written_in_place():
+    op = _define("x: (T, N) float strided inout", reference=lambda x: x.__iadd__(1))
+    for _ in range(2):
+        np.testing.assert_array_equal(op(np.zeros((3, 2), np.float32).T), np.ones((2, 3)))
+        rows = np.lib.stride_tricks.as_strided(np.zeros(3, np.float32), (2, 3), (0, 4))
+        with pytest.raises(errors.ContractError, match="x: its elements must not share memory"):
+            op(rows)
+
+
+def test_an_expression_may_have_an_exponent():
+    """A number before a name is a factor, as in 2F; the e of 1e-3 is no name."""
+    op = _define("x: (N,) float, eps: float32 -> (N,) like x", where="eps >= 1e-3", flops="1.5e3*N")
+    x = np.ones(3, np.float32)
+    np.testing.assert_array_equal(op(x, 0.5), x)
+    with pytest.raises(errors.ContractError, match="eps: must satisfy eps >= 1e-3"):
+        op(x, 1e-4)
+    assert op.definition.flops.value({"N": 2}) == 3000
+    assert _define(flops=1e20).definition.flops.value({}) == 1e20
+
+
 def test_conditions_may_name_scalars():
     op = _define(
         "x: (N,) float, eps: float32, k: int32 = 2 -> (N,) like x",

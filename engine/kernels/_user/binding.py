@@ -109,13 +109,12 @@ def call_key(values: Mapping[str, Any]) -> tuple[Any, ...] | None:
     for value in values.values():
         kind = type(value)
         if kind is np.ndarray:
-            flags = value.flags
-            parts.append((kind, value.shape, value.dtype, flags.c_contiguous, flags.writeable))
+            is_writeable = value.flags.writeable
+            parts.append((kind, value.shape, value.strides, value.dtype, is_writeable))
         elif kind in _NUMBERS or issubclass(kind, np.generic):
             parts.append((kind, value or repr(value)))  # 0.0 and -0.0 are equal
         elif is_cupy_array(value) and kind is not PlanArray:
-            is_contiguous = value.flags.c_contiguous
-            parts.append((value.device.id, value.shape, value.dtype, is_contiguous))
+            parts.append((value.device.id, value.shape, value.strides, value.dtype))
         else:
             return None
     return tuple(parts)

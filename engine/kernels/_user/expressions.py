@@ -58,7 +58,7 @@ class Expression:
     Parameters
     ----------
     text : str or int or float
-        "2F" is read as "2*F".
+        "2F" is read as "2*F", but "2e3" is a number.
     where : str
         Place of the text, for errors.
 
@@ -81,7 +81,7 @@ class Expression:
     """
 
     def __init__(self, text: str | Number, where: str = "expression") -> None:
-        self.text = re.sub(r"\b(\d+)(?=[A-Za-z_])", r"\1*", str(text).strip())
+        self.text = re.sub(r"\b(\d+)(?=[A-Za-z_])(?![eE][+-]?\d)", r"\1*", str(text).strip())
         self._where = where
         try:
             self._tree = ast.parse(self.text, mode="eval").body
