@@ -65,6 +65,7 @@ def decode_outputs(
     rows = call.array("rows", rows, "B", INT32)
     last_ids = call.written("last_ids", last_ids, "S", INT32)
     if call.on_cpu:
+        call.check_target(out, (2, call["B"], call["Q"]), INT32)  # before `last_ids` is written
         return call.finish(out, reference.decode_outputs(token_ids, status, rows, last_ids))
     num_tokens = call["B"] * call["Q"]
     out = call.output("out", out, (2, call["B"], call["Q"]), INT32)

@@ -467,6 +467,12 @@ def test_cross_entropy_and_its_gradient(dtype):
         assert_close(jax.vmap(slope)(logits)[0], slope(logits[0]), dtype)
 
 
+@pytest.mark.parametrize("shape", [(0, 4), (5, 0)])
+def test_linear_cross_entropy_refuses_a_weight_of_no_element(shape):
+    with pytest.raises(ContractError, match="weight: must be of at least one element; got"):
+        ops.linear_cross_entropy(random(0, 2, shape[1]), random(1, *shape), jnp.zeros(2, int))
+
+
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("dtype", ["float64", "float16"])
 def test_linear_cross_entropy_equals_its_parts(monkeypatch, dtype, reduction):

@@ -323,6 +323,11 @@ def test_wrong_arguments():
             ContractError, match=r"weight: must have shape \(V, \d+\), as x has; got"
         ):
             ops.linear_cross_entropy(x, other, target)
+    for other in (weight[:0], weight[:, :0]):
+        with pytest.raises(ContractError, match=r"weight: must be of at least one element; got"):
+            ops.linear_cross_entropy(x[:, : other.shape[1]], other, target)
+    with pytest.raises(ContractError, match=r"logits: must be rows of 1 to .* logits; got \(600, 0"):
+        ops.cross_entropy(x[:, :0], target)
     for function in (ops.cross_entropy, lambda x, t: ops.linear_cross_entropy(x, weight, t)):
         with pytest.raises(ContractError, match=r"target: must have shape \(20, 30\); got \(30"):
             function(x.unflatten(0, (20, 30)), target.view(30, 20))

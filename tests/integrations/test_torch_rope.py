@@ -84,6 +84,20 @@ def test_positions_that_do_not_fit_the_tokens_are_told(shape):
         ops.rope(q, q, _table(4, 6, "cpu"), positions)
 
 
+@pytest.mark.parametrize("lead", [(2, 3), (6,), (3, 3), (3, 2, 1)])
+def test_keys_of_other_leading_axes_are_told(lead):
+    """Of as many tokens they would get each other's positions."""
+    q, k = torch.ones(3, 2, 1, 8), torch.ones(*lead, 1, 8)
+    with pytest.raises(ShapeError, match=r"rope: k: must have shape \(3, 2, K, D\); got"):
+        ops.rope(q, k, _table(4, 6, "cpu"), torch.tensor([0, 1]))
+
+
+def test_queries_of_no_heads():
+    q, k = torch.ones(3, 2, 0, 8), torch.ones(3, 2, 1, 8)
+    rotated = ops.rope(q, k, _table(4, 6, "cpu"), torch.tensor([0, 1]))
+    assert [x.shape for x in rotated] == [q.shape, k.shape]
+
+
 def test_vmap_and_opcheck(where):
     q = torch.randn(3, 5, 2, 8, device=where)
     k = torch.randn(3, 5, 1, 8, device=where)

@@ -262,6 +262,12 @@ def _decode_inputs(out):
     return lambda: kernels.decode_inputs(*lists, tables, *news, block_size=16, out=outs), tables
 
 
+def _decode_outputs(out):
+    ids, last_ids = np.array([[7]], np.int32), _zeros(2, dtype=np.int32)
+    status, rows = _zeros(1, 1, dtype=np.int32), np.array([1], np.int32)
+    return lambda: kernels.decode_outputs(ids, status, rows, last_ids, out=out), last_ids
+
+
 def _rmsnorm_moe_route(out):
     load = _zeros(4, dtype=np.int64)
     options = {"residual": ROWS, "residual_out": out, "load": load}
@@ -271,7 +277,8 @@ def _rmsnorm_moe_route(out):
 
 
 @pytest.mark.parametrize(
-    "op", [_causal_conv, _mamba2, _gated_delta, _decode_inputs, _rmsnorm_moe_route]
+    "op",
+    [_causal_conv, _mamba2, _gated_delta, _decode_inputs, _decode_outputs, _rmsnorm_moe_route],
 )
 @pytest.mark.parametrize("out", [_zeros(3, 9), np.broadcast_to(_zeros(1, 8), (3, 8)), "out"])
 def test_nothing_is_written_if_out_is_wrong(op, out):

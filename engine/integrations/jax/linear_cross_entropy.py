@@ -197,6 +197,7 @@ def linear_cross_entropy(
     x = call.array("x", x, "* K", MIRROR_FLOATS)
     shape = x.shape[:-1]
     weight = call.array("weight", weight, "V K", x.dtype)
+    call.check("weight", weight.size > 0, "of at least one element", weight.shape)
     bias = None if bias is None else call.array("bias", bias, "V", x.dtype)
     target = call.integers("target", target, " ".join(map(str, shape)))
     options = checked_options(call, reduction, ignore_index, softcap, z_loss, label_smoothing)

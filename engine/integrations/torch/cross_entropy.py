@@ -124,7 +124,7 @@ def cross_entropy(
     """
     check_reduction("cross_entropy", reduction)
     check_target("cross_entropy", target, logits)
-    rows = logits.reshape(-1, logits.shape[-1])
+    rows = logits.reshape(target.numel(), logits.shape[-1])
     flat = target.reshape(-1)
     losses = _LOSSES(rows, flat, ignore_index, softcap, z_loss, label_smoothing)
     if reduction == "none":

@@ -384,7 +384,7 @@ def linear_cross_entropy(
         raise ContractError(f"{wanted}; got {sum_dtype}")
     options = (ignore_index, softcap, z_loss, label_smoothing, chunk_rows or 0)
     kind = (weight.dtype if sum_dtype is None else sum_dtype, reduction)
-    tensors = (x.reshape(-1, x.shape[-1]), weight, bias, target.reshape(-1))
+    tensors = (x.reshape(target.numel(), x.shape[-1]), weight, bias, target.reshape(-1))
     # Below a transform, all gradients are computed in the backward pass.
     is_recorded = torch.is_grad_enabled() and not is_transformed()
     needs = [is_recorded and t is not None and t.requires_grad for t in (x, weight, bias)]
@@ -400,6 +400,9 @@ def _check_parameters(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
             )
     if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
         wanted = f"linear_cross_entropy: weight: must have shape (V, {x.shape[-1]}), as x has"
+        raise ShapeError(f"{wanted}; got {tuple(weight.shape)}")
+    if 0 in weight.shape:
+        wanted = "linear_cross_entropy: weight: must be of at least one element"
         raise ShapeError(f"{wanted}; got {tuple(weight.shape)}")
     if bias is not None and bias.shape != weight.shape[:1]:
         wanted = f"linear_cross_entropy: bias: must have shape ({len(weight)},)"

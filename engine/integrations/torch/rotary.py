@@ -18,10 +18,11 @@ __all__ = ["rope"]
 def _rope(
     q: Any, k: Any, positions: Any, cos_sin: Any, interleaved: bool, inverse: bool
 ) -> tuple[Any, Any]:
+    count = positions.size
     rotated = kernels.rope(
-        q.reshape(-1, *q.shape[-2:]),
-        k.reshape(-1, *k.shape[-2:]),
-        positions.reshape(-1),
+        q.reshape(count, *q.shape[-2:]),
+        k.reshape(count, *k.shape[-2:]),
+        positions.reshape(count),
         cos_sin,
         interleaved=interleaved,
         inverse=inverse,
@@ -89,6 +90,9 @@ def rope(
     """
     check_integers("rope", "positions", positions)
     lead = q.shape[:-2]
+    if k.shape[:-2] != lead:
+        wanted = ", ".join((*map(str, lead), "K", "D"))
+        raise ShapeError(f"rope: k: must have shape ({wanted}); got {tuple(k.shape)}")
     if positions.shape != lead:
         sizes = zip(reversed(positions.shape), reversed(lead), strict=False)
         if positions.dim() > len(lead) or any(size not in (1, of_q) for size, of_q in sizes):
