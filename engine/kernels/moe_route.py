@@ -296,7 +296,7 @@ def _check_mixed(call: Contract, options: dict[str, Any]) -> None:
     for name, plain in (("correction", None), ("num_groups", 1), ("num_shared", 0)):
         given = options[name]
         is_plain = given is None if plain is None else given == plain
-        call.check(name, is_plain, f"{plain} with sparsemixer", "another value")
+        call.check(name, is_plain, f"{plain} with sparsemixer", given)
     call.check("renormalize", not options["renormalize"], "False with sparsemixer", True)
 
 

@@ -163,9 +163,9 @@ def test_what_a_sparsemixer_lacks(xp):
     few = xp.zeros((3, 8), np.float32)
     with pytest.raises(ContractError, match=r"renormalize: must be False with sparsemixer"):
         kernels.moe_route(few, 2, score="sparsemixer")
-    with pytest.raises(ContractError, match=r"num_groups: must be 1 with sparsemixer"):
+    with pytest.raises(ContractError, match=r"num_groups: must be 1 with sparsemixer; got \d"):
         kernels.moe_route(few, 2, num_groups=2, top_groups=2, **options)
-    with pytest.raises(ContractError, match=r"correction: must be None with sparsemixer"):
+    with pytest.raises(ContractError, match=r"correction: must be None .*; got an array of"):
         kernels.moe_route(few, 2, correction=xp.zeros(8, np.float32), **options)
     with pytest.raises(ContractError, match=r"jitter: must be a number from 0"):
         kernels.moe_route(few, 2, jitter=-1.0, **options)
