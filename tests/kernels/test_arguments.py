@@ -438,6 +438,16 @@ def test_a_number_that_is_none_is_told(eps):
         kernels.rmsnorm(ROWS, ROWS[0], eps=eps)
 
 
+@pytest.mark.parametrize("op", [kernels.lora_shrink, kernels.lora_expand])
+def test_offsets_that_fall_by_more_than_int32_holds_are_refused(op):
+    """Their difference, in int32, is positive."""
+    offsets = np.array([0, 3, -(2**31)], np.int32)
+    options = {"bounds": (6,)} if op is kernels.lora_expand else {}
+    x = np.ones((1, 3, 4), np.float32) if options else ROWS[:, :4].copy()
+    with pytest.raises(ContractError, match="offsets: must be ascending; got"):
+        op(x, np.ones((2, 6, 4), np.float32), ORDER, offsets, **options)
+
+
 PRODUCT = kernels.define(
     "product",
     "x: (M, N) float32 -> (M, N) like x strided",

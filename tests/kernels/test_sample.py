@@ -206,6 +206,11 @@ def test_contract_checks_values_on_the_host():
             ids = np.array([bad], np.int32)
             cu = np.array([0, 1], np.int32)
             kernels.sample(logits, **good, **bias, logit_bias_ids=ids, cu_logit_bias=cu)
+    with pytest.raises(ContractError, match="cu_logit_bias: must be rising from 0 to 1; got"):
+        cu = np.array([0, 2**30, -(2**31), -1, 1], np.int32)  # int32 does not hold the fall
+        ids = np.zeros(1, np.int32)
+        four = np.zeros((4, 40), np.float32)
+        kernels.sample(four, **parameters(4), **bias, logit_bias_ids=ids, cu_logit_bias=cu)
     with pytest.raises(ContractError, match=r"history_lens: must be in 0\.\.1"):
         two, one = np.full(1, 2, np.int32), np.ones((1, 1), np.int32)
         kernels.sample(logits, **good, history=one, history_lens=two, prompt_lens=one[0])
