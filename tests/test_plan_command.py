@@ -105,6 +105,13 @@ def test_a_gguf_file_is_planned_in_the_type_of_most_of_its_layers(capsys):
     assert not done.value.code and " in q4_1, " in capsys.readouterr().out
 
 
+def test_an_unknown_model_is_told_with_the_names_that_need_no_files(capsys):
+    with pytest.raises(SystemExit) as done:
+        main(["plan", "nowhere", "--gpu", "l40s"])
+    said = capsys.readouterr().err
+    assert done.value.code == 2 and "'nowhere' is not known" in said and "llama-3.1-8b" in said
+
+
 def test_what_does_not_fit_is_said_and_status_1(capsys):
     with pytest.raises(SystemExit) as done:
         main(["plan", "mixtral-8x7b", "--gpu", "l40s"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from engine.commands._overrides import override_options
@@ -15,29 +14,13 @@ from engine.commands._speculation import speculation_option
 from engine.config import ModelConfig
 from engine.errors import ConfigError
 from engine.llm_engine import LLMEngine
+from engine.loading.built_in import built_in_names, config_folder
 from engine.loading.download import ModelSource, resolve_model
 from engine.loading.model_config import load_config
 
 __all__ = ["built_in_config", "built_in_names", "config_folder", "make_engine", "named_config"]
 
 _STARTUP_LEN = 2048  # default sequence length, in tokens
-
-
-def built_in_names() -> list[str]:
-    """Return the names of the built-in configurations.
-
-    Examples
-    --------
-    >>> built_in_names()[:3]
-    ['gpt-oss-120b', 'gpt-oss-20b', 'llama-3.1-70b']
-    """
-    folder = Path(__file__).parents[1] / "testing" / "configs"
-    return sorted(path.parent.name for path in folder.glob("*/config.json"))
-
-
-def config_folder(name: str) -> Path:
-    """Return the folder of a built-in configuration, in Hugging Face's layout."""
-    return Path(__file__).parents[1] / "testing" / "configs" / name
 
 
 @cache

@@ -17,12 +17,13 @@ from engine.commands._record import check_output_file, write_record
 from engine.commands._speculation import add_speculation_argument
 from engine.device import Device
 from engine.errors import ConfigError
+from engine.loading.built_in import built_in_names
 from engine.model_files import excerpt
 
 __all__ = ["add_arguments", "run"]
 
 _KINDS = {
-    "latency": "one greedy request: milliseconds per token",
+    "latency": "one greedy request, 128 prompt and 512 output tokens: milliseconds per token",
     "throughput": "256 requests, 100 to 1024 prompt and output tokens: tokens per second",
     "prefill": "16 prompts of 4096 tokens: prompt tokens per second",
     "startup": "a new process: seconds until the first token, without and with cached kernels",
@@ -52,9 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("kind", nargs="?", help=f"{kinds} (default: latency)")
     add_positional_model(
         parser,
-        "a built-in configuration (random weights): qwen2.5-0.5b, qwen3-0.6b (default), "
-        "llama-3.2-1b, llama-3.1-8b, gpt-oss-20b, qwen3-30b-a3b, qwen3.6-35b-a3b, mixtral-8x7b; "
-        f"or a {MODEL_HELP}",
+        "a built-in configuration (random weights; default: qwen3-0.6b): "
+        f"{', '.join(built_in_names())}; or a {MODEL_HELP}",
     )
     parser.add_argument("--model", help="the same as MODEL")
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 or auto")

@@ -96,12 +96,8 @@ def _split(options: dict[str, Any]) -> tuple[str, ServerConfig, dict[str, Any]]:
         if not all(isinstance(v, str | int | float) for v in values):
             raise ConfigError(f"{name} must be a text, a number, true or false; got {value!r:.80}")
     server = ServerConfig.from_options({"served_model_name": (model,)} | options | hashes)
-    path, defaults = _model_path(model)
-    return (
-        path,
-        server,
-        defaults | {"progress": sys.stderr.isatty()} | engine | speculative | overrides,
-    )
+    path = _model_path(model, engine.get("load_format"))
+    return path, server, {"progress": sys.stderr.isatty()} | engine | speculative | overrides
 
 
 def _key_hashes(name: str, options: dict[str, Any]) -> tuple[str, ...]:
@@ -113,15 +109,15 @@ def _key_hashes(name: str, options: dict[str, Any]) -> tuple[str, ...]:
     return tuple(key_hash(key) for key in keys)
 
 
-def _model_path(model: str) -> tuple[str, dict[str, Any]]:
+def _model_path(model: str, load_format: object) -> str:
     """Resolve a model once, downloading it if needed, before several processes load it."""
-    folder = Path(__file__).parents[1] / "testing" / "configs" / model
-    if "/" not in model and not Path(model).exists() and (folder / "config.json").exists():
-        return str(folder), {"load_format": "dummy"}  # a built-in configuration of `engine bench`
     # Imported lazily: `--help` and invalid options do not need it.
+    from engine.loading.built_in import built_in_names, config_folder
     from engine.loading.download import resolve_model
 
-    return str(resolve_model(model, progress=sys.stderr.isatty()).path), {}
+    if load_format == "dummy" and model in built_in_names() and not Path(model).exists():
+        return str(config_folder(model))
+    return str(resolve_model(model, progress=sys.stderr.isatty()).path)
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from typing import IO, Any, Literal
 from engine import env
 from engine.checks import shown_size
 from engine.errors import DownloadError, WeightsError, did_you_mean
+from engine.loading.built_in import built_in_names
 from engine.loading.gguf import part_paths
 from engine.model_files import excerpt, is_present, open_file, refuse_link_out
 
@@ -96,7 +97,7 @@ def resolve_model(
     progress : bool
         Show a progress bar while downloading, if stderr is a terminal.
     others : sequence of str
-        Names that the caller accepts besides; an error about an unknown name may suggest them.
+        Names that the caller accepts besides; the error about an unknown name lists them.
 
     Raises
     ------
@@ -182,15 +183,19 @@ def _looks_like_path(text: str) -> bool:
 
 
 def _unknown(name: str, others: Sequence[str] = ()) -> DownloadError:
-    hint = did_you_mean(name, (*_WHEELS, *others))
-    return DownloadError(f"model {name!r:.120} is not known{hint} ({_accepted()})")
+    if name in built_in_names():
+        why = "has no weights here: it names sizes for engine plan and engine bench"
+    else:
+        why = f"is not known{did_you_mean(name, (*_WHEELS, *others))}"
+    return DownloadError(f"model {name!r:.120} {why} ({_accepted(others)})")
 
 
-def _accepted() -> str:
+def _accepted(others: Sequence[str] = ()) -> str:
+    names = f", or one of {', '.join(others)}" if others else ""
     return (
         "a model is a directory with config.json and safetensors, a .gguf file, "
         f"{' or '.join(map(repr, _WHEELS))}, or a hub id like 'organisation/name' or "
-        "'organisation/name:Q4_K_M' (the .gguf file with that in its name)"
+        f"'organisation/name:Q4_K_M' (the .gguf file with that in its name){names}"
     )
 
 

@@ -24,7 +24,7 @@ import pytest
 
 from engine.commands import serve
 from engine.engine_config import EngineConfig
-from engine.errors import ConfigError, UnknownOptionError
+from engine.errors import ConfigError, DownloadError, UnknownOptionError
 from engine.model import LOAD_OPTIONS
 from engine.server.running import PREFIX, running_servers, tree_memory
 from engine.server.server_config import ServerConfig, key_hash
@@ -581,10 +581,12 @@ def test_flags_become_options(model):
     assert config.lora_modules == {"a": "b", "c": "d=e"}
 
 
-def test_a_built_in_configuration_has_random_weights():
-    path, server, engine = serve._split({"model": "qwen3-0.6b"})
+def test_a_built_in_configuration_is_served_if_random_weights_were_asked_for():
+    path, server, engine = serve._split({"model": "qwen3-0.6b", "load_format": "dummy"})
     assert Path(path, "config.json").exists() and engine["load_format"] == "dummy"
     assert server.served_model_name == ("qwen3-0.6b",)
+    with pytest.raises(DownloadError, match=r"'qwen3-0\.6b' has no weights here: .*engine plan"):
+        serve._split({"model": "qwen3-0.6b"})
 
 
 @pytest.mark.parametrize(
