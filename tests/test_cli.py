@@ -390,6 +390,10 @@ def test_kernels_is_a_short_table_with_every_op(command):
     assert lines[0] == "architecture sm_90a" and len(lines) < len(op_names()) + 8
     rows = {line.split()[0] for line in lines[2:]}
     assert rows >= set(op_names())
+    column = lines[1].index("tiers")  # no name is longer than its column
+    assert {line[column - 1 : column + 8] for line in lines[2 : 2 + len(op_names())]} == {
+        " portable"
+    }
 
 
 def test_kernels_of_one_op_and_of_all(command):

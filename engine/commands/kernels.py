@@ -26,8 +26,8 @@ from engine.kernels._module import (
 __all__ = ["add_arguments", "run"]
 
 _DEFAULT_ARCH = "sm_90a"
-_ROW = "{:21} {:9} {:9} {:42} {:>9} {:>7} {:>6}  {:8}  {}"
-_SHORT = "{:22} {:16} {:>8} {:>8} {:>10} {:>8}"
+_ROW = "{:23} {:9} {:9} {:42} {:>9} {:>7} {:>6}  {:8}  {}"
+_SHORT = "{:23} {:16} {:>8} {:>8} {:>10} {:>8}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="list only these ops, with one line per kernel; `headers [NAME ...]`: CUDA headers",
     )
     parser.add_argument("--all", action="store_true", help="list every op with one line per kernel")
-    parser.add_argument("--arch", help="architecture, such as sm_80 (default: this GPU's)")
+    parser.add_argument(
+        "--arch", help="architecture, such as sm_80 (default: this GPU's, else sm_90a)"
+    )
     parser.add_argument("--dtype", choices=FLOAT_NAMES, help="only this dtype")
     parser.add_argument("--compile", action="store_true", help="compile uncached kernels")
 
@@ -102,7 +104,7 @@ def _print_headers(names: Sequence[str]) -> None:
     known = kernels.headers()
     if unknown := sorted(set(names) - set(known)):
         hint = did_you_mean(unknown[0], known)
-        raise ConfigError(f"header must be one of {[*known]}; got {unknown[0]!r}{hint}")
+        raise ConfigError(f"header must be one of {', '.join(known)}; got {unknown[0]!r}{hint}")
     if names:
         print("\n\n".join(str(known[name]) for name in names))
         return

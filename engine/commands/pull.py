@@ -16,7 +16,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "model",
         nargs="?",
         default="smollm2",
-        help='"smollm2", a hub id, or hub-id:TAG for the .gguf file with TAG in its name',
+        metavar="MODEL",
+        help="smollm2 (default), a hub id, or hub-id:TAG for the .gguf file with TAG in its name",
     )
 
 

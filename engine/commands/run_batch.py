@@ -35,8 +35,8 @@ __all__ = ["add_arguments", "run"]
 
 _EPILOG = (
     "A line that cannot be answered has an error in its place, and the others go on; the status is "
-    "1 if no line was answered. OUT.jsonl.partial becomes OUT.jsonl, which it replaces, when the "
-    "run is over; after a run that was ended early it has the lines that were done."
+    "1 if no line was answered. OUT.partial becomes OUT, which it replaces, when the run is over; "
+    "after a run that was ended early it has the lines that were done."
 )
 _LIBRARIES = ("msgspec", "starlette")
 _MAX_WINDOW = 4096
