@@ -224,6 +224,23 @@ class LLM:
         """Continue one prompt, or answer one conversation, yielding new text as it is generated.
 
         Closing the iterator aborts the request.
+
+        Parameters
+        ----------
+        prompt : prompt, or sequence of {"role": ..., "content": ...}
+            See `generate` and `chat`.
+        sampling_params : SamplingParams, optional
+            Defaults to the model's recommendation.
+
+        Yields
+        ------
+        RequestOutput
+            What is new since the last one.
+
+        Raises
+        ------
+        RequestError
+            If the prompt cannot be served.
         """
         if _is_conversation(prompt):
             prompt = self._chat_prompt(prompt, {"allow_special_in_content": True})

@@ -387,10 +387,25 @@ class Model:
         return 0 if adapters is None else adapters.num_writes
 
     def write_adapter(self, adapter: LoraAdapter, slot: int) -> None:
-        """Copy an adapter to a slot on the device, in the order of the current stream."""
+        """Copy an adapter to a slot on the device, in the order of the current stream.
+
+        Parameters
+        ----------
+        adapter : LoraAdapter
+            Result of `read_adapter`.
+        slot : int
+            From 0 to `num_adapter_slots` - 1.
+
+        Raises
+        ------
+        ConfigError
+            If the model has no such slot: none without `enable_lora`, else `max_loras`.
+        """
         adapters = self.decoder.adapters
-        assert adapters is not None
-        adapters.write(slot, adapter.matrices)
+        count = self.num_adapter_slots
+        if adapters is None or not (is_integer(slot) and 0 <= slot < count):
+            raise ConfigError(f"slot must be in [0, {count}) (max_loras); got {shown(slot)}")
+        adapters.write(int(slot), adapter.matrices)
 
     def update_weights(self, source: str | PathLike[str] | Mapping[str, Any]) -> tuple[str, ...]:
         """Write new weights over the model's, in place, in the order of the current stream.

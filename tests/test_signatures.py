@@ -13,6 +13,7 @@ import re
 import pytest
 
 import engine
+import engine.reference
 from engine.engine_config import CONFIG_OPTIONS, EngineConfig
 from engine.errors import UnknownOptionError
 from engine.model import LOAD_OPTIONS
@@ -73,6 +74,13 @@ def test_an_unknown_keyword_is_told_with_the_nearest(cls):
 def test_defaults_of_a_model_take_the_fields_of_sampling_params():
     shown = _names(engine.LLM.get_default_sampling_params)
     assert shown == {"self"} | _names(engine.SamplingParams)
+
+
+@pytest.mark.parametrize("op", engine.reference.__all__)
+def test_every_parameter_of_an_op_is_described(op):
+    function = getattr(engine.kernels, op)
+    if inspect.isfunction(function):
+        assert _names(function) <= _described(function)
 
 
 def test_chat_shows_its_options():

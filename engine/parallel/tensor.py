@@ -348,8 +348,8 @@ class TensorParallelModel(Model):
 
     def write_adapter(self, adapter: LoraAdapter, slot: int) -> None:
         """Copy an adapter to a slot on all ranks."""
+        super().write_adapter(adapter, slot)  # first: it checks the slot
         self._adapters.write(adapter, slot)
-        super().write_adapter(adapter, slot)
 
     @property
     def draft_target(self) -> DraftTarget:

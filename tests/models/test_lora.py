@@ -92,6 +92,19 @@ def test_a_slot_is_overwritten_whole(golden, tmp_path):
     assert np.array_equal(_logits(model, [base.prompt], [0]), want)
 
 
+@pytest.mark.parametrize("slot", [-1, 3, True, None])
+def test_an_adapter_is_written_only_to_a_slot_of_the_model(golden, tmp_path, slot):
+    base = golden("qwen3")
+    model = _load(base.directory)
+    tensors = load_file(base.directory / "model.safetensors")
+    pairs = random_adapter(adaptable(model, tensors), tensors, RANK)
+    adapter = model.read_adapter("one", write_adapter(tmp_path / "one", pairs, RANK))
+    for target, count in ((model, 3), (base.load(), 0)):
+        with pytest.raises(ConfigError, match=rf"slot must be in \[0, {count}\) .*; got {slot}"):
+            target.write_adapter(adapter, slot)
+    assert _error(_logits(model, [base.prompt], [2])[0], base.logits) < 1e-4  # not slot -1
+
+
 def test_deterministic_rows_do_not_depend_on_the_batch(golden, tmp_path):
     base = golden("llama_dynamic")
     model = _load(base.directory, deterministic=True)
