@@ -13,9 +13,9 @@ PAGE = ROOT / "docs" / "structure.md"
 _HEAD = """\
 # Structure
 
-The packages of `engine/`, and the modules beside them. Each imports only from those before it in
-`ORDER` of `tests/test_structure.py`. An op `X` is `cuda_src/X.cu`, `engine/kernels/X.py`,
-`engine/reference/X.py`, a test and a benchmark. `python -m tests.structure` writes this page.
+A package or module imports only those before it in `ORDER` of `tests/test_structure.py`. An op `X`
+is `X.cu` in `cuda_src/` or [its family's folder](../cuda_src/README.md#a-family),
+`engine/kernels/X.py` or `X/X.py`, `engine/reference/X.py`, a test and a benchmark.
 
 """
 _TABLE = "| {} | Contents |\n|---|---|\n"

@@ -1,1 +1,1 @@
-"""HTTP server that speaks OpenAI's and Anthropic's protocols on top of an `EngineClient`."""
+"""HTTP server of OpenAI's and Anthropic's protocols over an `EngineClient`; `static/`: its page."""

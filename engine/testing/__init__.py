@@ -1,1 +1,1 @@
-"""Helpers for tests and benchmarks of kernels, shipped for use with your own kernels."""
+"""Helpers to test and measure kernels, yours too; `configs/`: the sizes `engine plan` knows."""
