@@ -51,8 +51,9 @@ def gemm_int8(
         One scale per row.
     x_scales : (M, ceil(K / 128)) array of float32, optional
         One scale per group of 128 columns of a row; (M, 1) if K is 0.
-    norm_weight, eps, weight_offset, bias, residual, activation, out_dtype, deterministic, pdl,
-    peers, out
+    norm_weight, eps, weight_offset, bias, residual, activation, out_dtype, deterministic
+        See `gemm_fp8`.
+    peers, pdl, out
         See `gemm_fp8`.
 
     Returns
