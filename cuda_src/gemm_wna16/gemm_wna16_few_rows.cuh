@@ -9,15 +9,21 @@
 #include "gemm_wna16/gemm_wna16_few_rows_loader.cuh"
 #include "gemm_wna16/gemm_wna16_few_rows_rounded.cuh"
 #include "gemm_wna16/gemm_wna16_few_rows_x.cuh"
+#include "gemm_wna16/gemm_wna16_one_row.cuh"
 
 #if ENGINE_DTYPE != 0
+
+template <typename Shape>
+constexpr bool kIsOneRow = kHasOneRowProduct && Shape::kTokens == 1;
 
 #ifdef ROUNDS_WEIGHTS
 template <typename Shape>
 using Product = RoundedProduct<Shape>;
 #else
+template <typename Shape, bool kIsOne = kIsOneRow<Shape>>
+struct Product : StageProduct<Shape> {};
 template <typename Shape>
-using Product = StageProduct<Shape>;
+struct Product<Shape, true> : OneRowProduct<Shape> {};
 #endif
 
 // Epilogue operands of an element of out.
@@ -139,7 +145,7 @@ __device__ __forceinline__ void few_rows(const FewRowsParams& p) {
   {
     OutputOperands early{};
     SingleRow<kNorm> row;
-    const bool is_row = row.fits(p, b);
+    const bool is_row = kTokens == 1 && row.fits(p, b);
     const auto load_parameters = [&] {
       OutputPlace place;
       if (place.set(p, b, b.first_work_tile(), first_output(b))) place.load_bias(p, b, early);
@@ -159,7 +165,8 @@ __device__ __forceinline__ void few_rows(const FewRowsParams& p) {
     if (is_row)
       row.store(p, b, smem_norm);
     else
-      finish_rows<kNorm>(p, b, p.num_stages - (p.uses_pdl != 0 ? p.early_stages : 0), smem_norm);
+      finish_rows<kNorm, kTokens == 1>(p, b, p.num_stages - (p.uses_pdl != 0 ? p.early_stages : 0),
+                                       smem_norm);
     smem_early[b.thread] = early;
     __syncthreads();
   }
@@ -170,7 +177,9 @@ __device__ __forceinline__ void few_rows(const FewRowsParams& p) {
 #pragma unroll
   for (int i = 0; i < kTokenTiles; ++i) {
     const int token = min(i * 8 + b.lane_idx % 8, p.m - 1);
-    x_rows[i] = smem_address(b.x) + token * b.x_pitch + b.lane_idx / 8 * 16 +
+    int own = b.lane_idx / 8 * 16;
+    if constexpr (kIsOneRow<Shape>) own = OneRowProduct<Shape>::x_offset(b.lane_idx);
+    x_rows[i] = smem_address(b.x) + token * b.x_pitch + own +
                 (b.stage_begin * kStageColumns - b.x_begin) * 2;
   }
   float* sums = b.sums;

@@ -6,7 +6,10 @@
 #include "gemm_wna16/gemm_wna16_few_rows_block.cuh"
 
 constexpr int kMaxWarps = 16;
-constexpr bool kNeedsXSums = kSumsX && !kRoundsWeights;
+// Whether a single row has a product of its own (gemm_wna16_one_row.cuh). Codes keep their bias
+// there, also where kSumsX is false.
+constexpr bool kHasOneRowProduct = kGroup <= 32 && kBits < 8 && !kIsE2m1 && !kRoundsWeights;
+constexpr bool kNeedsXSums = kHasOneRowProduct || (kSumsX && !kRoundsWeights);
 
 struct NormShared {
   float partials[kMaxWarps];
@@ -66,7 +69,7 @@ struct SingleRow {
   Words x[kPieces], w[kPieces];
 
   __device__ __forceinline__ static bool fits(const FewRowsParams& p, const FewRowsBlock& b) {
-    return p.m == 1 && b.size == 1 && b.x_columns <= b.threads * kPieces * kVec;
+    return b.size == 1 && b.x_columns <= b.threads * kPieces * kVec;
   }
   __device__ __forceinline__ static void load(Words (&to)[kPieces], const scalar_t* from,
                                               const FewRowsParams& p, const FewRowsBlock& b) {
@@ -135,12 +138,12 @@ __device__ __forceinline__ void copy_rows(const FewRowsParams& p, const FewRowsB
 
 // Waits for copy_rows, after which `groups` cp.async groups were committed; normalises the rows,
 // and sums a single row's groups. A barrier must follow.
-template <bool kNorm>
+template <bool kNorm, bool kIsOne>
 __device__ __forceinline__ void finish_rows(const FewRowsParams& p, const FewRowsBlock& b,
                                             int groups, NormShared& shared) {
   wait_for_oldest(groups + 1);
   if constexpr (kNorm) normalise(p, b, shared);
-  if (kNeedsXSums && p.m == 1) {
+  if constexpr (kIsOne && kNeedsXSums) {
     __syncthreads();
     for (int group = b.thread; group < b.x_columns / kGroup; group += b.threads) {
       float sum = 0.0f;
