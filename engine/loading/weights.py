@@ -226,6 +226,9 @@ class _Plan:
             if name in arrays and last - first < rows:
                 padding = arrays[name][last - first :]
                 padding.view(f"u{padding.itemsize}").fill(0)
+        if device.is_cuda:
+            # SAFETY: slabs are copied on other streams, some to rows that have just been filled.
+            device.xp.cuda.get_current_stream().synchronize()
         return arrays
 
     def _has_empty_rows(self, name: str) -> bool:

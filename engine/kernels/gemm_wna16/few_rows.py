@@ -226,7 +226,8 @@ def all_configs(m: int, n: int, k: int, form: Format) -> list[FewRowsConfig]:
     most = _MAX_WARPS[_tokens(m)]
     fitting = [way for way in (*ways, *shared) if way[0] * way[1] <= most]
     configs = [few_rows_config(m, n, k, form, sms, *way) for way in fitting for sms in (4, 1000)]
-    return [config for config in configs if config.shared_bytes <= HOPPER.shared_bytes]
+    most_bytes = HOPPER.shared_bytes - _STATIC_BYTES
+    return [config for config in configs if config.shared_bytes <= most_bytes]
 
 
 def specs(
