@@ -23,7 +23,7 @@ IntArray = np.ndarray[Any, np.dtype[Any]]
 
 _NO_LOGPROBS = -2
 _XTC = 0x587463  # seed of XTC beside the request's, so that no other use draws the same numbers
-_TINY = np.finfo(np.float32).tiny  # smallest value of parameters that must stay > 0 in float32
+_TINY = np.finfo(np.float32).tiny  # smallest top_p that stays above 0 in float32
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
@@ -139,8 +139,7 @@ class SamplingTable:
             column[row] = getattr(params, name)
         if params.greedy:
             self._floats["temperature"][row] = 0.0
-        for name in ("top_p", "repetition_penalty"):
-            self._floats[name][row] = max(self._floats[name][row], _TINY)
+        self._floats["top_p"][row] = max(params.top_p, _TINY)
         self._top_k[row] = max(params.top_k, 0)
         self._seeds[row] = spec.seed
         self._prompt_lens[row] = request.num_prompt_tokens
