@@ -25,10 +25,10 @@ _NUM_TURNS = 3  # buffers in rotation; one more than steps in flight without pip
 
 
 class _PinnedBuffers:
-    """Pinned buffers the device may still be reading.
+    """Pinned buffers the device may still be reading or writing.
 
-    Unreferenced pinned memory returns to a pool, where the next copy could overwrite it before the
-    device has read it: the host never waits for a step that samples nothing.
+    Unreferenced pinned memory returns to a pool, from which the next copy could take it too early:
+    the host never waits for a step that samples nothing, and drops some results unread.
     """
 
     def __init__(self) -> None:
@@ -203,17 +203,20 @@ class DeviceToHostCopy:
     def _receive(self, device: Device) -> None:
         cp = device.xp
         stream = cp.cuda.get_current_stream()
+        pinned = []
         # SAFETY: the device arrays may be reused only by later work on the same stream.
         for name, array in self._arrays.items():
             if array is None:
                 continue
             memory = cp.cuda.alloc_pinned_memory(max(array.nbytes, 1))
+            pinned.append(memory)
             host = np.frombuffer(memory, np.uint8, array.nbytes).view(array.dtype)
             host = host.reshape(array.shape)
             array.get(stream=stream, out=host, blocking=False)
             self._arrays[name] = host
         self._done = cp.cuda.Event(disable_timing=True)
         self._done.record(stream)
+        _pinned_buffers.hold(pinned, self._done)
 
     def wait(self, timeout: float | None = None) -> dict[str, Any]:
         """Wait for the copies, and return the host arrays.

@@ -1,4 +1,4 @@
-"""Host-to-device copies: pinned memory is not reused before the device has read it."""
+"""Copies between host and device: pinned memory is not reused before the device is done with it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from engine import device
-from engine.runner.transfer import HostToDeviceCopy, PinnedArrays, _PinnedBuffers
+from engine.runner.transfer import DeviceToHostCopy, HostToDeviceCopy, PinnedArrays, _PinnedBuffers
 
 _SPIN = r"""
 extern "C" __global__ void spin(long long clocks) {
@@ -49,6 +49,18 @@ def test_an_unreferenced_copy_arrives_intact(cp):
     ]
     for i, array in enumerate(sent):
         np.testing.assert_array_equal(cp.asnumpy(array), np.full(1000, i))
+
+
+@pytest.mark.gpu
+def test_a_copy_dropped_unread_writes_to_no_later_one(cp):
+    """A request may end before its drafts are read; their memory must not stage the next inputs."""
+    target, _ = device.resolve_device("cuda")
+    results = cp.full(1000, -1, np.int32)
+    cp.cuda.Device().synchronize()
+    cp.RawKernel(_SPIN, "spin")((1,), (1,), (np.int64(50_000_000),))  # the copies queue behind it
+    DeviceToHostCopy(target, {"ids": results})
+    sent = HostToDeviceCopy(target, {"a": np.full(1000, 7, np.int32)}).arrays["a"]
+    np.testing.assert_array_equal(cp.asnumpy(sent), np.full(1000, 7))
 
 
 @pytest.mark.gpu
