@@ -165,6 +165,7 @@ class DecodeGraphs:
         self._forwards: dict[tuple[Overrides, GraphKey], _Graph] = {}
         self._uncaptured: set[Overrides] = set()  # a step with these cannot be captured
         self._pool: Any = None  # pool of the memory allocated during capture
+        self._memory: list[Any] = []  # what the pool has allocated, kept until `close`
         self._stream: Any = None
 
     @property
@@ -186,7 +187,7 @@ class DecodeGraphs:
         self._model.device.activate()
         cuda = self._model.device.xp.cuda
         cuda.get_current_stream().synchronize()
-        self._pool = cuda.MemoryPool()
+        self._pool = cuda.MemoryPool(partial(_allocate, cuda, self._memory))
         self._stream = cuda.Stream(non_blocking=True)
         largest_first = sorted(self._keys, key=lambda key: (key.num_tokens, key), reverse=True)
         keys = tqdm(
@@ -213,6 +214,7 @@ class DecodeGraphs:
         self._forwards.clear()
         if self._pool is not None:
             self._pool.free_all_blocks()
+        self._memory.clear()
 
     def key(self, num_sequences: int, max_context_len: int, query_len: int = 1) -> GraphKey:
         """Return the smallest captured graph that fits this number of sequences and context."""
@@ -519,3 +521,10 @@ class DecodeGraphs:
         if self.on_send is not None:
             self.on_send(key, self._inputs.used(buffer, num_new_blocks))
         self._filling.send(buffer, num_new_blocks, tokens)
+
+
+def _allocate(cuda: Any, kept: list[Any], size: int) -> Any:
+    """Return new device memory for a pool, and add it to `kept`."""
+    # SAFETY: when memory runs out, a pool frees what no array uses. Graphs may still use it.
+    kept.append(cuda.Memory(size))
+    return cuda.MemoryPointer(kept[-1], 0)

@@ -284,6 +284,22 @@ def test_fused_rope_and_kv_append_equals_separate_kernels(head_dim, dtype, monke
 
 
 @pytest.mark.gpu
+def test_graphs_keep_their_memory_when_the_device_is_full(cp):
+    """Their pool then frees what no array uses, before it asks the device once more."""
+    engine = _engine(tiny_model("cuda"))
+    engine.add_request("a", [1, 2, 3], mixed_params(0, max_tokens=9, logprobs=2))
+    want = run(engine)["a"].outputs[0].token_ids
+    graphs = engine.runner.graphs
+    places = [graph.result.data.ptr for graph in graphs._forwards.values()]
+    graphs._pool.free_all_blocks()
+    runtime = cp.cuda.runtime
+    kinds = [runtime.pointerGetAttributes(place).type for place in places]
+    assert kinds and set(kinds) == {runtime.memoryTypeDevice}
+    engine.add_request("b", [1, 2, 3], mixed_params(0, max_tokens=9, logprobs=2))
+    assert run(engine)["b"].outputs[0].token_ids == want
+
+
+@pytest.mark.gpu
 def test_graphs_can_be_turned_off():
     engine = make_engine(tiny_model("cuda"), cuda_graphs=False)
     assert engine.runner.graphs is None
