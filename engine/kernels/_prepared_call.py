@@ -173,7 +173,9 @@ def constant(values: np.ndarray[Any, Any]) -> Any:
     The prepared call that reads the array keeps it alive.
     """
     cupy = device.cupy()
-    with _relaxed_capture(), cupy.cuda.using_allocator(cupy.get_default_memory_pool().malloc):
+    # SAFETY: not from a pool, which would hand on the memory while launches on any stream still
+    # read it. The device frees it once they have ended.
+    with _relaxed_capture(), cupy.cuda.using_allocator():
         stream = cupy.cuda.Stream(non_blocking=True)
         with stream:
             array = cupy.empty(values.shape, values.dtype)

@@ -36,6 +36,9 @@ _PATTERNS = [
     Periodic(96, 40, 95),
     BlockSparse(np.random.default_rng(4).random((12, 4)) < 0.5, 33, 128),
 ]
+_SPIN = """extern "C" __global__ void spin(long long clocks) {
+  for (long long end = clock64() + clocks; clock64() < end;) {}
+}"""
 _CASE = AttentionCase((200, 70, 0, 1), (200, 390, 5, 129), 4, 2)
 
 
@@ -152,6 +155,24 @@ def test_skipped_keys_are_not_read(cp, tier):
         pattern=BlockSparse(mask, 128, 128),
     )
     assert_close(got, want, reduction=n + 64)
+
+
+@pytest.mark.gpu
+def test_a_pattern_may_be_dropped_before_its_kernel_has_run(cp):
+    """The next one's bits, copied on a stream of their own, must not take its memory."""
+    n = 256
+    lens = cp.asarray(cu_seqlens([n]))
+    rule = {"cu_seqlens_q": lens, "cu_seqlens_k": lens, "causal": False, "max_seqlen_q": n}
+    arrays = cases.to_module(cp, *(cases.normal((n, 2, 64), "bfloat16", seed) for seed in range(3)))
+    seen, hidden = np.ones((2, 2), bool), np.zeros((2, 2), bool)
+    want = kernels.attention_prefill(*arrays, **rule, pattern=BlockSparse(seen, 128, 128))
+    spin = cp.RawKernel(_SPIN, "spin")
+    spin((1,), (1,), (np.int64(1),))  # loads it
+    cp.cuda.Device().synchronize()
+    spin((1,), (1,), (np.int64(10**8),))
+    got = kernels.attention_prefill(*arrays, **rule, pattern=BlockSparse(seen, 128, 128))
+    BlockSparse(hidden, 128, 128).words()
+    np.testing.assert_array_equal(to_numpy(got), to_numpy(want))
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
