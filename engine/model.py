@@ -408,7 +408,7 @@ class Model:
         adapters.write(int(slot), adapter.matrices)
 
     def update_weights(self, source: str | PathLike[str] | Mapping[str, Any]) -> tuple[str, ...]:
-        """Write new weights over the model's, in place, in the order of the current stream.
+        """Write new weights over the model's, in place; the arrays may change once it returns.
 
         Parameters
         ----------

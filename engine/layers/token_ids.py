@@ -101,11 +101,11 @@ def _in_vocabulary(
 def _on_host(name: str, token_ids: Any) -> np.ndarray[Any, Any]:
     if isinstance(token_ids, np.ndarray) or is_cupy_array(token_ids):
         return to_numpy(token_ids)
-    if hasattr(token_ids, "__cuda_array_interface__"):
-        return to_numpy(cupy().asarray(token_ids))
-    if hasattr(token_ids, "__dlpack__"):
+    if hasattr(token_ids, "__dlpack__"):  # it waits for the stream that writes them
         on_gpu = token_ids.__dlpack_device__()[0] == 2  # kDLCUDA
         return to_numpy((cupy() if on_gpu else np).from_dlpack(token_ids))
+    if hasattr(token_ids, "__cuda_array_interface__"):
+        return to_numpy(cupy().asarray(token_ids))
     try:
         return np.asarray(token_ids)
     except ValueError as error:

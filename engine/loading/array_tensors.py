@@ -80,7 +80,8 @@ def _as_array(name: str, value: Any) -> Any:
     array = value
     if not isinstance(value, np.ndarray) and not is_cupy_array(value):
         try:
-            if hasattr(value, "__cuda_array_interface__"):
+            # DLPack first: only it makes this stream wait for the one that writes the array.
+            if hasattr(value, "__cuda_array_interface__") and not hasattr(value, "__dlpack__"):
                 array = cupy().asarray(value)
             else:
                 on_gpu = value.__dlpack_device__()[0] != _DLPACK_CPU

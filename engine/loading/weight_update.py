@@ -126,8 +126,16 @@ class WeightUpdate:
                 )
 
     def write(self) -> None:
-        """Write the weights, in the order of the current stream."""
+        """Write the weights, after earlier work on the current stream; wait until that is done."""
         self._device.activate()
+        try:
+            self._write()
+        finally:
+            if self._device.is_cuda:
+                # SAFETY: the caller may now change or free the arrays, on streams of its own.
+                self._device.xp.cuda.get_current_stream().synchronize()
+
+    def _write(self) -> None:
         for name, places in self._places.items():
             weight = self._weights[name]
             if name in self._formats:

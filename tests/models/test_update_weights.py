@@ -16,6 +16,29 @@ from tests.models.test_golden import CASES, LIMIT
 Q = "model.layers.0.self_attn.q_proj.weight"
 
 
+_SPIN = """extern "C" __global__ void spin(long long clocks) {
+  for (long long end = clock64() + clocks; clock64() < end;) {}
+}"""
+
+
+class _Tensor:
+    """An array that a stream of its own writes; as in torch, only DLPack tells of that stream."""
+
+    def __init__(self, array, stream):
+        self._array, self._stream = array, stream
+
+    @property
+    def __cuda_array_interface__(self):
+        return self._array.__cuda_array_interface__ | {"version": 2, "stream": None}
+
+    def __dlpack_device__(self):
+        return self._array.__dlpack_device__()
+
+    def __dlpack__(self, **options):
+        with self._stream:
+            return self._array.__dlpack__(**options)
+
+
 def _other(base, folder):
     """Write a checkpoint of the same shapes with random numbers."""
     rng = np.random.default_rng(0)
@@ -72,6 +95,35 @@ def test_a_part_of_the_weights(golden, tmp_path):
     assert model.update_weights({Q: new.astype(np.float64)}) == ("layers.0.qkv",)
     changed = engine.load(folder, device="cpu", dtype="float32", progress=False)
     assert np.array_equal(_logits(model, want.prompt), _logits(changed, want.prompt))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_an_array_on_a_stream_of_its_own(cp, golden, is_slow):
+    """It is read once that stream has written it, and before that stream writes it again."""
+    want = golden("qwen3")
+    stored = load_file(want.directory / "model.safetensors")[Q]
+    new = np.random.default_rng(1).standard_normal(stored.shape).astype(np.float32)
+    model = want.load("cuda")
+    model.update_weights({Q: new})
+    expected = _logits(model, want.prompt)
+    model.update_weights({Q: stored})
+    source = cp.asarray(new)
+    array = cp.zeros_like(source)
+    stream = cp.cuda.Stream(non_blocking=True)
+    spin = cp.RawKernel(_SPIN, "spin")
+    spin((1,), (1,), (np.int64(1),))  # loads it
+    array[...] = source
+    array.fill(0)
+    cp.cuda.Device().synchronize()
+    with stream if is_slow else cp.cuda.Stream.null:
+        spin((1,), (1,), (np.int64(10**8),))
+    with stream:
+        array[...] = source
+    model.update_weights({Q: _Tensor(array, stream)})
+    with stream:
+        array.fill(0)
+    np.testing.assert_array_equal(_logits(model, want.prompt), expected)
 
 
 @pytest.mark.parametrize("form", ["fp8", "int8", "int4"])
