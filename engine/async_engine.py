@@ -19,8 +19,9 @@ from engine.core.input_processor import Prompt, PromptInput
 from engine.core.stats import EngineStats
 from engine.core.token_meter import METER
 from engine.engine_config import CONFIG_OPTIONS
-from engine.errors import EngineError, map_items
+from engine.errors import EngineError, RequestError, WeightsError, map_items
 from engine.llm_engine import LLMEngine
+from engine.loading.array_tensors import as_arrays
 from engine.lora_request import LoRARequest
 from engine.model import LOAD_OPTIONS
 from engine.outputs import RequestOutput
@@ -498,6 +499,11 @@ class AsyncEngine(EngineClient):
         self, source: str | PathLike[str] | Mapping[str, Any]
     ) -> tuple[str, ...]:
         """Write new weights over the model's, between two steps; also from arrays."""
+        if isinstance(source, Mapping):
+            try:
+                source = as_arrays(source)  # in this thread, whose streams write them
+            except WeightsError as error:
+                raise RequestError(str(error)) from error
         return await self._result(partial(self._engine.update_weights, source))
 
     async def close(self) -> None:

@@ -14,7 +14,7 @@ from engine.dtypes import FLOAT_NAMES, np_dtype
 from engine.errors import WeightsError
 from engine.models.wrappers import text_name
 
-__all__ = ["ArrayTensors"]
+__all__ = ["ArrayTensors", "as_arrays"]
 
 _DTYPES = (*(np_dtype(name) for name in FLOAT_NAMES), np.dtype(np.float64))
 _DLPACK_CPU = 1  # kDLCPU
@@ -73,6 +73,19 @@ class ArrayTensors:
     ) -> np.ndarray[Any, Any]:
         """Return rows [start, stop), on the host. See `SafetensorsFile.read`."""
         return np.asarray(to_numpy(self.rows(name, start, stop, columns)))
+
+
+def as_arrays(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values as NumPy or CuPy arrays, as `ArrayTensors` takes them; nothing is copied.
+
+    On a GPU, later work on the current stream waits for this thread's stream that writes them.
+
+    Raises
+    ------
+    WeightsError
+        If a value is no such array.
+    """
+    return {name: _as_array(name, value) for name, value in values.items()}
 
 
 def _as_array(name: str, value: Any) -> Any:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
+
 import pytest
 from safetensors.numpy import load_file
 
 from engine import LLM
+from engine.async_engine import AsyncEngine
 from engine.errors import RequestError
 from tests.lora_files import GREEDY, Served, tokens_of
 
@@ -48,6 +52,36 @@ def test_a_running_request_goes_on_and_shares_nothing(served):
         assert tokens["new"] == served.want[longest, 1] and cached["new"] == 0
         assert len(tokens["old"]) == 12
         assert tokens["old"][0] == served.want[longest, -1][0]
+
+
+def test_the_thread_that_calls_exports_the_arrays(served):
+    """A library's current stream, for which DLPack waits, is that of a thread."""
+    threads = set()
+
+    class Tensor:
+        def __init__(self, array):
+            self._array = array
+
+        def __dlpack_device__(self):
+            return self._array.__dlpack_device__()
+
+        def __dlpack__(self, **options):
+            threads.add(threading.get_ident())
+            return self._array.__dlpack__(**options)
+
+    new = load_file(served.base.parent / "merged1" / "model.safetensors")
+
+    async def update(engine):
+        with pytest.raises(RequestError, match="must be an array; got str"):
+            await engine.update_weights({"x": "y"})
+        names = await engine.update_weights({name: Tensor(a) for name, a in new.items()})
+        await engine.close()
+        return names
+
+    with LLM(str(served.base), device="cpu", dtype="float32") as llm:
+        names = asyncio.run(update(AsyncEngine(llm.llm_engine)))
+    assert "layers.0.qkv" in names
+    assert threads == {threading.get_ident()}
 
 
 def test_what_is_refused(served):
