@@ -123,7 +123,7 @@ def test_an_array_on_a_stream_of_its_own(cp, golden, is_slow):
     model.update_weights({Q: _Tensor(array, stream)})
     with stream:
         array.fill(0)
-    np.testing.assert_array_equal(_logits(model, want.prompt), expected)
+    assert np.abs(_logits(model, want.prompt) - expected).max() / expected.std() < LIMIT
 
 
 @pytest.mark.parametrize("form", ["fp8", "int8", "int4"])
