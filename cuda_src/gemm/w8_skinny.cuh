@@ -243,13 +243,6 @@ __device__ __forceinline__ void w8_skinny(const W8Params& params) {
   float* x_scales =
       Warp::kGroups ? b.sums + Shape::kBuffers * b.num_warps * sum_floats : smem_scales;
   WeightLoader<Shape> loader(p, b);
-  const auto start = [&] {
-#pragma unroll 1
-    for (int i = 0; i < kStages - 1; ++i) loader.load();
-  };
-  // While the preceding kernel may still run, only weights can be loaded. Otherwise x is loaded
-  // first: if queued behind the weights it would wait for all of them.
-  if (params.uses_pdl != 0) start();
   // A stage's scales are loaded one stage ahead.
   W8StageScales next_scales{};
   const auto load_scales = [&](int tile, int k) {
@@ -257,7 +250,14 @@ __device__ __forceinline__ void w8_skinny(const W8Params& params) {
     const int row0 = b.row0(tile), low = b.num_gates > 0 ? row0 / 2 : row0;
     next_scales.load(params, low, b.num_gates > 0 ? low + b.num_gates : low + 8, 2 * k);
   };
-  load_scales(b.tile, b.k_begin);
+  const auto start = [&] {
+#pragma unroll 1
+    for (int i = 0; i < kStages - 1; ++i) loader.load();
+    load_scales(b.tile, b.k_begin);
+  };
+  // While the preceding kernel may still run, only weights can be loaded. Otherwise x is loaded
+  // first: if queued behind the weights it would wait for all of them.
+  if (params.uses_pdl != 0) start();
   {
     W8Rows<Product, kBlocks> rows(params, b, x_scales, smem_reduce);
     rows.begin();

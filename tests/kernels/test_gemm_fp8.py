@@ -157,6 +157,41 @@ def test_every_cut_of_k_matches_mirror(cp, monkeypatch, parts, has_blocks):
         compare(cp, x, weight, scales, bias=bias, residual=residual)
 
 
+_LATE = r"""
+extern "C" __global__ void late(const float* from, float* to, int n) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");  // the next kernel may start now
+#endif
+  for (int i = 0; i < 1000; ++i) __nanosleep(1000);
+  for (int i = threadIdx.x; i < n; i += blockDim.x) to[i] = from[i];
+}
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("has_blocks", BLOCKS)
+@pytest.mark.parametrize("m", [1, 6, 70])
+def test_without_pdl_scales_may_be_written_late(cp, m, has_blocks):
+    """A kernel that lets the next one start early writes the weight's scales just before it ends.
+
+    The two kernels must overlap to show an early read, hence several attempts.
+    """
+    x, weight, scales, _, _ = inputs(m, 96, 1024, "bfloat16", has_blocks)
+    codes, x_scales = reference.quantize_rows(x, group=128 if has_blocks else 0)
+    gx, gw, gs, gxs = cases.to_module(cp, codes, weight, scales, x_scales)
+    options = {"x_scales": gxs, "out_dtype": x.dtype}
+    want = to_numpy(kernels.gemm_fp8(gx, gw, gs, **options))
+    late = cp.RawKernel(_LATE, "late")
+    own = cp.zeros_like(gs)
+    with cp.cuda.Stream(non_blocking=True) as stream:
+        for _ in range(5):
+            own.fill(0)
+            late((1,), (256,), (gs, own, np.int32(gs.size)))
+            got = kernels.gemm_fp8(gx, gw, own, **options)
+            stream.synchronize()
+            np.testing.assert_array_equal(to_numpy(got), want)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("has_blocks", BLOCKS)
 def test_deterministic_rows_do_not_depend_on_m(cp, has_blocks):
