@@ -10,7 +10,7 @@ import pytest
 from engine import kernels, reference
 from engine.device import to_numpy
 from engine.errors import ContractError, DTypeError, ShapeError
-from engine.kernels._peer_memory import MissingRank, PeerConfig, choose_threads
+from engine.kernels._peer_memory import _GROUP, MissingRank, PeerConfig, choose_threads
 from engine.kernels.all_reduce import choose_kernel
 from engine.testing import cases
 from engine.testing.cases_elementwise import FLAT_SHAPES, assert_guards
@@ -116,6 +116,22 @@ def test_calls_of_changing_sizes_in_replayed_graphs(cp):
             want = reference.all_reduce(scaled[0], scaled)
             for got in pair:
                 np.testing.assert_array_equal(to_numpy(got), want)
+
+
+@pytest.mark.gpu
+def test_the_index_of_calls_overflows(cp):
+    """A server reaches 2^32 calls within days. Each call must find its buffer empty."""
+    ranks = Ranks(2)
+    place = _GROUP.fields["call"][1]
+    for rank in range(2):
+        with ranks.on(rank) as memory:
+            memory.group[place : place + 4].view(np.uint32).fill(2**32 - 4)
+    ranks.synchronize()
+    for i in range(8):
+        parts = _parts((4096,), "bfloat16", 2, seed=i)
+        want = reference.all_reduce(parts[0], parts)
+        for got in _run(cp, parts, ranks):
+            np.testing.assert_array_equal(to_numpy(got), want)
 
 
 @pytest.mark.gpu
