@@ -174,7 +174,8 @@ def _launch(
 ) -> None:
     num_tokens, num_channels = x.shape
     given = [gates[name] for name in ("in_gate", "out_gate") if gates[name] is not None]
-    fits = num_channels % vector_width(x) == 0 and is_aligned(x, out, slots.states, *given)
+    vectors = x, weight.reshape(-1), out, slots.states, *given
+    fits = num_channels % vector_width(x) == 0 and is_aligned(*vectors)
     channels = num_channels // vector_width(x) if fits else num_channels
     tokens_per_block = choose_tokens_per_block(num_tokens)
     _KERNELS["vector" if fits else "scalar", weight.shape[1]].launch(

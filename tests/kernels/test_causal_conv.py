@@ -76,6 +76,19 @@ def test_views(xp, batch, dtype):
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("width", [2, 3, 4])
+def test_misaligned_weight(xp, width, dtype):
+    """Everything else has aligned rows: only the weight's start forbids loads of 16 bytes."""
+    batch = STATE_BATCHES[1]
+    x, weight, bias, states, slots = _case(batch, 72, width, dtype)
+    want_states = states.copy()
+    want = reference.causal_conv(x, weight, states=want_states, **slots, bias=bias)
+    states, options = xp.asarray(states), {"bias": misaligned(xp, bias), **batch.on(xp, slots)}
+    got = kernels.causal_conv(xp.asarray(x), misaligned(xp, weight), states=states, **options)
+    _check(got, states, want, want_states)
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
 @pytest.mark.parametrize("channels", [72, 63])
 @pytest.mark.parametrize("batch", (STATE_BATCHES[1], STATE_BATCHES[6]), ids=str)
 def test_gates(xp, batch, channels, dtype):

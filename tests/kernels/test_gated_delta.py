@@ -17,6 +17,7 @@ from engine.kernels._chip import limits
 from engine.kernels.gated_delta import chunks, steps
 from engine.testing import cases
 from engine.testing.cases_attention import cu_seqlens
+from engine.testing.cases_elementwise import misaligned
 from engine.testing.cases_states import STATE_BATCHES, StateBatch
 from engine.testing.tolerances import assert_close
 
@@ -135,6 +136,21 @@ def test_views(xp, batch, dtype):
     got = kernels.gated_delta(**moved, states=slab[:, 1], **batch.on(xp, slots))
     _compare(got, slab[:, 1], want, want_states, max(batch.lens))
     np.testing.assert_array_equal(to_numpy(slab[:, 0]), states)
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("longest", [None, 1])
+def test_misaligned_bias_of_channels(xp, longest, dtype):
+    """Everything else has aligned rows: only dt_bias forbids loads of 16 bytes."""
+    batch, heads = StateBatch((1, 1, 1), (0, 5, 9)), Heads(2, 2, 128, 128, has_channel_gate=True)
+    arrays, states, slots = _case(batch, heads, dtype, "float32")
+    want_states = states.copy()
+    want = reference.gated_delta(**arrays, states=want_states, **slots)
+    moved = {name: xp.asarray(array) for name, array in arrays.items()}
+    moved["dt_bias"] = misaligned(xp, arrays["dt_bias"])
+    states, options = xp.asarray(states), {"max_seqlen_q": longest, **batch.on(xp, slots)}
+    got = kernels.gated_delta(**moved, states=states, **options)
+    _compare(got, states, want, want_states, 1)
 
 
 @pytest.mark.gpu

@@ -114,7 +114,7 @@ def launch(
     key_dim = args["key_dim"]
     lanes = choose_lanes(key_dim)
     has_channel_gate = args["a"].ndim == 3
-    rows = [args[name] for name in ("q", "k", "states", *("a",) * has_channel_gate)]
+    rows = [args[name] for name in ("q", "k", "states", *("a", "dt_bias") * has_channel_gate)]
     batch = args["num_sequences"]
     state_dtype = dtype_name(args["states"].dtype)
     config = choose_config(
