@@ -104,6 +104,28 @@ def test_nothing_outside_is_touched(xp):
     assert to_numpy(tables).tolist() == [[0, 0, 0], [0, 7, 8]]
 
 
+@pytest.mark.gpu
+def test_sums_that_overflow_are_outside_too(cp):
+    """A start or a prefix sum at the ends of int32, whose sum with an index is another number."""
+    largest, smallest = 2**31 - 1, -(2**31)
+    i32 = lambda *values: cp.asarray(np.array(values, np.int32))  # noqa: E731
+    tables = cp.zeros((4, 3), np.int32)
+    ids, slots, _ = kernels.decode_inputs(
+        i32(0, 1, 2, 3),
+        i32([-1], [-1], [-1], [-1]),
+        i32([0], [0], [0], [0]),
+        i32(5, 6, 7, 8),
+        tables,
+        i32(largest, 0, 0, largest - 1),
+        i32(0, 3, largest, smallest + 2, 3),
+        i32(7, 8, 9),
+        block_size=16,
+    )
+    assert to_numpy(ids).tolist() == [[5], [6], [7], [8]]
+    assert to_numpy(slots).tolist() == [[0], [0], [0], [0]]
+    assert not to_numpy(tables).any()
+
+
 def test_contract(xp):
     arrays = [xp.asarray(a) for a in _inputs(_CASES[1])]
     with pytest.raises(ShapeError, match="cu_new_blocks: must have shape"):
