@@ -164,6 +164,7 @@ class LLM:
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        priority: int | Sequence[int] = 0,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         progress: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
@@ -180,6 +181,8 @@ class LLM:
             One or several conversations.
         sampling_params : SamplingParams or sequence of it, optional
             One for all, or one per conversation; defaults to the model's recommendation.
+        priority : int or sequence of int
+            Smaller values are served first; one for all, or one per conversation.
         lora_request : LoRARequest, or sequence of (LoRARequest or None), optional
             The adapter to apply; one for all, or one per conversation.
         progress : bool
@@ -216,10 +219,17 @@ class LLM:
         }
         options |= template_variables
         prompts = map_items("messages", conversations, lambda one: self._chat_prompt(one, options))
-        return self._generate("messages", prompts, sampling_params, 0, lora_request, progress)
+        return self._generate(
+            "messages", prompts, sampling_params, priority, lora_request, progress
+        )
 
     def stream(
-        self, prompt: Prompt | Sequence[Message], sampling_params: SamplingParams | None = None
+        self,
+        prompt: Prompt | Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        lora_request: LoRARequest | None = None,
     ) -> Generator[RequestOutput, None, None]:
         """Continue one prompt, or answer one conversation, yielding new text as it is generated.
 
@@ -231,6 +241,10 @@ class LLM:
             See `generate` and `chat`.
         sampling_params : SamplingParams, optional
             Defaults to the model's recommendation.
+        priority : int
+            Smaller values are served first.
+        lora_request : LoRARequest, optional
+            The adapter to apply.
 
         Yields
         ------
@@ -247,7 +261,13 @@ class LLM:
         [params] = self._params_for(1, sampling_params, RequestOutputKind.DELTA)
         request_id = self._next_id()
         with self._shared.lock:
-            self.llm_engine.add_request(request_id, prompt, params)  # type: ignore[arg-type]
+            self.llm_engine.add_request(
+                request_id,
+                prompt,  # type: ignore[arg-type]
+                params,
+                priority=priority,
+                lora_request=lora_request,
+            )
             self._shared.inbox[request_id] = []
         return self._run([request_id])
 

@@ -124,6 +124,22 @@ def test_replicas_are_the_servers(monkeypatch):
         assert len(_ids(llm.generate([[5]], GREEDY))[0]) == 3
 
 
+def test_chat_and_stream_have_a_priority(llm, monkeypatch):
+    seen = []
+    add = llm.llm_engine.add_request
+    llm.llm_engine.add_request = lambda *given, **options: (
+        seen.append(options["priority"]) or add(*given, **options)
+    )
+    monkeypatch.setattr(LLM, "_chat_prompt", lambda *_: {"prompt_token_ids": [5]})
+    monkeypatch.setattr(LLM, "_check_variables", lambda *_: None)
+    list(llm.stream([5], GREEDY, priority=-3))
+    messages = [{"role": "user", "content": "a"}]
+    llm.chat([messages, messages], GREEDY, priority=[2, 1])
+    assert seen == [-3, 2, 1]
+    with pytest.raises(RequestError, match=r"priority must be a whole number .*; got 1.5"):
+        llm.stream([5], GREEDY, priority=1.5)
+
+
 @pytest.mark.parametrize("is_closed", [True, False])
 @pytest.mark.parametrize("num_read", [0, 1])
 def test_an_abandoned_stream_is_aborted(llm, num_read, is_closed):

@@ -55,6 +55,14 @@ def test_tokens_of_the_merged_models(served, way):
         )
 
 
+def test_a_stream_has_an_adapter(served):
+    with served.llm() as llm:
+        for index in (-1, 0, 1):
+            outputs = llm.stream(served.prompts[0], GREEDY, lora_request=served.request(index))
+            got = [token for output in outputs for token in output.outputs[0].token_ids]
+            assert got == served.want[0, index]
+
+
 @pytest.mark.parametrize("quantization", [None, "int8"])
 def test_bits_do_not_depend_on_the_adapters_of_others(served, quantization):
     """With `deterministic=True`, in 16 bits: of a request with an adapter, and of one without."""
