@@ -221,6 +221,8 @@ def test_the_command_prints_the_plan(capsys):
     assert [line.split()[0] for line in lines[1:4]] == ["weights", "MLPs", "embeddings"]
     for part in ("for 8192 tokens", "90 % of 131.32 GiB", "bfloat16 pages", "8-bit pages"):
         assert part in text
+    status, text, _ = _run(capsys, "--plan", "llama-3.1-8b", "--memory", "9GB")
+    assert status == 1 and "does not fit" in text
     by_folder = _run(capsys, "--plan", str(config_folder("llama-3.1-8b")), *options)[1]
     assert by_folder.splitlines()[1:] == lines[1:]
 

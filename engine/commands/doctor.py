@@ -28,7 +28,7 @@ from engine.kernels._cpu import compiled
 from engine.loading.download import local_path
 from engine.loading.load_config import LoadConfig, resolve_load_config
 from engine.model_files import excerpt
-from engine.scaling.memory import plan_memory
+from engine.scaling.memory import MemoryPlan, plan_memory
 from engine.speculative import SpeculativeConfig
 
 __all__ = ["add_arguments", "run"]
@@ -75,10 +75,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run all checks; return 0 if the engine works on the CPU (a missing GPU is not a failure)."""
+    """Run all checks; return 0 if the engine works on the CPU (a missing GPU is not a failure).
+
+    With --plan, print the memory plan; return 0 if the model fits.
+    """
     if arguments.plan is not None:
-        print(_plan(arguments))
-        return 0
+        title, plan = _plan(arguments)
+        print(f"{title}\n{plan}")
+        return 0 if plan.fits else 1
     for name in ("memory", "dtype", "max_model_len", "quantization", "speculative_config"):
         if getattr(arguments, name) is not None:
             raise ConfigError(f"--{name.replace('_', '-')} needs --plan")
@@ -132,8 +136,8 @@ def _verdict(states: list[str]) -> str:
     return f"CUDA: not ready. Next: {install}"
 
 
-def _plan(arguments: argparse.Namespace) -> str:
-    """Return the memory plan for the chosen model and GPU."""
+def _plan(arguments: argparse.Namespace) -> tuple[str, MemoryPlan]:
+    """Return the title and the memory plan for the chosen model and GPU."""
     if not arguments.plan:
         raise ConfigError("--plan must name a model; got ''")
     config, source = named_config(arguments.plan)
@@ -158,7 +162,7 @@ def _plan(arguments: argparse.Namespace) -> str:
     if speculative is not None and speculative.method == "draft_model":
         draft = _draft(speculative, how)
         num_drafts = speculative.num_tokens
-    return f"{title}\n{plan_memory(config, how, total, draft=draft, num_drafts=num_drafts)}"
+    return title, plan_memory(config, how, total, draft=draft, num_drafts=num_drafts)
 
 
 def _draft(speculative: SpeculativeConfig, target: LoadConfig) -> tuple[ModelConfig, LoadConfig]:

@@ -94,6 +94,11 @@ class MemoryPlan:
     draft: DraftSizes | None = None
     states: StateNeed | None = None
 
+    @property
+    def fits(self) -> bool:
+        """Whether the weights and the activations fit."""
+        return self.budget.left >= 0
+
     def __str__(self) -> str:
         budget = self.budget
         rows = [("weights", sum(group.num_bytes for group in self.weights), "")]
@@ -116,7 +121,7 @@ class MemoryPlan:
                 f"  {each.dtype + ' pages':16} {each.num_tokens:>11,}  tokens of "
                 f"{format_bytes(each.bytes_per_token)}: {requests} requests of {self.max_model_len}"
             )
-        if budget.left < 0:
+        if not self.fits:
             lines.append(f"does not fit: {format_bytes(-budget.left)} are missing")
         return "\n".join(lines)
 
