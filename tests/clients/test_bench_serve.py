@@ -447,6 +447,18 @@ def test_one_run_is_drawn_as_its_distributions(capsys, tmp_path):
     assert "<svg" in picture.read_text()
 
 
+def test_a_drawing_that_fails_leaves_the_record(monkeypatch, capsys, tmp_path):
+    def fail(*_):
+        raise OSError("no font")
+
+    monkeypatch.setattr(plot, "draw", fail)
+    result = tmp_path / "x.json"
+    with ScriptedServer(_stream) as server:
+        words = ("--base-url", server.url, "--model", "m", "--num-prompts", "2")
+        _run(capsys, *words, "--plot", str(tmp_path / "x.svg"), "--json", str(result))
+    assert json.loads(result.read_text())["rows"][0]["completed"] == 2
+
+
 def test_failures_are_counted_in_the_output(capsys):
     async def script(exchange):
         await (_refuse if exchange.number % 2 else _stream)(exchange)

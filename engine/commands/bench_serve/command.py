@@ -313,17 +313,16 @@ def _keep(
     rows: list[dict[str, Any]],
     details: list[dict[str, list[Any]]],
 ) -> None:
-    """Write the files of --plot and --json."""
+    """Write the files of --json and --plot."""
+    if arguments.json is not None:  # first: a drawing that fails must not lose the measurement
+        kept = rows
+        if arguments.save_detailed:
+            kept = [row | {"requests": one} for row, one in zip(rows, details, strict=True)]
+        cpu = resolve_device("cpu")[0]
+        content = {"measures": "a server, from a client", **metadata, "rows": kept}
+        write_record(arguments.json, cpu, content)
     if arguments.plot is not None:
         # Imported lazily: matplotlib is an extra, and only this option needs it.
         from engine.commands.bench_serve import plot
 
         plot.draw(arguments.plot, rows, details)
-    if arguments.json is None:
-        return
-    if arguments.save_detailed:
-        rows = [row | {"requests": one} for row, one in zip(rows, details, strict=True)]
-    cpu = resolve_device("cpu")[0]
-    write_record(
-        arguments.json, cpu, {"measures": "a server, from a client", **metadata, "rows": rows}
-    )
