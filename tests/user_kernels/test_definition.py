@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 from pathlib import Path
 
 import numpy as np
@@ -199,6 +200,17 @@ def test_an_expression_may_have_an_exponent():
         op(x, 1e-4)
     assert op.definition.flops.value({"N": 2}) == 3000
     assert _define(flops=1e20).definition.flops.value({}) == 1e20
+
+
+@pytest.mark.parametrize(
+    ("text", "why"), [("2.5**N", "overflows a float"), ("1 / (N - 4096)", "divides by 0")]
+)
+def test_an_expression_without_a_value_is_named(text, why):
+    x = np.ones(4096, np.float32)
+    with pytest.raises(errors.ConfigError, match=rf"where: '{re.escape(text)} > 0' {why}"):
+        _define("x: (N,) float -> (N,) like x", where=f"{text} > 0")(x)
+    with pytest.raises(errors.ConfigError, match=f"'{re.escape(text)} . M' {why}"):
+        _define(f"x: (N,) float, y: ({text} + M,) float -> (N,) like x")(x, x)
 
 
 def test_conditions_may_name_scalars():

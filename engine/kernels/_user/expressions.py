@@ -110,22 +110,25 @@ class Expression:
         Raises
         ------
         ConfigError
-            If `sizes` lacks a symbol, or a divisor is 0.
+            If `sizes` lacks a symbol, a divisor is 0, or a float overflows.
         """
         try:
-            return self._value(self._tree, sizes)
+            return self._evaluated(self._tree, sizes)
         except KeyError as error:
             known = ", ".join(sorted(map(str, sizes))) or "none"
             raise ConfigError(
                 f"{self._where}: {self.text!r} needs {error.args[0]!r}; known: {known}"
             ) from None
-        except ZeroDivisionError:
-            raise ConfigError(f"{self._where}: {self.text!r} divides by 0") from None
 
     def solve(self, sizes: Mapping[str, int], total: int) -> tuple[str, int] | None:
         """Return the one symbol that `sizes` lacks, and its value if the expression is `total`.
 
         None if no non-negative integer fits, or several may.
+
+        Raises
+        ------
+        ConfigError
+            If a known part divides by 0 or overflows.
         """
         node = self._tree
         while not isinstance(node, ast.Name):
@@ -143,7 +146,15 @@ class Expression:
 
     def _known(self, node: ast.expr, sizes: Mapping[str, int]) -> int | None:
         names = {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
-        return self._value(node, sizes) if names <= set(sizes) else None
+        return self._evaluated(node, sizes) if names <= set(sizes) else None
+
+    def _evaluated(self, node: ast.expr, sizes: Mapping[str, Any]) -> Any:
+        try:
+            return self._value(node, sizes)
+        except ZeroDivisionError:
+            raise ConfigError(f"{self._where}: {self.text!r} divides by 0") from None
+        except OverflowError:
+            raise ConfigError(f"{self._where}: {self.text!r} overflows a float") from None
 
     def _value(self, node: ast.expr, sizes: Mapping[str, Any]) -> Any:
         if isinstance(node, ast.Constant):
