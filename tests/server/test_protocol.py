@@ -31,6 +31,7 @@ from engine.server.protocol.completion import (
     prompts_of,
 )
 from engine.server.protocol.errors import APIError, api_error, error_body
+from engine.server.protocol.generate import GenerateRequest, generate_params
 from engine.server.protocol.logprobs import (
     chat_logprobs,
     completion_logprobs,
@@ -41,6 +42,7 @@ from engine.server.protocol.tools import selected_tools, tools_schema
 from engine.server.tool_parsers import Function
 
 NONE = SamplingDefaults()
+USAGE = {"include_usage": True}
 
 
 def _completion(**fields):
@@ -50,6 +52,10 @@ def _completion(**fields):
 def _chat(**fields):
     body = {"messages": [{"role": "user", "content": "Hi"}], **fields}
     return decode_body(json.dumps(body).encode(), ChatCompletionRequest)
+
+
+def _generate(**fields):
+    return decode_body(json.dumps({"token_ids": [5], **fields}).encode(), GenerateRequest)
 
 
 def _tool(name="add", **more):
@@ -191,6 +197,14 @@ def test_and_to_no_other(name):
         (lambda: completion_params(_completion(logit_bias={"x": 1}), NONE), "logit_bias"),
         (lambda: completion_params(_completion(suffix="s"), NONE), "suffix is not supported"),
         (lambda: completion_params(_completion(logprobs=21), NONE), "logprobs must be"),
+        *(
+            (make, r"stream_options must be null unless stream is true; got {'include_usage'")
+            for make in (
+                lambda: completion_params(_completion(stream_options=USAGE), NONE),
+                lambda: chat_params(_chat(stream_options=USAGE, stream=False), NONE),
+                lambda: generate_params(_generate(stream_options=USAGE)),
+            )
+        ),
         (
             lambda: completion_params(_completion(best_of=2, stream=True), NONE),
             r"best_of must be at most n \(1\) in a stream; got 2",

@@ -28,6 +28,7 @@ __all__ = [
     "SamplingOptions",
     "StreamOptions",
     "Usage",
+    "check_stream_options",
     "decode_body",
     "is_given",
     "only_output",
@@ -72,6 +73,14 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None
+
+
+def check_stream_options(options: StreamOptions | None, stream: bool | None) -> None:
+    """Raise an `APIError` if a request has `stream_options` but is not streamed."""
+    if options is not None and not stream:
+        given = {name: value for name, value in msgspec.structs.asdict(options).items() if value}
+        message = f"stream_options must be null unless stream is true; got {shown(given)}"
+        raise APIError(400, message, param="stream_options")
 
 
 def usage_options(options: StreamOptions | None) -> tuple[bool, bool]:
@@ -369,6 +378,7 @@ def sampling_params(
     if body.stream and (given.get("best_of") or 0) > given.get("n", 1):
         message = f"best_of must be at most n ({given.get('n', 1)}) in a stream"
         raise APIError(400, f"{message}; got {given['best_of']}", param="best_of")
+    check_stream_options(body.stream_options, body.stream)
     kind = RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY
     return SamplingParams(**{**defaults.for_request(given), **given, "output_kind": kind})
 

@@ -13,6 +13,7 @@ from engine.server.protocol.common import (
     SamplingOptions,
     StreamOptions,
     Usage,
+    check_stream_options,
     only_output,
     refuse_fields,
     sampling_options,
@@ -103,5 +104,6 @@ def generate_params(body: GenerateRequest) -> SamplingParams:
     options["detokenize"] = bool(given.stop)
     if given.structured_outputs is not None:
         options["structured"] = only_output(given.structured_outputs)
+    check_stream_options(body.stream_options, body.stream)
     kind = RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY
     return SamplingParams(**options, output_kind=kind)
