@@ -120,6 +120,8 @@ class Gate:
             found = api_error(error)
         if found.status == 500 and not isinstance(error, APIError):
             _log.error("request %s failed", visit.request_id, exc_info=error)
+        if visit.is_complete:  # a stream that ended with an error frame
+            return
         if visit.status:
             raise error  # the response has started: the connection is closed
         path = _path(visit.scope)
@@ -168,6 +170,7 @@ class _Visit:
         self.request_id = request_id
         self.key: str | None = None
         self.status = 0
+        self.is_complete = False
         self.meter = TokenMeter()
         self._send = send
         self._num_bytes = 0
@@ -185,6 +188,7 @@ class _Visit:
             own: Any = [(name, self.request_id.encode("ascii")) for name in names]
             message["headers"] = [*message.get("headers", ()), *own]
         await self._send(message)
+        self.is_complete = message["type"] == "http.response.body" and not message.get("more_body")
 
     def log(self) -> None:
         """Write this request's access log line."""

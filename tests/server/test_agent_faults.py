@@ -133,7 +133,7 @@ class LateBug(CannedClient):
         ("/v1/messages", {"model": "scripted", "max_tokens": 8, "messages": USER}),
     ],
 )
-def test_the_connection_of_a_stream_that_failed_serves_the_next_request(path, fields):
+def test_the_connection_of_a_stream_that_failed_serves_the_next_request(path, fields, caplog):
     body = json.dumps({**fields, "stream": True})
     head = f"Host: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
     first = f"POST {path} HTTP/1.1\r\n{head}\r\n\r\n{body}"
@@ -147,6 +147,7 @@ def test_the_connection_of_a_stream_that_failed_serves_the_next_request(path, fi
     stream, models = answer.split(b"0\r\n\r\n", 1)
     assert b"internal error (KeyError)" in stream
     assert models.startswith(b"HTTP/1.1 200") and b'"id":"scripted"' in models
+    assert sum(record.exc_info is not None for record in caplog.records) == 1
 
 
 @pytest.fixture(scope="module")
