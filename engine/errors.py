@@ -240,9 +240,14 @@ def did_you_mean(name: str, known: Iterable[str], otherwise: str = "") -> str:
     --------
     >>> did_you_mean("genrate", ["generate", "chat"]), did_you_mean("x", ["chat"], "see --help")
     ("; did you mean 'generate'?", '; see --help')
+    >>> did_you_mean("temp", ["temperature", "top_p"]), did_you_mean("stop", ["top_p", "n"])
+    ("; did you mean 'temperature'?", '')
     """
     plain = {one.lstrip("-/"): one for one in known}  # every option begins with "--"
-    near = difflib.get_close_matches(name[:80].lstrip("-/"), plain, n=1, cutoff=0.5)
+    word = name[:80].lstrip("-/")
+    same_start = [one for one in plain if one.startswith(word) or word.startswith(one)]
+    near = difflib.get_close_matches(word, plain, n=1, cutoff=0.7)
+    near = near or difflib.get_close_matches(word, same_start, n=1, cutoff=0.5)
     hint = f"did you mean {plain[near[0]]!r}?" if near else otherwise
     return f"; {hint}" if hint else ""
 

@@ -88,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
     arch = checked_arch(arguments.arch or _this_arch())
     if unknown := sorted(set(arguments.op) - set(op_names())):
         raise ConfigError(
-            f"op must be one of {', '.join(op_names())}, or follow a command "
+            "op must be one of those that `engine kernels` lists, or follow a command "
             f"(check, bench, profile, headers); got {unknown[0]!r}"
             f"{did_you_mean(unknown[0], [*op_names(), 'check', 'bench', 'profile', 'headers'])}"
         )

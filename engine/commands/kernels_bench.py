@@ -102,7 +102,8 @@ def _catalog(arguments: argparse.Namespace, device: Device) -> BenchReport:
     if op not in op_names():
         hint = did_you_mean(op, op_names())
         raise ConfigError(
-            f"op must be a Python file or one of {', '.join(op_names())}; got {op!r}{hint}"
+            "op must be a Python file or one of those that `engine kernels` lists; got "
+            f"{op!r}{hint}"
         )
     if arguments.sizes or arguments.dtype or arguments.against or arguments.warm:
         raise ConfigError("--sizes, --dtype, --against and --warm are for a kernel of your own")
