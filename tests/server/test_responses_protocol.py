@@ -90,6 +90,20 @@ def test_a_turn_of_the_assistant_is_one_message():
     ]  # fmt: skip
 
 
+def test_items_of_reasoning_in_a_row_are_one_message():
+    def thought(text):
+        return {"type": "reasoning", "summary": [{"type": "summary_text", "text": text}]}
+
+    user = {"role": "user", "content": "Hi"}
+    answer = {"role": "assistant", "content": "Yes."}
+    found = messages(user, thought("A"), thought(""), thought("B"), answer, thought("C"))
+    assert found == [
+        user,
+        {"role": "assistant", "reasoning_content": "A\nB", "content": "Yes."},
+        {"role": "assistant", "reasoning_content": "C", "content": ""},
+    ]
+
+
 def test_text_behind_a_call_is_in_its_message():
     """Templates refuse results of calls behind another message of the assistant."""
     call = {"type": "function_call", "call_id": "c0", "name": "add", "arguments": "{}"}

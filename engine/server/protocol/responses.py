@@ -302,7 +302,9 @@ def _add_item(messages: list[dict[str, Any]], item: Any, where: str) -> None:
     elif isinstance(item, _Reasoning):
         kind = "content" if item.content else "summary"
         text = text_of(getattr(item, kind), _REASONING_PARTS, f"{where}.{kind}")
-        if text:
+        if text and messages and set(messages[-1]) == {"role", "reasoning_content"}:
+            messages[-1]["reasoning_content"] += f"\n{text}"
+        elif text:
             messages.append({"role": "assistant", "reasoning_content": text})
     elif item.role == "assistant":
         content = text_of(item.content, _OUTPUT_PARTS, f"{where}.content")
