@@ -103,7 +103,22 @@ def load_hf_config(directory: str | PathLike[str]) -> ModelConfig:
             "another output layer; tie_word_embeddings should be false"
         )
         return replace(config, tie_word_embeddings=False)
+    if config.tie_word_embeddings and (unread := _quantized_output(path, config)):
+        warn_once(
+            f"{path}: the quantized output layer ({', '.join(unread)}) is not read: the embedding "
+            "serves as output layer, since tie_word_embeddings is true"
+        )
     return config
+
+
+def _quantized_output(directory: Path, config: ModelConfig) -> list[str]:
+    """Return the names of a quantized output layer's tensors that only such a layer has."""
+    checkpoint = _checkpoint(directory)
+    names = [one.checkpoint for one in family(config.model_type).names if one.kind == "lm_head"]
+    modules = tuple(name.removesuffix("weight") for name in names if name.endswith(".weight"))
+    plain = {*names, *(f"{module}bias" for module in modules)}
+    stored = () if checkpoint is None else checkpoint.names()
+    return sorted(name for name in stored if name.startswith(modules) and name not in plain)
 
 
 def _warn_of_embedding_modules(directory: Path) -> None:

@@ -309,3 +309,12 @@ def test_another_output_layer_is_not_tied(make_model, caplog):
     wanted[..., -1] *= 2
     np.testing.assert_allclose(logits(path), wanted, rtol=1e-6)
     assert "the output layer is not tied to the embedding" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["lm_head.qweight", "lm_head.weight_packed"])
+def test_a_quantized_output_layer_beside_a_tied_config_is_named(make_model, caplog, name):
+    path, _, tensors = make_model("llama")
+    codes = {name: np.zeros((4, 4), np.int32)}
+    save_file({**tensors, **codes}, path / "model.safetensors")
+    assert load_config(path).tie_word_embeddings
+    assert f"the quantized output layer ({name}) is not read" in caplog.text
