@@ -14,6 +14,7 @@ _EXAMPLES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": _CONVERSATION, "max_tokens": 64},
     "/v1/completions": {"prompt": "The capital of France is", "max_tokens": 16, "temperature": 0},
     "/v1/responses": {"input": "Name the three primary colors.", "max_output_tokens": 64},
+    "/v1/responses/input_tokens": {"input": "Name the three primary colors."},
     "/v1/messages": {"model": "", "messages": _CONVERSATION, "max_tokens": 64},
     "/v1/messages/count_tokens": {"model": "", "messages": _CONVERSATION},
     "/inference/v1/generate": {

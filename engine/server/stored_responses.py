@@ -88,6 +88,8 @@ class StoredResponse:
     id, status : str
     body : bytes
         The response object as JSON.
+    item_ids : tuple of str
+        Ids of the items of its output, in order.
     turn : Turn or None
         Its items: input only until it has finished; another response may continue from it then.
     job : asyncio.Task or None
@@ -96,7 +98,7 @@ class StoredResponse:
         Events of a background response that is streamed.
     """
 
-    __slots__ = ("body", "id", "job", "log", "status", "turn")
+    __slots__ = ("body", "id", "item_ids", "job", "log", "status", "turn")
 
     def __init__(self, response: dict[str, Any]) -> None:
         self.id: str = response["id"]
@@ -109,6 +111,7 @@ class StoredResponse:
         """Store the response's current state."""
         self.status: str = response["status"]
         self.body = _encode(response)
+        self.item_ids = tuple(item["id"] for item in response.get("output", ()))
 
     @property
     def num_bytes(self) -> int:
@@ -132,6 +135,7 @@ class _Space:
     def __init__(self) -> None:
         self.finished: dict[str, StoredResponse] = {}  # oldest first
         self.running: dict[str, StoredResponse] = {}
+        self.owners: dict[str, StoredResponse] = {}  # item id -> the finished response with it
         self.num_bytes = 0  # bytes of the finished responses and their turns, and of all events
 
     @property
@@ -147,6 +151,7 @@ class _Space:
         if self.running.pop(stored.id, None) is not None:
             self.num_bytes -= stored.num_event_bytes
         self.finished[stored.id] = stored
+        self.owners |= dict.fromkeys(stored.item_ids, stored)
         self.num_bytes += stored.num_bytes
         owned: Turn | None = turn
         while owned is not None:
@@ -167,6 +172,8 @@ class _Space:
         """Drop a finished response, and the turns that no other one needs."""
         stored = self.finished.pop(response_id)
         self.num_bytes -= stored.num_bytes
+        for name in stored.item_ids:
+            self.owners.pop(name, None)
         owned = stored.turn
         while owned is not None:
             owned.num_owners -= 1
@@ -217,6 +224,11 @@ class ResponseStore:
         """Return a key's response, or None."""
         space = self._spaces.get(key)
         return None if space is None else space.find(response_id)
+
+    def owner(self, key: str | None, item_id: str) -> StoredResponse | None:
+        """Return the finished response of a key whose output has an item, or None."""
+        space = self._spaces.get(key)
+        return None if space is None else space.owners.get(item_id)
 
     def begin(self, key: str | None, stored: StoredResponse) -> None:
         """Store a response that is computed in the background; `put` must follow.

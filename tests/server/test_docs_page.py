@@ -76,7 +76,7 @@ def test_every_request_has_an_example_that_is_valid():
     with serve(lambda: CannedClient("a"), ADMIN) as server:
         document = httpx.get(server.url + "/openapi.json").json()
     found = list(_bodies(document))
-    assert len(found) == 19
+    assert len(found) == 20
     for method, path, content in found:
         msgspec.convert(content["example"], types[method, path])
 

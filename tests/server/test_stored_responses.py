@@ -114,6 +114,17 @@ def test_the_bytes_are_those_of_what_is_kept(seed):
         assert all(turns[k][-1].num_owners >= 0 for k in "abc" if turns[k])
 
 
+def test_items_are_found_as_long_as_their_response_is():
+    store = ResponseStore(ServerConfig(max_stored_responses=1))
+    for name in "ab":
+        made = {"id": name, "status": "completed", "output": [{"id": f"msg_{name}"}]}
+        store.put("key", StoredResponse(made), turn(1))
+    assert store.owner("key", "msg_a") is None and store.owner("other", "msg_b") is None
+    assert store.owner("key", "msg_b").id == "b"
+    store.delete("key", "b")
+    assert store.owner("key", "msg_b") is None
+
+
 def test_responses_in_progress_are_limited_and_not_dropped():
     store = ResponseStore(ServerConfig(max_stored_responses=2))
     first, second = stored("a", status="queued"), stored("b", status="queued")
@@ -192,6 +203,40 @@ def test_an_empty_answer_is_a_turn_of_the_conversation():
         body = {"input": "b", "previous_response_id": first["id"]}
         assert http.post(PATH, json=body).json()["status"] == "completed"
         assert server.client.prompts[-1] == "user: a\nassistant: \nuser: b\n"
+
+
+def test_items_of_stored_responses_are_named_by_id(client):
+    """As clients send that assume what was stored: only the ids of the answers."""
+    user = {"role": "user", "content": "My name is Ada."}
+    question = {"role": "user", "content": "What is my name?"}
+    first = client.responses.create(input=[user], **GREEDY)
+    references = [{"type": "item_reference", "id": item.id} for item in first.output]
+    by_id = client.responses.create(input=[user, *references, question], **GREEDY)
+    whole = [user, *(item.model_dump() for item in first.output), question]
+    want = client.responses.create(input=whole, store=False, **GREEDY)
+    assert by_id.output_text == want.output_text
+    assert by_id.usage.input_tokens == want.usage.input_tokens
+    client.responses.delete(first.id)  # the items themselves are kept with the second response
+    items = client.responses.input_items.list(by_id.id, order="asc").data
+    assert [item.id for item in items[1:-1]] == [item.id for item in first.output]
+    with pytest.raises(openai.NotFoundError, match=r"input\[1\].id must be of an item") as caught:
+        client.responses.create(input=[user, *references, question], **GREEDY)
+    assert caught.value.param == "input"
+
+
+def test_input_tokens_are_those_of_the_response(client):
+    first = client.responses.create(input="Hi", **GREEDY)
+    fields = {
+        "model": "smollm2",
+        "input": "Thanks.",
+        "instructions": "Be brief.",
+        "previous_response_id": first.id,
+    }
+    count = client.responses.input_tokens.count(**fields)
+    assert count.object == "response.input_tokens"
+    assert count.input_tokens == client.responses.create(**fields).usage.input_tokens
+    with pytest.raises(openai.BadRequestError, match="previous_response_id"):
+        client.responses.input_tokens.count(**fields | {"previous_response_id": "resp_none"})
 
 
 def test_a_streamed_response_is_stored(client):
@@ -310,6 +355,16 @@ def test_a_background_response_holds_the_slot_of_its_request():
         assert post(server, {"input": "Hi", "background": True}).status_code == 200
 
 
+def test_references_name_a_limited_number_of_bytes():
+    config = ServerConfig(max_body_bytes=4000)
+    with serve(lambda: CannedClient("a" * 1500), config) as server:
+        [item] = post(server, {"input": "Hi"}).json()["output"]
+        items = [{"type": "item_reference", "id": item["id"]}, {"role": "user", "content": "b"}]
+        assert post(server, {"input": items}).status_code == 200
+        found = post(server, {"input": items * 2})
+        assert found.status_code == 400 and "at most 4000 bytes" in found.json()["error"]["message"]
+
+
 def test_keys_see_their_own_responses_only():
     keys = {"api_key_hashes": (key_hash("a"), key_hash("b"))}
     config = ServerConfig(**keys, share_prefixes_between_keys=True)
@@ -325,6 +380,12 @@ def test_keys_see_their_own_responses_only():
             found = post(server, {"input": "Hi", "previous_response_id": name}, "b")
             assert found.status_code == 400
             assert found.json()["error"]["code"] == "previous_response_not_found"
+        [item] = httpx.get(f"{server.url}{PATH}/{done}", headers={"X-API-Key": "a"}).json()[
+            "output"
+        ]
+        items = [{"type": "item_reference", "id": item["id"]}, {"role": "user", "content": "b"}]
+        assert post(server, {"input": items}, "b").status_code == 404
+        assert post(server, {"input": items}, "a").status_code == 200
         assert finished(server, running, "a")["status"] == "completed"
 
 

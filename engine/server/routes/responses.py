@@ -18,7 +18,8 @@ from engine.server.event_log import EventLog
 from engine.server.limits import check_model, check_query, decoded, read_struct
 from engine.server.openapi import Endpoint
 from engine.server.protocol.annotations import wrong_choice
-from engine.server.protocol.errors import APIError, api_error
+from engine.server.protocol.chat import ChatCompletionRequest
+from engine.server.protocol.errors import APIError, api_error, renamed_params
 from engine.server.protocol.response_items import ItemPage, ItemQuery, page_of
 from engine.server.protocol.responses import ResponsesRequest, own_items, to_chat
 from engine.server.protocol.responses_events import ResponseBuilder, ResponseObject
@@ -34,6 +35,7 @@ from engine.server.stored_responses import (
 __all__ = ["ENDPOINTS", "routes"]
 
 _STORED = "/v1/responses/{response_id}"
+_COUNT = "/v1/responses/input_tokens"
 _CANCEL = f"{_STORED}/cancel"
 _ITEMS = f"{_STORED}/input_items"
 _T = TypeVar("_T", bound=msgspec.Struct)
@@ -71,10 +73,18 @@ class DeletedResponse(msgspec.Struct):
     deleted: bool = True
 
 
+class InputTokens(msgspec.Struct):
+    """Response body of POST /v1/responses/input_tokens."""
+
+    input_tokens: int
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+
+
 ENDPOINTS = (
     Endpoint(
         "post", "/v1/responses", "Answer an input", ResponsesRequest, ResponseObject, streams=True
     ),
+    Endpoint("post", _COUNT, "Count the tokens of an input", ResponsesRequest, InputTokens),
     Endpoint(
         "get",
         _STORED,
@@ -99,6 +109,7 @@ def routes() -> list[Route]:
     """Return the routes of this module."""
     return [
         Route("/v1/responses", create_response, methods=["POST"]),
+        Route(_COUNT, count_input_tokens, methods=["POST"]),
         Route(_STORED, get_response, methods=["GET"]),
         Route(_ITEMS, list_input_items, methods=["GET"]),
         Route(_STORED, delete_response, methods=["DELETE"]),
@@ -110,14 +121,8 @@ async def create_response(request: Request) -> Response:
     """Handle POST /v1/responses."""
     body = await read_struct(request, ResponsesRequest)
     model = check_model(body.model, request)
-    store: ResponseStore = request.app.state.responses
-    previous = None
-    earlier: list[Any] = []
-    if store.is_enabled and body.previous_response_id is not None:
-        previous = _previous_turn(request, body.previous_response_id)
-        earlier = await _items(request, previous)
-    chat = chat_request(to_chat(body, earlier, can_store=store.is_enabled))
-    is_stored = store.is_enabled and body.store is not False
+    chat, previous = await _chat(request, body)
+    is_stored = request.app.state.responses.is_enabled and body.store is not False
     builder = ResponseBuilder(body, model, is_stored=is_stored)
     stream = await begin_chat(request, chat, builder.response["id"], _FIELDS)
     keep = _Keeper(request, body, builder, previous) if is_stored else None
@@ -133,6 +138,55 @@ async def create_response(request: Request) -> Response:
         return EventStream(frames, keep_alive=interval, error_frame=error_frame, last=b"")
     await unless_disconnected(request.receive, answer.whole())
     return _json(msgspec.json.encode(builder.response))
+
+
+async def count_input_tokens(request: Request) -> Response:
+    """Handle POST /v1/responses/input_tokens: count the tokens of the prompt."""
+    body = await read_struct(request, ResponsesRequest)
+    check_model(body.model, request)
+    chat, _ = await _chat(request, body)
+    with renamed_params(_FIELDS):
+        prompt = await asyncio.to_thread(request.app.state.chat.render, chat)
+    return _json(msgspec.json.encode(InputTokens(len(prompt["prompt_token_ids"]))))
+
+
+async def _chat(
+    request: Request, body: ResponsesRequest
+) -> tuple[ChatCompletionRequest, Turn | None]:
+    """Return the chat request, and the turn it follows; `body` gets the items it refers to."""
+    store: ResponseStore = request.app.state.responses
+    previous = None
+    earlier: list[Any] = []
+    if store.is_enabled and body.previous_response_id is not None:
+        previous = _previous_turn(request, body.previous_response_id)
+        earlier = await _items(request, previous)
+    if isinstance(body.input, list):
+        body.input = await _dereferenced(request, body.input)
+    return chat_request(to_chat(body, earlier, can_store=store.is_enabled)), previous
+
+
+async def _dereferenced(request: Request, items: list[Any]) -> list[Any]:
+    """Return input items, each `item_reference` replaced by the stored item that it names."""
+    store: ResponseStore = request.app.state.responses
+    limit = request.app.state.config.max_body_bytes
+    size = 0
+    found = []
+    for index, item in enumerate(items):
+        if isinstance(item, dict) and item.get("type") == "item_reference":
+            name = str(item.get("id"))
+            owner = store.owner(request.state.key, name)
+            if owner is None:
+                reason = "" if store.is_enabled else ": none are stored (max_stored_responses)"
+                message = f"input[{index}].id must be of an item in a stored response's output"
+                raise APIError(404, f"{message}; got {name[:100]!r}{reason}", param="input")
+            size += len(owner.body)
+            if size > limit:
+                message = f"input must refer to responses of at most {limit} bytes"
+                raise APIError(400, f"{message} (max_body_bytes); got more", param="input")
+            output = (await decoded(owner.body, _Output)).output
+            item = msgspec.json.decode(output[owner.item_ids.index(name)])
+        found.append(item)
+    return found
 
 
 # ---- stored responses
