@@ -589,20 +589,21 @@ class LLMEngine:
     def _queue(self, requests: Sequence[Request], parent: str | None, *, is_resumed: bool) -> None:
         """Add a request's continuations to the scheduler, or fork a single one from `parent`."""
         first, *others = requests
-        if parent is None:
-            try:
+        try:
+            if parent is None:
                 self.scheduler.add_request(first, others, is_resumed=is_resumed)
-            except QueueFullError:
-                self.collector.admission_rejections += 1
-                raise
-            return
-        origin = self._streams.groups.get(parent) if isinstance(parent, str) else None
-        if origin is None or others or len(origin.streams) > 1:
-            raise RequestError(
-                "parent must be an unfinished request, and neither may have n > 1; "
-                f"got {shown_with_type(parent)}"
-            )
-        self.scheduler.fork_request(origin.streams[0].request, first)
+                return
+            origin = self._streams.groups.get(parent) if isinstance(parent, str) else None
+            if origin is None or others or len(origin.streams) > 1:
+                raise RequestError(
+                    "parent must be an unfinished request, and neither may have n > 1; "
+                    f"got {shown_with_type(parent)}"
+                )
+            source = origin.streams[0].request
+            self.scheduler.fork_request(source, first, is_resumed=is_resumed)
+        except QueueFullError:
+            self.collector.admission_rejections += 1
+            raise
 
     # ---- parts of step, in order
 

@@ -75,13 +75,18 @@ class RequestQueues:
         if not is_resumed:
             self._set_leader(request, siblings)
 
-    def add_fork(self, parent: Request, child: Request) -> None:
-        """Add `child`: running on the blocks of `parent` if possible, otherwise queued."""
+    def add_fork(self, parent: Request, child: Request, *, is_resumed: bool = False) -> None:
+        """Add `child`: running on the blocks of `parent` if possible, otherwise queued.
+
+        `is_resumed`: see `add`.
+        """
         limit = self._check_new(child, child)
         child.prefix_epoch = parent.prefix_epoch
         child.num_tokens = child.num_known_tokens
         if self._can_fork(parent, child):
             self.blocks.check_fork(parent, child)
+        if not is_resumed and not self._can_start(parent, child):
+            check_queue([child], self.num_waiting, self.waiting, self.config)
         self._register(child, limit, parent.order[0])
         self._start_or_queue(parent, child)
 
@@ -174,11 +179,14 @@ class RequestQueues:
         self.requests[request.request_id] = request
 
     def _start_or_queue(self, parent: Request, child: Request) -> None:
-        if self._can_fork(parent, child) and len(self.running) < self.config.max_num_seqs:
+        if self._can_start(parent, child):
             self.blocks.fork(parent, child)
             self.run(child)
         else:
             self.waiting.push(child)
+
+    def _can_start(self, parent: Request, child: Request) -> bool:
+        return self._can_fork(parent, child) and len(self.running) < self.config.max_num_seqs
 
     def _can_fork(self, parent: Request, child: Request) -> bool:
         """Tell whether `child` can continue from the keys, and the state, that `parent` holds."""

@@ -138,18 +138,19 @@ class Scheduler:
         """
         self._queues.add(request, siblings, is_resumed=is_resumed)
 
-    def fork_request(self, parent: Request, child: Request) -> None:
+    def fork_request(self, parent: Request, child: Request, *, is_resumed: bool = False) -> None:
         """Add `child`, which continues from tokens that `parent` has computed (beam search).
 
         `child` may already have output tokens. If `parent` is running and `max_num_seqs` allows it,
         `child` shares its blocks and runs at once; otherwise it is queued like any other request.
+        With `is_resumed`, the queue's limits do not apply.
 
         Raises
         ------
-        RequestError
+        RequestError, QueueFullError
             As for `add_request`, or if the tokens of the two differ.
         """
-        self._queues.add_fork(parent, child)
+        self._queues.add_fork(parent, child, is_resumed=is_resumed)
 
     def finish_request(
         self, request: Request, reason: str, *, stop_reason: int | str | None = None

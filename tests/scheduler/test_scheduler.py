@@ -484,6 +484,25 @@ def test_a_full_queue_rejects_requests():
     drive(scheduler, mock)
 
 
+def test_a_full_queue_rejects_forks_that_would_wait():
+    scheduler, mock = build(max_num_seqs=2, max_num_queued_requests=1)
+    parent = make_request("p", [1] * 5, 20)
+    scheduler.add_request(parent)
+    step(scheduler, mock)
+    prompt = [*[1] * 5, *parent.output_token_ids]
+
+    def fork(name, **options):
+        scheduler.fork_request(parent, make_request(name, [*prompt, 6], 2), **options)
+
+    fork("runs at once")
+    fork("waits")
+    with pytest.raises(QueueFullError, match=r"1 requests wait, 1 more.*max_num_queued_requests=1"):
+        fork("refused")
+    fork("accepted before", is_resumed=True)
+    assert (scheduler.num_running, scheduler.num_waiting) == (2, 2)
+    drive(scheduler, mock)
+
+
 def test_abort_in_every_state_frees_everything_and_is_idempotent():
     scheduler, mock = build(num_blocks=6, num_host_blocks=6, preemption="swap", watermark=0.0)
     requests = [make_request(f"r{i}", [i] * 30, 40) for i in range(4)]
