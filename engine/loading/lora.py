@@ -271,7 +271,7 @@ class _Scales:
     def _compiled(self, key: str, pattern: str) -> re.Pattern[str]:
         """Return an expression for a module whose name is the pattern or ends with it."""
         is_quick = (
-            re.fullmatch(r"[\w.\-^$\\|()]*", pattern)
+            re.fullmatch(r"[\w.\-^$\\|()\[\]]*", pattern)
             and pattern.count("(") <= _MAX_GROUPS
             and pattern.count("|") <= _MAX_ALTERNATIVES
         )

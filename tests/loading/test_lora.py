@@ -124,7 +124,7 @@ def test_adapters_of_models_without_an_output_layer(base, tmp_path, kind, module
     assert all(np.array_equal(x, y) for x, y in zip(want, got, strict=True))
 
 
-@pytest.mark.parametrize("start", ["", "^", "(text|language)_"])
+@pytest.mark.parametrize("start", ["", "^", "(text|language)_", "[kl]anguage_"])
 @pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."])
 def test_patterns_are_for_the_names_of_the_adapted_model(base, tmp_path, prefix, start):
     """The names in a multimodal model: peft matched them when it trained the adapter."""
