@@ -191,7 +191,7 @@ class EngineClient(ABC):
                 meter.add(output)
 
     async def embed(
-        self, prompts: Sequence[Prompt], pooling: str = "last", *, normalize: bool = True
+        self, prompts: Sequence[Prompt], pooling: str | None = None, *, normalize: bool = True
     ) -> list[np.ndarray[Any, np.dtype[np.float32]]]:
         """Return the embedding of each prompt; other requests keep running meanwhile.
 
@@ -223,7 +223,7 @@ class EngineClient(ABC):
 
     @abstractmethod
     async def embed_ids(
-        self, token_ids: Sequence[Sequence[int]], pooling: str, *, normalize: bool
+        self, token_ids: Sequence[Sequence[int]], pooling: str | None, *, normalize: bool
     ) -> list[np.ndarray[Any, np.dtype[np.float32]]]:
         """Embed each sequence of validated token ids; see `embed`."""
 
@@ -436,7 +436,7 @@ class AsyncEngine(EngineClient):
         return await self._result(lambda: snapshot(self._engine, self._shared.clock, wants))
 
     async def embed_ids(
-        self, token_ids: Sequence[Sequence[int]], pooling: str, *, normalize: bool
+        self, token_ids: Sequence[Sequence[int]], pooling: str | None, *, normalize: bool
     ) -> list[np.ndarray[Any, np.dtype[np.float32]]]:
         """Embed each sequence of validated token ids; see `EngineClient.embed`."""
         parts = embed_in_parts(

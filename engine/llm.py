@@ -334,7 +334,8 @@ class LLM:
         text_1, text_2 : str or sequence of str
             One text, or several; one in `text_1` is compared with each in `text_2`.
         pooling : str, optional
-            "last" (default) or "mean": see `engine.tasks.embeddings.embed`.
+            "last" or "mean", by default as the model's files say: see
+            `engine.tasks.embeddings.embed`.
         instruction : str, optional
             The task that the reranker is told.
         reranker : str, optional
@@ -440,7 +441,7 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _embed(self, token_ids: Sequence[Sequence[int]], pooling: str) -> list[Any]:
+    def _embed(self, token_ids: Sequence[Sequence[int]], pooling: str | None) -> list[Any]:
         """Compute embeddings, or scores of labels; other threads' requests run in between."""
         shared = self._shared
         parts = embed_in_parts(self.llm_engine.model, token_ids, pooling)

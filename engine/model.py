@@ -57,6 +57,7 @@ from engine.loading.load_config import LoadConfig, resolve_load_config
 from engine.loading.lora import LoraAdapter, read_adapter
 from engine.loading.model_config import load_config
 from engine.loading.parked_decoder import ParkedDecoder
+from engine.loading.pooling import default_pooling
 from engine.loading.text_model import wrapper_of
 from engine.loading.weight_update import WeightUpdate, open_update
 from engine.model_files import is_present
@@ -495,6 +496,11 @@ class Model:
         if self.source is None:
             return SamplingDefaults()
         return sampling_defaults(self.source.path)
+
+    @cached_property
+    def pooling(self) -> str:
+        """Pooling of embeddings whose request names none: "last" without files."""
+        return "last" if self.source is None else default_pooling(self.source.path)
 
     @property
     def kv_scales(self) -> np.ndarray[Any, np.dtype[np.float32]]:

@@ -67,7 +67,6 @@ _WITH_EXPERTS = {"llama": MIXTRAL}
 _WITH_SHARED_EXPERT = {"granitemoe": GRANITEMOESHARED}
 # Rule of the layers with experts -> key of the first one.
 _FIRST_SPARSE = {"after_first": "first_k_dense_replace", "interval": "moe_layer_start_index"}
-_LAST_TOKEN = (0, 3)  # llama.cpp's numbers of no pooling and of the last token's
 # Rules of config.json whose layers a .gguf records only as a pattern.
 _UNRECORDED = ("max_window_layers", "even_layers", "last_layers")
 _ROPE_TYPES = ("none", "linear", "yarn", "longrope")
@@ -205,11 +204,6 @@ class _Keys:
                 )
         for name in metadata:
             key = name.removeprefix(f"{self.arch}.")
-            if key == "pooling_type" and metadata[name] not in _LAST_TOKEN:
-                warn_once(
-                    f"{self.file.path}: {name} is not read: embeddings pool the last token unless "
-                    f"a request has pooling; got {shown(metadata[name])}"
-                )
             if key == name or key in self._read or key in INERT_KEYS:
                 continue
             if key not in MODEL_KEYS:

@@ -140,7 +140,7 @@ MODEL_KEYS: Mapping[str, tuple[Any, ...]] = {
 
 INERT_KEYS = (
     "vocab_size",  # the embedding says it
-    "pooling_type",  # an option of embeddings; a warning
+    "pooling_type",  # see `default_pooling`
     "rope.scaling.finetuned",
     # Of the other kind of norm; the family's own is required.
     "attention.layer_norm_epsilon",

@@ -87,7 +87,9 @@ def load_hf_config(directory: str | PathLike[str]) -> ModelConfig:
     generation = generation_config(path)
     if is_present(path / "adapter_config.json"):
         warn_once(f"{path}: adapter_config.json is not read: the model is used without its adapter")
-    _warn_of_embedding_modules(path)
+    dense = path / "2_Dense" / "config.json"  # a module of sentence-transformers
+    if is_present(dense):
+        warn_once(f"{dense}: is not read: embeddings are used without this layer")
     more = {key: generation[key] for key in ("eos_token_id",) if key in generation}
     key = "torch_dtype" if values.get("dtype") is None else "dtype"
     if values.get(key) in (None, "auto"):
@@ -119,26 +121,6 @@ def _quantized_output(directory: Path, config: ModelConfig) -> list[str]:
     plain = {*names, *(f"{module}bias" for module in modules)}
     stored = () if checkpoint is None else checkpoint.names()
     return sorted(name for name in stored if name.startswith(modules) and name not in plain)
-
-
-def _warn_of_embedding_modules(directory: Path) -> None:
-    """Warn if the files of sentence-transformers ask for other embeddings than the engine's."""
-    path = directory / "1_Pooling" / "config.json"
-    if is_present(path):
-        values = read_json(path, root=directory)
-        prefix = "pooling_mode_"
-        kinds = [key.removeprefix(prefix) for key in values if key.startswith(prefix)]
-        kinds = [kind for kind in kinds if values[prefix + kind] is True]
-        if isinstance(values.get("pooling_mode"), str):
-            kinds = [values["pooling_mode"]]
-        if kinds != ["lasttoken"]:
-            warn_once(
-                f"{path}: is not read: embeddings pool the last token unless a request has "
-                f"pooling; got {shown(kinds)}"
-            )
-    dense = directory / "2_Dense" / "config.json"
-    if is_present(dense):
-        warn_once(f"{dense}: is not read: embeddings are used without this layer")
 
 
 def _is_tied(directory: Path, config: ModelConfig) -> bool:

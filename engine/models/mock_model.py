@@ -41,6 +41,7 @@ class MockModel:
     tokenizer: Any = None
     has_patterns = False
     classifier = None
+    pooling = "last"
     num_ranks = 1
     num_stages = 1
 

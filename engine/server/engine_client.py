@@ -201,7 +201,7 @@ class ZmqEngineClient(RequestClient):
         return found
 
     async def embed_ids(
-        self, token_ids: Sequence[Sequence[int]], pooling: str, *, normalize: bool
+        self, token_ids: Sequence[Sequence[int]], pooling: str | None, *, normalize: bool
     ) -> list[np.ndarray[Any, np.dtype[np.float32]]]:
         """Embed each sequence of validated token ids; see `EngineClient.embed`."""
         ids = [list(each) for each in token_ids]

@@ -125,7 +125,7 @@ class Embed(_Message):
 
     number: int
     token_ids: list[list[int]]
-    pooling: str
+    pooling: str | None
     normalize: bool
 
 

@@ -122,7 +122,7 @@ class _Cosine:
             )
             raise APIError(400, message)
         ids = await asyncio.to_thread(self._encoded, texts)
-        vectors = await self._client.embed(ids, pooling or "last")
+        vectors = await self._client.embed(ids, pooling)
         by_text = dict(zip(texts, vectors, strict=True))
         found = [float(np.dot(by_text[first], by_text[second])) for first, second in pairs]
         return [min(1.0, max(-1.0, each)) for each in found], sum(map(len, ids))

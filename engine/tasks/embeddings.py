@@ -39,7 +39,7 @@ _Chunk = tuple[int, int, int]
 def embed(
     model: Model,
     token_ids: Sequence[Sequence[int]],
-    pooling: str = "last",
+    pooling: str | None = None,
     *,
     normalize: bool = True,
 ) -> list[_Vector]:
@@ -50,9 +50,9 @@ def embed(
     model : Model
     token_ids : sequence of sequences of int
         1 to `model.max_model_len` ids per sequence.
-    pooling : str
+    pooling : str, optional
         How to pool the final norm's outputs: take the "last" token's, or the "mean" over all
-        tokens.
+        tokens. By default as the model's files say, or "last": see `Model.pooling`.
     normalize : bool
         Divide by the Euclidean norm; zero vectors stay zero.
 
@@ -84,7 +84,7 @@ def embed(
 def embed_in_parts(
     model: Model,
     token_ids: Sequence[Sequence[int]],
-    pooling: str = "last",
+    pooling: str | None = None,
     *,
     normalize: bool = True,
     has_others: bool = False,
@@ -97,6 +97,8 @@ def embed_in_parts(
     the generator frees its KV cache. With the pooling `CLASSIFY` an embedding is the scores of the
     labels, (L,).
     """
+    if pooling is None:
+        pooling = model.pooling
     if pooling == CLASSIFY and model.classifier is None:
         raise RequestError(f"{model.name} has no classification head")
     if not isinstance(pooling, str) or pooling not in (*POOLINGS, CLASSIFY):

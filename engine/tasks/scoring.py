@@ -19,7 +19,7 @@ from engine.tasks.rerankers import COSINE, RerankFormat, answer_params, probabil
 
 __all__ = ["Embed", "Generate", "pairs_of", "scored"]
 
-Embed = Callable[[Sequence[Sequence[int]], str], list[np.ndarray[Any, np.dtype[np.float32]]]]
+Embed = Callable[[Sequence[Sequence[int]], str | None], list[np.ndarray[Any, np.dtype[np.float32]]]]
 """Token ids and a pooling of `embed_in_parts` -> the vectors."""
 
 Generate = Callable[[Sequence[Sequence[int]], Sequence[SamplingParams]], list[RequestOutput]]
@@ -95,7 +95,7 @@ def scored(
         message = "instruction needs a reranker with a prompt"
         raise RequestError(f"{message}; got {shown_with_type(instruction)}")
     if way == COSINE:
-        return _cosines(model, pairs, embed, pooling or "last")
+        return _cosines(model, pairs, embed, pooling)
     if head is not None and len(head.labels) != 1:
         raise RequestError(f"a score needs a model with one label; it has {len(head.labels)}")
 
@@ -129,7 +129,7 @@ def _output(score: float, token_ids: Sequence[int]) -> ScoringRequestOutput:
 
 
 def _cosines(
-    model: Model, pairs: Sequence[tuple[str, str]], embed: Embed, pooling: str
+    model: Model, pairs: Sequence[tuple[str, str]], embed: Embed, pooling: str | None
 ) -> list[ScoringRequestOutput]:
     """Return cosines of embeddings; a text in several pairs is computed once."""
     ids: dict[str, list[int]] = {}

@@ -18,6 +18,7 @@ from engine.errors import ConfigError
 from engine.loading.gguf_config import gguf_config
 from engine.loading.gguf_keys import FILE_KEYS, INERT_KEYS, MODEL_KEYS
 from engine.loading.model_config import load_config
+from engine.loading.pooling import default_pooling
 from engine.models.registry import FAMILIES
 from engine.text.gguf_vocab import UNSUPPORTED_KEYS
 from tests.loading.tiny import llama_gguf
@@ -186,14 +187,24 @@ def test_an_unknown_key_is_a_warning(caplog):
     assert "llama.rope.new_thing is unknown and not read" in caplog.text
 
 
-def test_a_pooling_that_is_not_the_default_is_a_warning(caplog):
-    """It changes no logits, and a request for embeddings can choose it."""
+@pytest.mark.parametrize(
+    ("kind", "pooling"), [(None, "last"), (0, "last"), (1, "mean"), (2, None), (3, "last")]
+)
+def test_the_pooling_of_a_file_is_the_default(caplog, tmp_path, kind, pooling):
     warn_once.cache_clear()
-    plain = config_of("llama", values_of("llama"))
-    for kind in (3, 0, 1):
-        assert not caplog.text
-        assert config_of("llama", {**values_of("llama"), "pooling_type": kind}) == plain
-    assert "llama.pooling_type is not read" in caplog.text and "got 1" in caplog.text
+    values = values_of("llama") | ({} if kind is None else {"pooling_type": kind})
+    assert config_of("llama", values) == config_of("llama", values_of("llama"))
+    path = tmp_path / "x.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    if kind is not None:
+        writer.add_uint32("llama.pooling_type", kind)
+    writer.add_tensor("token_embd.weight", np.zeros((2, 32), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert default_pooling(path) == (pooling or "last")
+    assert ("is not supported; got 2" in caplog.text) == (pooling is None)
 
 
 def test_a_missing_epsilon_is_not_guessed():

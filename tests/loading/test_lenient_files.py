@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import ml_dtypes
@@ -16,6 +17,7 @@ from engine.errors import ConfigError, WeightsError
 from engine.loading.generation_config import generation_config, sampling_defaults
 from engine.loading.model_config import load_config
 from engine.sampling_params import SamplingParams
+from engine.tasks.embeddings import embed
 from tests.loading.tiny import llama_gguf
 from tests.server.test_serve import SMALL, _body, _post, _tokenizer, serving
 
@@ -252,23 +254,28 @@ def test_an_adapter_beside_the_model_is_named(make_model, caplog):
 
 
 @pytest.mark.parametrize("form", ["flags", "name"])
-def test_a_pooling_that_is_not_the_default_is_named(make_model, caplog, form):
-    """A request for embeddings can choose it. A .gguf file's is named in the same way."""
+@pytest.mark.parametrize(
+    ("name", "flag", "pooling"),
+    [
+        ("lasttoken", "lasttoken", "last"),
+        ("mean", "mean_tokens", "mean"),
+        ("cls", "cls_token", None),  # not supported
+    ],
+)
+def test_the_pooling_of_a_folder_is_the_default(make_model, caplog, form, name, flag, pooling):
     path, _, _ = make_model("llama")
     (path / "1_Pooling").mkdir()
-
-    def load_with(kind, key):
-        flags = {f"pooling_mode_{one}": one == key for one in ("mean_tokens", "lasttoken")}
-        values = flags if form == "flags" else {"pooling_mode": kind}
-        values |= {"word_embedding_dimension": 32, "include_prompt": True}
-        (path / "1_Pooling/config.json").write_text(json.dumps(values))
-        load_config(path)
-
-    load_with("lasttoken", "lasttoken")
-    assert not caplog.text
-    load_with("mean", "mean_tokens")
-    assert "1_Pooling/config.json: is not read: embeddings pool the last token" in caplog.text
-    assert "got ['mean" in caplog.text
+    flags = {f"pooling_mode_{one}": one == flag for one in ("mean_tokens", "lasttoken", flag)}
+    values = flags if form == "flags" else {"pooling_mode": name}
+    values |= {"word_embedding_dimension": 32, "include_prompt": True}
+    (path / "1_Pooling/config.json").write_text(json.dumps(values))
+    model = engine.load(path, device="cpu", dtype="float32", progress=False)
+    [found] = embed(model, [[5, 6, 7]])
+    means, lasts = (embed(model, [[5, 6, 7]], kind)[0] for kind in ("mean", "last"))
+    assert np.array_equal(found, means if pooling == "mean" else lasts)
+    assert not np.array_equal(means, lasts)
+    message = f"1_Pooling/config.json: embeddings pool the last token unless .*; got \\['{name}"
+    assert bool(re.search(message, caplog.text)) == (pooling is None)
 
 
 def test_a_layer_on_the_embeddings_is_named(make_model, caplog):

@@ -419,7 +419,7 @@ class ReplicaClient(RequestClient):
         return await self._first().snapshot(salt_prefix)
 
     async def embed_ids(
-        self, token_ids: Sequence[Sequence[int]], pooling: str, *, normalize: bool
+        self, token_ids: Sequence[Sequence[int]], pooling: str | None, *, normalize: bool
     ) -> list[np.ndarray[Any, np.dtype[np.float32]]]:
         """Embed each sequence of validated token ids; see `EngineClient.embed`."""
         all_ids = list(itertools.chain(*token_ids))

@@ -102,7 +102,7 @@ async def embed(
     normalize = body.normalize is not False
     with renamed_params(INPUT_NAMES):
         inputs = await asyncio.to_thread(token_ids, client, prompts)
-        found = await client.embed(inputs, body.pooling or "last", normalize=normalize)
+        found = await client.embed(inputs, body.pooling, normalize=normalize)
     data = await asyncio.to_thread(_objects, found, body.encoding_format)
     num_tokens = sum(map(len, inputs))
     return EmbeddingResponse(data, model, Usage(num_tokens, num_tokens))
