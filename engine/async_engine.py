@@ -225,7 +225,27 @@ class EngineClient(ABC):
     async def embed_ids(
         self, token_ids: Sequence[Sequence[int]], pooling: str | None, *, normalize: bool
     ) -> list[np.ndarray[Any, np.dtype[np.float32]]]:
-        """Embed each sequence of validated token ids; see `embed`."""
+        """Embed sequences of token ids.
+
+        Parameters
+        ----------
+        token_ids : sequence of sequences of int
+            1 to `max_model_len` ids per sequence.
+        pooling, normalize
+            See `engine.tasks.embeddings.embed`.
+
+        Returns
+        -------
+        list of (N,) array of float32
+            One per sequence, on the host; N is the model's hidden size.
+
+        Raises
+        ------
+        RequestError
+            If an argument is invalid.
+        EngineError
+            If the engine has ended.
+        """
 
     @abstractmethod
     async def logit_lens(
@@ -233,7 +253,26 @@ class EngineClient(ABC):
     ) -> LogitLens:
         """Return what each layer predicts; other requests keep running meanwhile.
 
-        See `engine.tasks.logit_lens.logit_lens` for the arguments and errors.
+        Parameters
+        ----------
+        token_ids : sequence of int
+            At least two ids.
+        num_tokens : int
+            Number of tokens to look at, at the end of the sequence.
+        top : int
+            Number of predictions per layer and token.
+
+        Returns
+        -------
+        LogitLens
+            Arrays on the host. See `engine.tasks.logit_lens.logit_lens`.
+
+        Raises
+        ------
+        RequestError
+            If an argument is invalid, or the model is not supported.
+        EngineError
+            If the engine has ended.
         """
 
     @abstractmethod
@@ -249,9 +288,11 @@ class EngineClient(ABC):
 
     @abstractmethod
     async def snapshot(self, salt_prefix: str | None = None) -> dict[str, Any]:
-        """Return the engine's current state; see `engine.snapshot`.
+        """Return the engine's current state between two steps.
 
         With `salt_prefix`, only requests and prefixes whose cache salt starts with it are listed.
+        The dict holds numbers, texts, and lists and dicts of them, never the content of a
+        prompt or reply; see `engine.snapshot`. Raises EngineError if the engine has ended.
         """
 
     @abstractmethod
@@ -272,7 +313,11 @@ class EngineClient(ABC):
 
     @abstractmethod
     async def add_lora(self, lora_request: LoRARequest, *, load_inplace: bool = False) -> None:
-        """Read an adapter's files while other requests go on. See `LLMEngine.add_lora`."""
+        """Read an adapter's files while other requests go on, then hold it.
+
+        With `load_inplace` it replaces one of the same name, which running requests keep. Raises
+        RequestError if it cannot be read or does not fit the model.
+        """
 
     @abstractmethod
     async def remove_lora(self, lora_name: str) -> None:
@@ -280,11 +325,18 @@ class EngineClient(ABC):
 
     @abstractmethod
     async def sleep(self, level: int = 1) -> None:
-        """Free the engine's device memory until `wake_up`; see `LLMEngine.sleep`."""
+        """Free the engine's device memory until `wake_up`.
+
+        `level` 1 copies the weights to host memory, 2 drops them. Raises RequestError if a request
+        is unfinished, ConfigError if the model cannot sleep. See `LLMEngine.sleep`.
+        """
 
     @abstractmethod
     async def wake_up(self) -> None:
-        """Bring the engine's device memory back; see `LLMEngine.wake_up`."""
+        """Bring the engine's device memory back.
+
+        Raises OutOfMemoryError or WeightsError if that fails; the engine then sleeps on.
+        """
 
     @abstractmethod
     async def is_sleeping(self) -> bool:
@@ -292,7 +344,11 @@ class EngineClient(ABC):
 
     @abstractmethod
     async def update_weights(self, path: str) -> tuple[str, ...]:
-        """Write the weights of a folder over the model's. See `LLMEngine.update_weights`."""
+        """Write the weights of a folder over the model's, and drop all cached prefixes.
+
+        Returns the names of the weights that have changed. Raises RequestError if they do not fit
+        the model; then nothing changes. See `LLMEngine.update_weights`.
+        """
 
     @abstractmethod
     async def close(self) -> None:
@@ -423,7 +479,10 @@ class AsyncEngine(EngineClient):
         return self._engine.is_sleeping
 
     async def abort(self, request_id: str) -> None:
-        """Abort a request; see `EngineClient.abort`."""
+        """Abort a request; its generator yields the output so far, with finish_reason "abort".
+
+        Unknown and finished requests are ignored.
+        """
         await self._result(lambda: self._engine.abort_request(request_id))
 
     async def stats(self) -> EngineStats:
@@ -431,14 +490,21 @@ class AsyncEngine(EngineClient):
         return await self._result(self._engine.stats)
 
     async def snapshot(self, salt_prefix: str | None = None) -> dict[str, Any]:
-        """Return the engine's current state; see `EngineClient.snapshot`."""
+        """Return the engine's current state between two steps, as JSON can hold it.
+
+        With `salt_prefix`, only requests and prefixes whose cache salt starts with it are listed.
+        Raises EngineError if the engine has ended. See `engine.snapshot`.
+        """
         wants = starts_with(salt_prefix)
         return await self._result(lambda: snapshot(self._engine, self._shared.clock, wants))
 
     async def embed_ids(
         self, token_ids: Sequence[Sequence[int]], pooling: str | None, *, normalize: bool
     ) -> list[np.ndarray[Any, np.dtype[np.float32]]]:
-        """Embed each sequence of validated token ids; see `EngineClient.embed`."""
+        """Embed sequences of token ids: one (N,) array of float32 each, on the host.
+
+        Raises RequestError if an argument is invalid. See `EngineClient.embed_ids`.
+        """
         parts = embed_in_parts(
             self._engine.model, token_ids, pooling, normalize=normalize, has_others=True
         )
@@ -453,7 +519,11 @@ class AsyncEngine(EngineClient):
     async def logit_lens(
         self, token_ids: Sequence[int], num_tokens: int = 1, top: int = 5
     ) -> LogitLens:
-        """Return what each layer predicts; see `EngineClient.logit_lens`."""
+        """Return what each layer predicts at the last `num_tokens` tokens, as arrays on the host.
+
+        Raises RequestError if an argument is invalid, or the model is not supported. See
+        `EngineClient.logit_lens`.
+        """
         parts = logit_lens_in_parts(self._engine.model, token_ids, num_tokens, top)
         lens = None
         try:
@@ -464,7 +534,7 @@ class AsyncEngine(EngineClient):
         return lens
 
     async def reset_prefix_cache(self) -> int:
-        """Drop all cached prefixes; see `EngineClient.reset_prefix_cache`."""
+        """Drop all cached prefixes; return the number of blocks freed, on device and host."""
         return await self._result(self._engine.reset_prefix_cache)
 
     @property
@@ -473,7 +543,11 @@ class AsyncEngine(EngineClient):
         return self._engine.list_loras()
 
     async def add_lora(self, lora_request: LoRARequest, *, load_inplace: bool = False) -> None:
-        """Read an adapter's files in a thread, then hold it; see `EngineClient.add_lora`."""
+        """Read an adapter's files in a thread while other requests go on, then hold it.
+
+        With `load_inplace` it replaces one of the same name, which running requests keep. Raises
+        RequestError if it cannot be read or does not fit the model.
+        """
         engine = self._engine
         adapter = await asyncio.to_thread(engine.read_lora, lora_request)
         hold = partial(engine.add_lora, lora_request, load_inplace=load_inplace, adapter=adapter)
@@ -484,11 +558,18 @@ class AsyncEngine(EngineClient):
         await self._result(partial(self._engine.remove_lora, lora_name))
 
     async def sleep(self, level: int = 1) -> None:
-        """Free the engine's device memory until `wake_up`; see `LLMEngine.sleep`."""
+        """Free the engine's device memory until `wake_up`.
+
+        `level` 1 copies the weights to host memory, 2 drops them. Raises RequestError if a request
+        is unfinished, ConfigError if the model cannot sleep. See `LLMEngine.sleep`.
+        """
         await self._result(lambda: self._engine.sleep(level))
 
     async def wake_up(self) -> None:
-        """Bring the engine's device memory back; see `LLMEngine.wake_up`."""
+        """Bring the engine's device memory back.
+
+        Raises OutOfMemoryError or WeightsError if that fails; the engine then sleeps on.
+        """
         await self._result(self._engine.wake_up)
 
     async def is_sleeping(self) -> bool:
@@ -498,7 +579,23 @@ class AsyncEngine(EngineClient):
     async def update_weights(
         self, source: str | PathLike[str] | Mapping[str, Any]
     ) -> tuple[str, ...]:
-        """Write new weights over the model's, between two steps; also from arrays."""
+        """Write new weights over the model's, between two steps, and drop all cached prefixes.
+
+        Parameters
+        ----------
+        source : str or path, or mapping of str to array
+            A folder, or tensors by their names in the checkpoint. See `Model.update_weights`.
+
+        Returns
+        -------
+        tuple of str
+            Names of the weights that have changed.
+
+        Raises
+        ------
+        RequestError
+            If they do not fit the model; then nothing changes.
+        """
         if isinstance(source, Mapping):
             try:
                 source = as_arrays(source)  # in this thread, whose streams write them

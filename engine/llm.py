@@ -408,12 +408,19 @@ class LLM:
             return self.llm_engine.reset_prefix_cache()
 
     def sleep(self, level: int = 1) -> None:
-        """Free the device memory of weights and KV cache; see `LLMEngine.sleep`."""
+        """Free the device memory of weights and KV cache until `wake_up`.
+
+        `level` 1 copies the weights to host memory, 2 drops them. Raises RequestError if a request
+        is unfinished, ConfigError if the model cannot sleep. See `LLMEngine.sleep`.
+        """
         with self._shared.lock:
             self.llm_engine.sleep(level)
 
     def wake_up(self) -> None:
-        """Bring back what `sleep` has freed; see `LLMEngine.wake_up`."""
+        """Bring back what `sleep` has freed.
+
+        Raises OutOfMemoryError or WeightsError if that fails; the engine then sleeps on.
+        """
         with self._shared.lock:
             self.llm_engine.wake_up()
 
@@ -423,7 +430,23 @@ class LLM:
         return self.llm_engine.is_sleeping
 
     def update_weights(self, source: str | PathLike[str] | Mapping[str, Any]) -> tuple[str, ...]:
-        """Write new weights over the model's. See `LLMEngine.update_weights`."""
+        """Write new weights over the model's, and drop all cached prefixes.
+
+        Parameters
+        ----------
+        source : str or path, or mapping of str to array
+            A folder, or tensors by their names in the checkpoint. See `Model.update_weights`.
+
+        Returns
+        -------
+        tuple of str
+            Names of the weights that have changed.
+
+        Raises
+        ------
+        RequestError
+            If they do not fit the model; then nothing changes.
+        """
         with self._shared.lock:
             return self.llm_engine.update_weights(source)
 

@@ -516,7 +516,19 @@ class Model:
     def set_kv_scales(self, scales: Any, kv_cache_dtype: str = "fp8") -> None:
         """Set the scales of the "fp8" or "int8" KV cache, and the other's to the same range.
 
-        See `KVScales.set`. Invalidates caches filled before the call.
+        Invalidates caches filled before the call.
+
+        Parameters
+        ----------
+        scales : (num_layers, 2, K) array_like of float
+            For the keys and values of each head, above 0, on the host.
+        kv_cache_dtype : str
+            "fp8" or "int8": whose scales they are.
+
+        Raises
+        ------
+        ConfigError
+            If an argument is invalid.
         """
         own = self.decoder.parts.own_kv_heads
         codes = quantized_kv_dtype(kv_cache_dtype)
@@ -728,17 +740,48 @@ class Model:
         self.kernels.runs.clear()
 
     def forward(self, batch: ForwardBatch, kv_pages: Pages) -> Any:
-        """Compute one step on flat arrays, unchecked; see `Decoder.forward`."""
+        """Compute one step on flat arrays, unchecked.
+
+        Parameters
+        ----------
+        batch : ForwardBatch
+            T tokens, on the model's device.
+        kv_pages : sequence of tuples of array
+            Per layer (k_pages, v_pages), both (P, K, block_size, D), or its states; written to.
+            See `Decoder.forward`.
+
+        Returns
+        -------
+        (R, V) array of float32
+            Logits of the tokens `batch.logits_indices`, or of all T tokens.
+
+        Raises
+        ------
+        RequestError, EngineError
+            If the model was closed, or is asleep.
+        """
         self.device.activate()
         return self.decoder.forward(batch, kv_pages)
 
     def hidden_states(self, batch: ForwardBatch, kv_pages: Pages) -> Any:
-        """Compute one step up to the final norm; see `Decoder.hidden_states`."""
+        """Compute one step up to the final norm; arguments and errors as for `forward`.
+
+        Returns
+        -------
+        (R, N) array of the model's dtype
+            Outputs of the final norm of the tokens `batch.logits_indices`, or of all T tokens.
+        """
         self.device.activate()
         return self.decoder.hidden_states(batch, kv_pages)
 
     def run_stage(self, batch: ForwardBatch, kv_pages: Pages) -> tuple[Any, Any]:
-        """Compute the layers of a pipeline stage before the last; see `Decoder.run_stage`."""
+        """Compute the layers of a stage before the last; arguments and errors as for `forward`.
+
+        Returns
+        -------
+        (delta, residual) : (T, N) arrays of the model's dtype
+            `ForwardBatch.entering` of the next stage; delta may be None.
+        """
         self.device.activate()
         return self.decoder.run_stage(batch, kv_pages)
 
