@@ -208,7 +208,10 @@ def _mamba2_norm(fields: Fields) -> str:
 
 
 def _step_limit(fields: Fields) -> tuple[float, float]:
-    """Return the bounds of the time step; JSON has no infinity, but Python's files do."""
+    """Return the bounds of the time step; JSON has no infinity, but Python's files do.
+
+    transformers' nemotron_h clamps to (time_step_min, inf) instead; NVIDIA's own code reads this.
+    """
     given = fields.raw("time_step_limit")
     if given is None:
         return 0.0, math.inf
