@@ -213,6 +213,12 @@ def test_an_expression_without_a_value_is_named(text, why):
         _define(f"x: (N,) float, y: ({text} + M,) float -> (N,) like x")(x, x)
 
 
+def test_flops_that_overflow_a_float_are_named():
+    op = _define(flops="2**N")
+    with pytest.raises(errors.ConfigError, match=r"flops: '2\*\*N' overflows a float"):
+        op.flops(op.problem(np.ones(4096, np.float32)))
+
+
 def test_conditions_may_name_scalars():
     op = _define(
         "x: (N,) float, eps: float32, k: int32 = 2 -> (N,) like x",

@@ -150,7 +150,9 @@ class Expression:
 
     def _evaluated(self, node: ast.expr, sizes: Mapping[str, Any]) -> Any:
         try:
-            return self._value(node, sizes)
+            value = self._value(node, sizes)
+            float(value)  # flops and bytes are floats; an integer may be too large
+            return value
         except ZeroDivisionError:
             raise ConfigError(f"{self._where}: {self.text!r} divides by 0") from None
         except OverflowError:
