@@ -205,7 +205,7 @@ class _Writer:
             return [self._array(facts)]
         if kind == "object":
             return self._objects(facts)
-        return [{"const": not excluded[0]}] if excluded else [{"type": kind}]
+        return [{"enum": [not excluded[0]]}] if excluded else [{"type": kind}]
 
     def _array(self, facts: Mapping[str, Any]) -> dict[str, Any]:
         found: dict[str, Any] = {"type": "array"}

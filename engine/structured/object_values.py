@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from engine.checks import shown
 from engine.structured.lark import escaped
 from engine.structured.patterns import whole
 from engine.structured.references import SchemaError
@@ -78,10 +79,17 @@ def string_rules(schema: Mapping[str, Any], accepts: Accepts, warnings: list[str
     accepts : callable
     warnings : list of str
         Extended by what is not enforced.
+
+    Raises
+    ------
+    SchemaError
+        If no string matches all of them.
     """
     if "enum" in schema:
         rule = {name: value for name, value in schema.items() if name != "enum"}
         kept = [v for v in schema["enum"] if len(rule) == 1 or accepts(rule, v)]
+        if not kept:
+            raise SchemaError(f"no string of the enum {shown(schema['enum'])} matches its rules")
         return [f"(?:{'|'.join(map(escaped, kept))})"]
     found = []
     if "minLength" in schema or "maxLength" in schema:
@@ -93,6 +101,8 @@ def string_rules(schema: Mapping[str, Any], accepts: Accepts, warnings: list[str
             found.append(whole(one["pattern"]))
         if "format" in one:
             warnings.append(f"format {one['format']} is not enforced in text without quotes")
+    if len(found) > 1:
+        accepts(dict(schema), "")  # raises if they exclude each other
     return found or ["(?s:.*)"]
 
 

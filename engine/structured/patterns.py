@@ -14,6 +14,8 @@ _SPACES = (
     r"\t\n\x0B\x0C\r\x20\u{A0}\u{1680}\u{2000}-\u{200A}"
     r"\u{2028}\u{2029}\u{202F}\u{205F}\u{3000}\u{FEFF}"
 )
+# ECMA-262's classes, which Rust's library extends to all of Unicode. A "-" behind one is literal.
+_CLASSES = {"d": "0-9", "s": _SPACES, "w": "_A-Za-z0-9"}
 _LINE_ENDS = r"\n\r\u{2028}\u{2029}"
 _NOT_LINE_ENDS = f"[^{_LINE_ENDS}]"
 _CHAR = r"(?:\\[^\w\s]|[^\\\[\](){}.*+?^$|])"  # one character
@@ -42,10 +44,11 @@ def translated(schema: Subschema, text: str) -> str:
             i += 1
             if follows.isascii() and follows.isalpha() and follows not in _LETTERS:
                 raise schema.error(f"pattern {shown(text)}: \\{follows} cannot be enforced")
-            if follows == "s":
-                out.append(_SPACES if in_class else f"[{_SPACES}]")
-            elif follows == "S":
-                out.append(f"[^{_SPACES}]")
+            if found := _CLASSES.get(follows.lower()):
+                if in_class and out[-1] == "-":  # with a class beside it, no range
+                    out[-1] = r"\-"
+                is_negated = follows.isupper()
+                out.append(found if in_class and not is_negated else f"[{'^' * is_negated}{found}]")
             else:
                 out.append(follows if follows in ("<", ">") else char + follows)
         elif in_class:

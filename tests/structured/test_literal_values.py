@@ -129,6 +129,16 @@ COUNTED = closed(
             ["{a:{b:1}}", "{a:{b:1,c:|x|}}", "{a:{c:1,d:2}}"],
             ["{a:{b:|x|}}", "{a:{|b|:|x|}}"],
         ),
+        (
+            closed(a={"type": "boolean", "not": {"const": False}}),
+            ["{a:true}"],
+            ["{a:false}", "{a:1}"],
+        ),
+        (
+            closed(a={"type": "string", "pattern": r"^\w[^\d]\D[+-\w]$"}),
+            ["{a:|a٣é-|}", "{a:|_ é+|}"],
+            ["{a:|éaaa|}", "{a:|a1aa|}", "{a:|aa1a|}", "{a:|aaaé|}", "{a:|aaa,|}"],
+        ),
     ],
 )
 def test_what_the_grammar_allows(schema, good, bad):
@@ -177,6 +187,8 @@ def test_random_literals_are_read_as_valid_arguments(are_special):
         ({"type": "array"}, "must be an object"),
         (closed(**{f"a{QUOTE}": INTEGER}), "cannot be a key of a literal"),
         ({"type": "object", "minProperties": 2}, "at most 1 further properties, not 2"),
+        (closed(a={"type": "string", "pattern": "^A$", "minLength": 2}), "is empty"),
+        (closed(a={"enum": ["x", 1], "minLength": 2}), r"no string of the enum \['x'\]"),
     ],
 )
 def test_schemas_that_no_literal_can_follow(schema, why):
