@@ -134,14 +134,20 @@ class Answered:
                 yield b"".join(map(named_frame, _piece_events(builder, piece)))
 
     async def whole(self, builder: AnswerBuilder) -> None:
-        """Feed the complete answer to `builder`; a damaged call becomes text."""
+        """Feed the complete answer to `builder`, in order; a damaged call becomes text."""
         events: list[Event] = []
         async with contextlib.aclosing(self.pieces()) as pieces:
             async for piece in pieces:
-                events += _ordered(piece)
-        _exhaust(builder.reasoning("".join(self.thoughts)))
+                events += [_Thought(piece.reasoning), *_ordered(piece)]
         for event in settle(events):
-            _exhaust(builder.add(event))
+            if isinstance(event, _Thought):
+                _exhaust(builder.reasoning(event.text))
+            else:
+                _exhaust(builder.add(event))
+
+
+class _Thought(TextDelta):
+    """Chunk of the reasoning among the events of a complete answer."""
 
 
 def _aborted(piece: ChatPiece) -> APIError:

@@ -394,12 +394,14 @@ class ChatStream:
                     self._note(output)
                     for completion in output.outputs:
                         if self._is_slow(completion):
-                            yield await asyncio.to_thread(self._piece, completion)
+                            pieces = await asyncio.to_thread(self._pieces, completion)
                         else:
-                            yield self._piece(completion)
+                            pieces = self._pieces(completion)
+                        for piece in pieces:
+                            yield piece
 
     def _is_slow(self, completion: CompletionOutput) -> bool:
-        """Return whether `_piece` would hold other requests up."""
+        """Return whether `_pieces` would hold other requests up."""
         num_logprobs = 0 if completion.logprobs is None else len(completion.logprobs)
         return self._request.is_declared or num_logprobs > _MANY_LOGPROBS
 
@@ -408,11 +410,13 @@ class ChatStream:
         if output.prompt_logprobs is not None:
             self.prompt_logprobs = output.prompt_logprobs
 
-    def _piece(self, completion: CompletionOutput) -> ChatPiece:
+    def _pieces(self, completion: CompletionOutput) -> list[ChatPiece]:
+        """Return the pieces of an output: one, unless it has the beginnings of messages."""
+        index = completion.index
         reason = completion.finish_reason
         self.num_output_tokens += len(completion.token_ids)
         if self._is_plain and reason is None:
-            return ChatPiece(completion.index, completion.text, token_ids=completion.token_ids)
+            return [ChatPiece(index, completion.text, token_ids=completion.token_ids)]
         if reason == "error":
             raise failed_request(completion.stop_reason)
         logprobs = None
@@ -421,25 +425,24 @@ class ChatStream:
             logprobs = chat_logprobs(
                 completion.token_ids, completion.logprobs, self._num_top, tokenizer
             )
-        answer = self._answers[completion.index]
-        thought, content, events = answer.feed(completion.text, is_last=reason is not None)
-        calls = [event for event in events if not isinstance(event, TextDelta)] if events else ()
+        answer = self._answers[index]
+        *firsts, rest = answer.cut(completion.text)
+        pieces = [self._piece(index, answer, text) for text in firsts]
+        last = self._piece(index, answer, rest, is_last=reason is not None)
         if reason == "stop" and answer.has_calls and not self._request.is_forced:
             reason = "tool_calls"
+        last.logprobs = logprobs
+        last.finish_reason = reason
+        last.stop_reason = completion.stop_reason
+        last.token_ids = completion.token_ids
+        return [*pieces, last]
+
+    def _piece(self, index: int, answer: _Answer, text: str, *, is_last: bool = False) -> ChatPiece:
+        thought, content, events = answer.feed(text, is_last=is_last)
+        calls = [event for event in events if not isinstance(event, TextDelta)] if events else ()
         if not self._request.shows_reasoning:
             thought = ""
-        stop = completion.stop_reason
-        return ChatPiece(
-            completion.index,
-            content,
-            thought,
-            calls,
-            logprobs,
-            reason,
-            stop,
-            events,
-            completion.token_ids,
-        )
+        return ChatPiece(index, content, thought, calls, events=events)
 
 
 class _Answer:
@@ -455,6 +458,14 @@ class _Answer:
         self._kept_index = 0
         self._later: list[Event] = []
         self.has_calls = False
+
+    def cut(self, text: str) -> list[str]:
+        """Cut text where reasoning may begin behind content, so that pieces keep their order."""
+        mark = "" if self._reasoning is None else self._reasoning.begins_message
+        if not mark or text.find(mark, 1) < 0:
+            return [text]
+        first, *others = text.split(mark)
+        return [part for part in (first, *(mark + other for other in others)) if part]
 
     def feed(self, text: str, *, is_last: bool) -> tuple[str, str, Sequence[Event]]:
         """Feed text; return the reasoning, content and tool events that are now final."""

@@ -69,6 +69,8 @@ class HarmonyReasoning:
     ('', 'Yes')
     """
 
+    begins_message: str = CHANNEL
+
     def __init__(self, prompt: str = "", *, keeps_calls: bool = False) -> None:
         self._keeps_calls = keeps_calls
         self._pending = ""  # possible start of a marker

@@ -238,3 +238,45 @@ def test_responses_and_messages(http):
     blocks = http.post("/v1/messages", json=body).json()["content"]
     assert [block["type"] for block in blocks][-2:] == ["text", "tool_use"]
     assert blocks[-1]["input"] == {"a": 1}
+
+
+TURNS = (
+    f"{ANALYSIS}Hm.{NEXT}{COMMENTARY}First.{NEXT}{ANALYSIS}So.{NEXT}{COMMENTARY}I add.{NEXT}"
+    f"{ADD}{CALL[1]}"
+)
+
+
+def stream_events(http, path, body):
+    lines = http.post(path, json=body | {"stream": True}).text.splitlines()
+    return [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+
+
+def test_whole_answers_keep_the_order_of_their_messages(server, http, monkeypatch):
+    """As streams do, also those whose outputs have several messages."""
+    monkeypatch.setattr(server.client, "script", lambda *_: TURNS)
+    tool = {"type": "function", "name": "add", "parameters": {"type": "object"}}
+    body = {"model": "scripted", "input": "?", "tools": [tool]}
+    tool = {"name": "add", "input_schema": {"type": "object"}}
+    message = {"model": "scripted", "max_tokens": 999, "tools": [tool]}
+    message["messages"] = [{"role": "user", "content": "?"}]
+    told = ["Hm.", "First.", "\n\nSo.", "\n\nI add."]
+    pieces = server.client._pieces
+
+    def in_one(answer, params):
+        every = pieces(answer, params)
+        ids = [token for piece in every for token in piece[1]]
+        return [["".join(piece[0] for piece in every), ids, *every[-1][2:]]]
+
+    for of_answer in (pieces, in_one):
+        monkeypatch.setattr(server.client, "_pieces", of_answer)
+        items = http.post("/v1/responses", json=body).json()["output"]
+        assert [item["content"][0]["text"] for item in items[:-1]] == told
+        assert [item["type"] for item in items] == [*["reasoning", "message"] * 2, "function_call"]
+        blocks = http.post("/v1/messages", json=message).json()["content"]
+        assert [block.get("thinking") or block.get("text") for block in blocks[:-1]] == told
+        assert [block["type"] for block in blocks] == [*["thinking", "text"] * 2, "tool_use"]
+        streamed = stream_events(http, "/v1/responses", body)[-1]["response"]["output"]
+        assert [item["type"] for item in streamed] == [item["type"] for item in items]
+        events = stream_events(http, "/v1/messages", message)
+        begun = [e["content_block"] for e in events if e["type"] == "content_block_start"]
+        assert [block["type"] for block in begun] == [block["type"] for block in blocks]

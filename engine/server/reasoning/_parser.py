@@ -19,6 +19,9 @@ _Patterns = tuple[re.Pattern[str], re.Pattern[str]]
 class ReasoningReader(Protocol):
     """Incrementally splits one answer into reasoning and content."""
 
+    begins_message: str
+    """Marker of a message, which may be reasoning behind content; "" if there are no messages."""
+
     @property
     def is_reasoning(self) -> bool:
         """Whether the next text may be reasoning."""
@@ -58,6 +61,8 @@ class ReasoningParser:
     >>> parser.feed("<think>\\nHm"), parser.feed("m.\\n</thi"), parser.feed("nk>\\n\\nYes")
     (('Hm', ''), ('m.', ''), ('', 'Yes'))
     """
+
+    begins_message: str = ""
 
     def __init__(
         self,

@@ -105,6 +105,8 @@ class DeclaredReasoning:
         Whether a `DeclaredTools` reads the text: it gets all of it.
     """
 
+    begins_message: str = ""
+
     def __init__(self, parse: Callable[[str], Parsed], *, keeps_calls: bool) -> None:
         self._parse = parse
         self._keeps_calls = keeps_calls

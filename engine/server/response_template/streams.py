@@ -241,6 +241,8 @@ class StreamedReasoning:
         Whether a `StreamedTools` reads the content: it gets all that is not reasoning.
     """
 
+    begins_message: str = ""
+
     def __init__(
         self,
         regions: Regions,
