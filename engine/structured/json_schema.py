@@ -225,6 +225,9 @@ class _Writer:
         patterns = {name: self._child(one) for name, one in properties.patterns.items()}
         others = self._child(properties.others)
         required = list(facts.get("required", ()))
+        for name in dict.fromkeys([*names, *required]):
+            if any(self._cases.matches(pattern, name) for pattern in patterns):
+                names[name] = self._property(properties, name)
         if "names" in facts:
             names, patterns, others = self._restricted(
                 names, patterns, others, required, facts["names"], properties

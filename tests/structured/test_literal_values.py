@@ -139,6 +139,12 @@ COUNTED = closed(
             ["{a:|a٣é-|}", "{a:|_ é+|}"],
             ["{a:|éaaa|}", "{a:|a1aa|}", "{a:|aa1a|}", "{a:|aaaé|}", "{a:|aaa,|}"],
         ),
+        (
+            closed(ab={"type": ["integer", "string"]}) | {"patternProperties": {"^a": INTEGER}},
+            ["{}", "{ab:1}"],
+            ["{ab:|x|}"],
+        ),
+        ({"required": ["ab"], "patternProperties": {"^a": INTEGER}}, ["{ab:1}"], ["{ab:|x|}"]),
     ],
 )
 def test_what_the_grammar_allows(schema, good, bad):
