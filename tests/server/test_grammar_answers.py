@@ -140,3 +140,36 @@ def test_a_schema_that_cannot_be_enforced_ends_no_other_request(http):
         assert answer.status_code == 400
         assert "'nonsense' (at tools[1].function.parameters#" in answer.json()["error"]["message"]
     ask(http, tools=[tool("weather"), tool("bad", bad)], max_tokens=3)  # not strict, not compiled
+
+
+BAD = {"type": "object", "properties": {"a": {"type": "nonsense"}}}
+BAD_FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": BAD}}
+
+
+@pytest.mark.parametrize("thinks", [True, False])
+@pytest.mark.parametrize(
+    ("fields", "begin"),
+    [
+        ({"guided_json": BAD}, "guided_json cannot be compiled: "),
+        ({"guided_regex": "("}, "guided_regex cannot be compiled: "),
+        ({"response_format": BAD_FORMAT}, "response_format cannot be compiled: "),
+        ({"tools": [tool("f", BAD, strict=True)]}, "tools cannot be compiled: "),
+        (
+            {"structured_outputs": {"structural_tag": {"type": "structural_tag", "format": {}}}},
+            "structured_outputs: structural_tag",
+        ),
+    ],
+)
+def test_errors_of_a_structure_name_only_what_the_request_has(http, fields, begin, thinks):
+    """A structure behind reasoning is a structural tag to the engine."""
+    answer = http.post("/v1/chat/completions", json=CHAT | fields | ({} if thinks else THINKS_NOT))
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, next(iter(fields)))
+    assert error["message"].startswith(begin), error["message"]
+
+
+def test_errors_of_a_format_in_responses(http):
+    form = {"type": "json_schema", "name": "x", "schema": BAD}
+    body = {"model": "smollm2", "input": "?", "text": {"format": form}}
+    message = http.post("/v1/responses", json=body).json()["error"]["message"]
+    assert message.startswith("text.format cannot be compiled: ")

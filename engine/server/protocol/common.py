@@ -203,7 +203,8 @@ _SAMPLING_NAMES = (
 _GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice",
            "guided_grammar": "grammar"}  # fmt: skip
 # Names of a structure in errors of the engine.
-_STRUCTURED = ("structured", *(f.name for f in dataclasses.fields(StructuredOutput)))
+_KINDS = tuple(field.name for field in dataclasses.fields(StructuredOutput))
+_STRUCTURED = ("structured", *_KINDS)
 
 
 # ---- decoding
@@ -440,6 +441,10 @@ def own_names(body: SamplingFields) -> dict[str, str]:
     }
     if asked := next((name for name, is_given in given.items() if is_given), None):
         names = dict.fromkeys(_STRUCTURED, asked)
+        # The kind of the grammar, which need not be one that the request has a name for.
+        outputs = body.structured_outputs
+        kinds = (kind for kind in _KINDS if getattr(outputs, kind, None) is None)
+        names |= dict.fromkeys((f"structured: {kind}" for kind in kinds), asked)
     if getattr(body, "max_completion_tokens", None) is not None:
         names["max_tokens"] = "max_completion_tokens"
     return names

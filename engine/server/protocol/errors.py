@@ -201,7 +201,8 @@ def renamed_params(fields: Mapping[str, str]) -> Iterator[None]:
     Parameters
     ----------
     fields : mapping of str to str
-        `param` as raised -> field of the request.
+        `param` as raised -> field of the request. Also "param: word" -> field, for messages that
+        begin with these.
 
     Examples
     --------
@@ -221,8 +222,11 @@ def renamed_params(fields: Mapping[str, str]) -> Iterator[None]:
         name = found.param
         if name is not None and name in fields:
             found.param = fields[name]
-            if name != "messages" and re.match(rf"{re.escape(name)}(?!\w)", message):
-                message = found.param + message[len(name) :]
+            begins = [field for field in fields if field.startswith(f"{name}: ")]
+            begin = "|".join(map(re.escape, (*begins, name)))
+            begun = re.match(rf"(?:{begin})(?!\w)", message)
+            if begun is not None and name != "messages":
+                message = found.param + message[begun.end() :]
         if given:
             message = about_item(fields.get(given[1], given[1]) + given[2], message)
         found.message = message
