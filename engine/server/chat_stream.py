@@ -461,11 +461,11 @@ class _Answer:
 
     def cut(self, text: str) -> list[str]:
         """Cut text where reasoning may begin behind content, so that pieces keep their order."""
-        mark = "" if self._reasoning is None else self._reasoning.begins_message
-        if not mark or text.find(mark, 1) < 0:
+        mark = "" if self._reasoning is None else self._reasoning.ends_header
+        if not mark or mark not in text:
             return [text]
-        first, *others = text.split(mark)
-        return [part for part in (first, *(mark + other for other in others)) if part]
+        *heads, rest = text.split(mark)
+        return [*(head + mark for head in heads), *([rest] if rest else [])]
 
     def feed(self, text: str, *, is_last: bool) -> tuple[str, str, Sequence[Event]]:
         """Feed text; return the reasoning, content and tool events that are now final."""

@@ -11,7 +11,7 @@ import re
 
 from engine.server.markers import Markers
 
-__all__ = ["CHANNEL", "MARKERS", "HarmonyReasoning", "recipient_of"]
+__all__ = ["CHANNEL", "MARKERS", "NEXT_MESSAGE", "HarmonyReasoning", "recipient_of"]
 
 _START = "<|start|>"
 CHANNEL = "<|channel|>"
@@ -21,6 +21,9 @@ _ENDS = ("<|end|>", "<|return|>", "<|call|>")
 
 MARKERS = (_START, CHANNEL, _CONSTRAIN, _MESSAGE, *_ENDS)
 """Markers of the format; where they are special tokens, the text must keep those."""
+
+NEXT_MESSAGE = f"{_START}{_MESSAGE}"
+"""Text behind a call in the content, where another message has begun: an empty header."""
 
 _MAX_HEADER_CHARS = 400
 _IN_HEADER = Markers(_START, _MESSAGE, *_ENDS)
@@ -50,8 +53,9 @@ class HarmonyReasoning:
     """Incrementally splits one answer into reasoning and content; has `ReasoningParser`'s methods.
 
     Messages of the channel "analysis" are reasoning, the others content. Messages to functions stay
-    whole for the parser of tool calls, or without one lose their markup. An answer without markup
-    is content. Several messages of a kind are separated by an empty line.
+    whole for the parser of tool calls, with `NEXT_MESSAGE` between one and the next message of any
+    kind, or without one lose their markup. An answer without markup is content. Several messages of
+    a kind are separated by an empty line.
 
     Parameters
     ----------
@@ -69,7 +73,7 @@ class HarmonyReasoning:
     ('', 'Yes')
     """
 
-    begins_message: str = CHANNEL
+    ends_header: str = _MESSAGE
 
     def __init__(self, prompt: str = "", *, keeps_calls: bool = False) -> None:
         self._keeps_calls = keeps_calls
@@ -78,6 +82,7 @@ class HarmonyReasoning:
         self._num_given = 0  # characters of the header that the prompt has
         self._kind = ""  # of the message: "reasoning", "content" or "call"; in its header ""
         self._is_plain = False  # the answer has no markup
+        self._follows_call = False  # whether the last header was that of a kept call
         self._has = {"reasoning": False, "content": False}  # whether there is text of a kind
         self._is_new = False  # whether the message has had no text so far
         self._out: dict[str, list[str]] = {"reasoning": [], "content": []}
@@ -172,11 +177,14 @@ class HarmonyReasoning:
         channel = _CHANNEL_NAME.search(self._header)
         if recipient_of(self._header) is not None:
             self._kind = "call"
-            if self._keeps_calls:
-                self._out["content"].append(f"{_START}{self._header}{_MESSAGE}")
         else:
             is_thought = channel is not None and channel[1] == "analysis"
             self._kind = "reasoning" if is_thought else "content"
+        if self._follows_call:
+            self._out["content"].append(NEXT_MESSAGE)
+        if self._is_kept_call:
+            self._out["content"].append(f"{_START}{self._header}{_MESSAGE}")
+        self._follows_call = self._is_kept_call
         self._header = ""
         self._num_given = 0
         self._is_new = not self._is_kept_call  # a whole call is never parted

@@ -88,6 +88,10 @@ ANSWERS = [  # (answer, reasoning, content, calls)
     ("<|channel|>commentary to=functions.none <|message|>{}<|call|>", "", "{}", []),
     ("<|channel|>analysis to=python<|message|>print(1)<|call|>", "print(1)", "", []),
     (f"{FINAL}a{NEXT}{FINAL}b", "", "a\n\nb", []),
+    # The next message ends a call whose JSON goes on.
+    (f'{ADD}{{"a": "x<|call|>{BEGIN}{ADD}{{}}<|call|>', "", '{"a": "x<|call|>', [("add", "{}")]),
+    (f'{ADD}{{"a": "x<|end|>{ANALYSIS}Hm.{NEXT}{FINAL}y', "Hm.", '{"a": "x<|end|>y', []),
+    (f'{ADD}{{"a": "x{ANALYSIS}Hm.{NEXT}{ADD}{{}}', "Hm.", '{"a": "x<|end|>', [("add", "{}")]),
 ]
 
 
@@ -280,3 +284,22 @@ def test_whole_answers_keep_the_order_of_their_messages(server, http, monkeypatc
         events = stream_events(http, "/v1/messages", message)
         begun = [e["content_block"] for e in events if e["type"] == "content_block_start"]
         assert [block["type"] for block in begun] == [block["type"] for block in blocks]
+
+
+def test_reasoning_behind_an_open_call_is_no_part_of_it(server, http, monkeypatch):
+    said = f'{ADD}{{"a": "x{NEXT}{ANALYSIS}Hm.{NEXT}{FINAL}Yes'
+    monkeypatch.setattr(server.client, "script", lambda *_: said)
+    body = {"model": "scripted", "max_tokens": 999, "tools": [{"name": "add", "input_schema": {}}]}
+    body["messages"] = [{"role": "user", "content": "?"}]
+    blocks, deltas = [], []
+    for event in stream_events(http, "/v1/messages", body):
+        if event["type"] == "content_block_start":
+            blocks.append(event["content_block"]["type"])
+        elif event["type"] == "content_block_delta":
+            assert event["index"] == len(blocks) - 1
+            deltas.append((blocks[-1], event["delta"]["type"]))
+    assert blocks == ["tool_use", "thinking", "text"]
+    kinds = {"tool_use": "input_json_delta", "thinking": "thinking_delta", "text": "text_delta"}
+    assert set(deltas) == set(kinds.items())
+    whole = http.post("/v1/messages", json=body).json()["content"]
+    assert [block["type"] for block in whole] == ["text", "thinking", "text"]

@@ -19,8 +19,9 @@ _Patterns = tuple[re.Pattern[str], re.Pattern[str]]
 class ReasoningReader(Protocol):
     """Incrementally splits one answer into reasoning and content."""
 
-    begins_message: str
-    """Marker of a message, which may be reasoning behind content; "" if there are no messages."""
+    ends_header: str
+    """Marker between a message's header and its text, which may be reasoning behind content; "" if
+    an answer is one message."""
 
     @property
     def is_reasoning(self) -> bool:
@@ -62,7 +63,7 @@ class ReasoningParser:
     (('Hm', ''), ('m.', ''), ('', 'Yes'))
     """
 
-    begins_message: str = ""
+    ends_header: str = ""
 
     def __init__(
         self,

@@ -105,7 +105,7 @@ class DeclaredReasoning:
         Whether a `DeclaredTools` reads the text: it gets all of it.
     """
 
-    begins_message: str = ""
+    ends_header: str = ""
 
     def __init__(self, parse: Callable[[str], Parsed], *, keeps_calls: bool) -> None:
         self._parse = parse

@@ -241,7 +241,7 @@ class StreamedReasoning:
         Whether a `StreamedTools` reads the content: it gets all that is not reasoning.
     """
 
-    begins_message: str = ""
+    ends_header: str = ""
 
     def __init__(
         self,

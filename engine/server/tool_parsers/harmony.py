@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.server.harmony import CHANNEL, MARKERS, recipient_of
+from engine.server.harmony import CHANNEL, MARKERS, NEXT_MESSAGE, recipient_of
 from engine.server.markers import Markers
 from engine.server.tool_parsers._parser import MAX_CALLS, StateParser
 from engine.server.tool_parsers.call_grammar import (
@@ -25,6 +25,8 @@ _MESSAGE = "<|message|>"
 _END = "<|end|>"
 _IN_TEXT = Markers(_START, "<|call|>", _END, "<|return|>")
 _IN_HEADER = Markers(_MESSAGE)
+_NEXT = Markers(NEXT_MESSAGE)
+_NO_JSON = "\0"  # a character that JSON has nowhere
 
 
 _HEADS = tuple(
@@ -76,7 +78,8 @@ class HarmonyCalls:
 class HarmonyParser(StateParser):
     """Reads the messages to functions that `HarmonyReasoning` keeps in the content.
 
-    A message to another function, or whose text is not JSON, is content without its markup.
+    A message to another function, or whose text is not JSON, is content without its markup. So
+    is one whose JSON goes on where the next message begins.
     """
 
     markers: tuple[str, ...] = MARKERS
@@ -102,6 +105,13 @@ class HarmonyParser(StateParser):
         else:
             self._state = self._in_text
         return found + len(_MESSAGE)
+
+    def _in_call(self, text: str, at: int, is_last: bool) -> int:
+        found, marker = _NEXT.find(text, at, is_last)
+        if found > at or marker is None:
+            return super()._in_call(text[:found], at, is_last)
+        super()._in_call(_NO_JSON, 0, is_last)
+        return at
 
     def _end_call(self) -> None:
         self._state = self._in_text
