@@ -179,6 +179,13 @@ def test_ids_that_the_template_wants_back():
     assert [call.id for call in found.tool_calls] == ["functions.f:0", "functions.get.it-2:1"]
 
 
+def test_ids_of_one_answer_differ_even_if_the_model_repeats_one():
+    again = render("kimi_k2", [("f", "{}")])
+    parser = tool_parsers.get("kimi_k2", ("f",))
+    found = tool_parsers.collect(parser.feed(again * 3) + parser.finish())
+    assert [call.id for call in found.tool_calls] == [f"functions.f:{i}" for i in range(3)]
+
+
 @pytest.mark.parametrize(
     ("name", "text", "expected"),
     [

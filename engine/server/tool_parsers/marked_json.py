@@ -41,7 +41,7 @@ class Marks:
         Before each call's name; empty if calls are objects that have one.
     head : re.Pattern
         What matches the text between `call` and the arguments. Group "name" is the name; a group
-        "id" is the call's id, which the template wants back.
+        "id" is the call's id, which the template wants back: it ends with ":" and a number.
     done : tuple of str
         What may follow a call.
     is_array : bool
@@ -105,6 +105,7 @@ class MarkedJsonParser(StateParser):
         self._place = "["  # in an array: what comes next, "[", "{", "," or, behind it, ""
         self._has_call = False  # in the section
         self._head = ""  # text between `call` and the arguments so far
+        self._ids: set[str] = set()  # ids of calls that the model has written
         given = (marks.opening, marks.closing, marks.call, *marks.done)
         self.markers = tuple(marker for marker in given if marker.strip())
 
@@ -201,10 +202,19 @@ class MarkedJsonParser(StateParser):
             return end
         source = self._take_held()
         has_id = "id" in self._marks.head.groupindex
-        call_id = match["id"].strip() if has_id else self._make_id()
+        call_id = self._own_id(match["id"].strip()) if has_id else self._make_id()
         start = ToolCallStart(self._num_calls, call_id, match["name"], source)
         self._begin_call(ArgumentsReader(start))
         return end
+
+    def _own_id(self, call_id: str) -> str:
+        """Return a call's id, with the next free number if another call of the answer has it."""
+        name, _, number = call_id.rpartition(":")
+        while call_id in self._ids:
+            number = str(int(number) + 1)
+            call_id = f"{name}:{number}"
+        self._ids.add(call_id)
+        return call_id
 
     def _end_call(self) -> None:
         self._has_call = True
