@@ -92,6 +92,7 @@ class _Writer:
         self._definitions = definitions
         self._begin = str(fields["begin"])
         self._end = str(fields["end"])
+        self._no_string_has = str(fields["never"])
         self._never = [escaped(fields["never"])] if fields["never"] else []
         self._accepts = accepts
         self._warnings = warnings
@@ -140,7 +141,7 @@ class _Writer:
         if kind == "array":
             return self._array(schema)
         if kind == "string":
-            return self._string(string_rules(schema, self._accepts, self._warnings), schema)
+            return self._string(self._rules_of(schema), schema)
         return json_value(schema if schema.get("type") == kind else {"type": kind}, {})
 
     def constants(self, schema: Mapping[str, Any]) -> Form:
@@ -150,7 +151,7 @@ class _Writer:
         found = []
         if texts:
             one = {**schema, "type": "string", "enum": texts}
-            found.append(self._string(string_rules(one, self._accepts, self._warnings), one))
+            found.append(self._string(self._rules_of(one), one))
         for value in schema["enum"]:
             if isinstance(value, list | dict) and rules:
                 raise SchemaError("a constant with further rules cannot be enforced in literals")
@@ -160,7 +161,8 @@ class _Writer:
 
     def _constant(self, value: Any) -> Form:
         if isinstance(value, str):
-            return self._string([escaped(value)], {})
+            one = {"type": "string", "enum": [value]}
+            return self._string(self._rules_of(one), one)
         if isinstance(value, dict):
             items = sorted(value.items(), key=_order)
             return self._group("{}", [sequence(self._key(k), self._constant(v)) for k, v in items])
@@ -174,6 +176,14 @@ class _Writer:
         return sequence(const(brackets[0]), *parts[:1], *rest, const(brackets[1]))
 
     # ---- strings and keys
+
+    def _rules_of(self, schema: Mapping[str, Any]) -> list[str]:
+        ends = [text for text in (self._end, self._no_string_has) if text]
+
+        def can_write(text: str) -> bool:
+            return not any(end in text for end in ends)
+
+        return string_rules(schema, self._accepts, self._warnings, can_write)
 
     def _string(self, rules: list[str], schema: Mapping[str, Any]) -> Form:
         """Return a string that matches all rules."""

@@ -69,7 +69,12 @@ def properties_of(schema: Mapping[str, Any]) -> list[tuple[str, Any, bool]]:
     return found
 
 
-def string_rules(schema: Mapping[str, Any], accepts: Accepts, warnings: list[str]) -> list[str]:
+def string_rules(
+    schema: Mapping[str, Any],
+    accepts: Accepts,
+    warnings: list[str],
+    can_write: Callable[[str], bool],
+) -> list[str]:
     """Return the expressions that a string without quotes must match.
 
     Parameters
@@ -79,17 +84,19 @@ def string_rules(schema: Mapping[str, Any], accepts: Accepts, warnings: list[str
     accepts : callable
     warnings : list of str
         Extended by what is not enforced.
+    can_write : callable
+        Whether a constant can stand where the string is written.
 
     Raises
     ------
     SchemaError
-        If no string matches all of them.
+        If no string matches all of them, or no constant can be written.
     """
     if "enum" in schema:
         rule = {name: value for name, value in schema.items() if name != "enum"}
-        kept = [v for v in schema["enum"] if len(rule) == 1 or accepts(rule, v)]
+        kept = [v for v in schema["enum"] if can_write(v) and (len(rule) == 1 or accepts(rule, v))]
         if not kept:
-            raise SchemaError(f"no string of the enum {shown(schema['enum'])} matches its rules")
+            raise SchemaError(f"no string of the enum {shown(schema['enum'])} can be written here")
         return [f"(?:{'|'.join(map(escaped, kept))})"]
     found = []
     if "minLength" in schema or "maxLength" in schema:

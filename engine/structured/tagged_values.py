@@ -199,15 +199,24 @@ class _Writer:
 
     def _plain_text(self, options: list[Mapping[str, Any]], excludes: list[str]) -> Form:
         """Return strings as text up to their closing tag."""
+        ends = self._fields["end"], self._fields["close"]
+        strips = self._fields["strips"]
+
+        def can_write(text: str) -> bool:
+            is_kept = not strips or text == text.strip()
+            is_whole = not any(end in text for end in ends)
+            return is_kept and is_whole and not any(re.fullmatch(one, text) for one in readings)
+
+        readings = excludes
         excludes = [*excludes, *self._fields["excludes"]]
         found: Form = {"type": "any_text", "excludes": excludes, "ends": [self._fields["end"]]}
         if self._fields["end"] != self._fields["close"]:
             found["never"] = [self._fields["close"]]
         if any(one.keys() == {"type"} for one in options):
             return found
-        if self._fields["strips"]:  # a rule holds for the text without white space around it
+        if strips:  # a rule holds for the text without white space around it
             found["excludes"] = [*excludes, r"\s(?s:.*)", r"(?s:.*)\s"]
-        rules = [string_rules(one, self._accepts, self._warnings) for one in options]
+        rules = [string_rules(one, self._accepts, self._warnings, can_write) for one in options]
         if len(rules) == 1:
             return found | {"matches": rules[0]}
         if any(len(one) > 1 for one in rules):

@@ -207,3 +207,21 @@ def test_a_schema_that_no_call_can_follow_is_refused(parameters, why):
     with pytest.raises(RequestError) as caught:
         compiled(form, tokens_of("glm45", True))
     assert why in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("schema", "is_fine"),
+    [
+        ({"const": "a</parameter>"}, False),
+        ({"type": ["string", "boolean"], "enum": ["true"]}, False),  # read as a boolean
+        ({"enum": ["a</parameter>", " x"]}, True),
+    ],
+)
+def test_a_constant_that_cannot_stand_between_tags_is_refused(schema, is_fine):
+    function = Function("f", {"type": "object", "properties": {"a": schema}})
+    form = calls_of("qwen3_coder", [function]).required(one_call=True)
+    if is_fine:
+        compiled(form, tokens_of("qwen3_coder", True))
+        return
+    with pytest.raises(RequestError, match="no string of the enum .* can be written here"):
+        compiled(form, tokens_of("qwen3_coder", True))

@@ -159,11 +159,12 @@ def test_further_properties_of_a_free_object():
 
 
 def test_json_strings_between_bare_keys():
-    schema = closed(a={"type": "string"}, b={"enum": ["x"]})
-    for text in ('{a:"x\\n",b:"x"}', '{b:"x"}'):
+    schema = closed(a={"type": "string"}, b={"enum": ["x"]}, c={"const": ["x"]})
+    for text in ('{a:"x\\n",b:"x"}', '{b:"x"}', '{c:["x"]}'):
         assert allows(schema, text, begin="", end="")
         lax_json(text, {"unquoted_keys": True})
-    assert not allows(schema, "{a:x}", begin="", end="")
+    for text in ("{a:x}", '{c:["y"]}'):
+        assert not allows(schema, text, begin="", end="")
 
 
 @pytest.mark.parametrize("are_special", [True, False], ids=["special", "text"])
@@ -194,6 +195,8 @@ def test_random_literals_are_read_as_valid_arguments(are_special):
         (closed(**{f"a{QUOTE}": INTEGER}), "cannot be a key of a literal"),
         ({"type": "object", "minProperties": 2}, "at most 1 further properties, not 2"),
         (closed(a={"type": "string", "pattern": "^A$", "minLength": 2}), "is empty"),
+        (closed(a={"enum": [f"x{QUOTE}"]}), "can be written here"),
+        (closed(a={"const": [f"x{QUOTE}"]}), "can be written here"),
         (closed(a={"enum": ["x", 1], "minLength": 2}), r"no string of the enum \['x'\]"),
     ],
 )
