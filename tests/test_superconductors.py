@@ -217,6 +217,18 @@ def test_bad_formulas(formula, said):
         data.parse_formula(formula)
 
 
+@pytest.mark.parametrize(
+    "formula", ["LaFeAsO1", "Y2CuO1", "Sr2CuO1010", "FeSe0.00001", "MgB2", "Sm0.95FeAsO0.85F0.123"]
+)
+def test_a_formula_that_is_written_is_read_alike(formula):
+    [elements], [amounts] = (
+        getattr(data.Compositions.from_formulas([formula]), name)
+        for name in ("elements", "amounts")
+    )
+    written = data.format_formula(elements, amounts)
+    assert data.parse_formula(written) == pytest.approx(data.parse_formula(formula)), written
+
+
 def test_a_table_is_known_by_its_checksum(tmp_path, monkeypatch):
     other = tmp_path / "other.csv"
     other.write_text("name,Tc\nNb3Sn1,18\n")

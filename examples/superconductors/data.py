@@ -195,11 +195,18 @@ def parse_formula(formula: str) -> dict[int, float]:
 
 
 def format_formula(elements: Array, amounts: Array) -> str:
-    """Return the formula of one composition, amounts to three digits."""
+    """Return the formula of one composition, amounts to three digits.
+
+    The amount 1 is left out, but for oxygen, where that would mean an amount not determined.
+    """
     pairs = zip(elements, amounts, strict=True)
-    return "".join(
-        SYMBOLS[e] + ("" if round(float(a), 3) == 1 else f"{a:.3g}") for e, a in pairs if e
-    )
+    return "".join(SYMBOLS[e] + _format_amount(e, float(a)) for e, a in pairs if e)
+
+
+def _format_amount(element: int, amount: float) -> str:
+    if round(amount, 3) == 1 and element != NUMBER["O"]:
+        return ""
+    return np.format_float_positional(amount, 3, fractional=False, trim="-")
 
 
 def family(elements: Iterable[int]) -> int:
