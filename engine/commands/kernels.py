@@ -102,6 +102,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _print_headers(names: Sequence[str]) -> None:
     known = kernels.headers()
+    # As the list prints them, and as a source includes them, too: common/mma.cuh.
+    names = [name.removeprefix("common/").removesuffix(".cuh") for name in names]
     if unknown := sorted(set(names) - set(known)):
         hint = did_you_mean(unknown[0], known)
         raise ConfigError(f"header must be one of {', '.join(known)}; got {unknown[0]!r}{hint}")

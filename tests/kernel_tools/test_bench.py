@@ -220,6 +220,29 @@ def test_the_definitions_sizes_are_measured_and_others_checked():
             bench_shapes(op, sizes)
 
 
+def test_numpys_integers_are_sizes():
+    sizes = {"T": np.int64(8), "N": np.int32(64)}
+    for shapes in (bench_shapes(_scale_rows(), [sizes]), bench_shapes(_scale_rows(bench=sizes))):
+        assert shapes[0].sizes == {"T": 8, "N": 64}
+        assert all(type(size) is int for size in shapes[0].sizes.values())
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: kernels.bench(len), "op: must be what kernels.define returns; got builtin"),
+        (lambda: kernels.profile("f"), "op: must be what kernels.define returns; got str"),
+        (
+            lambda: kernels.bench(_scale_rows(), against=[len]),
+            "against: must be a mapping of names to functions",
+        ),
+    ],
+)
+def test_an_argument_of_another_kind_is_told(call, said):
+    with pytest.raises(ConfigError, match=said):
+        call()
+
+
 def test_without_sizes_a_large_shape_is_chosen():
     [shape] = bench_shapes(_scale_rows(where="N % 64 == 0"))
     assert shape.sizes == {"T": 4096, "N": 4096} and "chosen" in shape.note

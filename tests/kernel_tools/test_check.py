@@ -313,6 +313,19 @@ def test_the_report_is_printed_unless_show_is_false(without_gpu, capsys):
     assert capsys.readouterr().out == ""
 
 
+def test_numpys_integers_are_sizes(without_gpu):
+    sizes = dict(zip("TN", np.array([3, 5]), strict=True))
+    report = kernels.check(_op(), sizes=sizes, arch="sm_90a", show=False)
+    assert report.ok and report.num_references > 0, str(report)
+
+
+def test_a_call_is_checked_however_little_time_there_is(without_gpu):
+    wrong = _op(reference=lambda x, s: x[:, :0])
+    report = kernels.check(wrong, arch="sm_90a", quick=True, max_seconds=1e-9, show=False)
+    assert report.num_references == 1 and not report.ok, str(report)
+    assert "the time was over" in str(report)
+
+
 def test_one_shape_can_be_repeated(without_gpu):
     report = kernels.check(_op(), sizes={"T": 3, "N": 5}, dtype="float16", show=False)
     assert report.ok
@@ -384,6 +397,10 @@ extern "C" __global__ void scale(const scalar_t* x, const float* s, scalar_t* ou
         ({"arch": "sm_70"}, "arch: must be one of all, sm_80"),
         ({"sanitizer": "valgrind"}, "sanitizer: must be one of memcheck"),
         ({"special": ["zeros"]}, "special: must be of nan, inf, zero"),
+        ({"seed": -1}, "seed: must be an int of at least 0; got -1"),
+        ({"seed": 0.5}, "seed: must be an int of at least 0; got 0.5"),
+        ({"timeout": 0}, "timeout: must be above 0; got 0"),
+        ({"max_seconds": float("nan")}, "max_seconds: must be above 0; got nan"),
     ],
 )
 def test_wrong_arguments_are_told(options, words):

@@ -175,6 +175,7 @@ def test_the_command_lists_headers(capsys):
     lines = _printed(capsys, "kernels", "headers").splitlines()
     assert [line.split()[0] for line in lines[:-1]] == [h.include for h in HEADERS.values()]
     one = _printed(capsys, "kernels", "headers", "pdl")
+    assert _printed(capsys, "kernels", "headers", "common/pdl.cuh") == one
     assert "void pdl_wait()\n    Waits until the preceding" in one
     with pytest.raises(SystemExit):
         cli.main(["kernels", "headers", "pld"])

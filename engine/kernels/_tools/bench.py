@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from engine.checks import shown_with_type
 from engine.device import Device, is_cupy_array, resolve_device, to_numpy
-from engine.errors import CompileError, ContractError, DeviceError
+from engine.errors import CompileError, ConfigError, ContractError, DeviceError
 from engine.kernels._tools.bench_report import BenchReport, BenchRow
 from engine.kernels._tools.bench_sizes import bench_dtypes, bench_shapes, case_of, cpu_case
 from engine.kernels._tools.check_cases import Case, case_problem, make_inputs
@@ -65,7 +66,7 @@ def bench(
     Raises
     ------
     ConfigError
-        If a size or dtype is not one of the op's.
+        If a size or dtype is not one of the op's, or an argument is of another kind.
     CompileError
         If the CUDA source does not compile.
 
@@ -77,8 +78,12 @@ def bench(
     """
     chosen = resolve_device(device)[0]
     chosen.activate()
-    names = bench_dtypes(op, (dtypes,) if isinstance(dtypes, str) and dtypes else tuple(dtypes))
+    if not isinstance(against, Mapping | None):
+        raise ConfigError(
+            f"against: must be a mapping of names to functions; got {shown_with_type(against)}"
+        )
     shapes = bench_shapes(op, sizes)
+    names = bench_dtypes(op, (dtypes,) if isinstance(dtypes, str) and dtypes else tuple(dtypes))
     if not chosen.is_cuda:
         names = names if dtypes else names[:1]
         rows = [_cpu_row(op, shape.sizes, n, against or {}) for shape in shapes for n in names]

@@ -10,7 +10,7 @@ import numpy as np
 
 from engine.errors import ConfigError
 from engine.kernels._tools.check_cases import Case, all_cases, case_problem, make_inputs
-from engine.kernels._tools.check_sizes import array_shape, scalar_value
+from engine.kernels._tools.check_sizes import array_shape, check_op, plain_sizes, scalar_value
 from engine.kernels._user.op import Op
 
 __all__ = ["Shape", "bench_dtypes", "bench_shapes", "case_of", "cpu_case"]
@@ -45,12 +45,13 @@ def bench_shapes(
     Raises
     ------
     ConfigError
-        If a size is missing, unknown, or violates the definition's conditions.
+        If a size is missing, unknown, or violates the definition's conditions, or `op` is no op.
     """
+    check_op(op)
     given = [sizes] if isinstance(sizes, Mapping) else list(sizes or op.definition.bench)
     if not given:
         return [_default_shape(op)]
-    return [Shape(_checked(op, each)) for each in given]
+    return [Shape(_checked(op, plain_sizes(each))) for each in given]
 
 
 def _checked(op: Op, sizes: Mapping[str, int]) -> dict[str, int]:

@@ -23,6 +23,7 @@ from engine.kernels._tools.check_compare import compare
 from engine.kernels._tools.check_placement import placed_call
 from engine.kernels._tools.check_reference import run_reference
 from engine.kernels._tools.check_report import CheckReport, Finding
+from engine.kernels._tools.check_sizes import check_op, plain_sizes
 from engine.kernels._tools.check_static import check_static
 from engine.kernels._tools.device_run import Answer
 from engine.kernels._tools.sanitizer import TOOLS, sanitize
@@ -94,7 +95,7 @@ def check(
     timeout : float
         Seconds after which a call that has not ended is reported as one that never does.
     max_seconds : float
-        Seconds after which the remaining calls are skipped.
+        Seconds after which the calls that remain, but for the first, are skipped.
     show : bool
         Print the report.
 
@@ -129,7 +130,10 @@ def check(
     True
     """
     begin = time.monotonic()
+    check_op(op)
+    sizes = plain_sizes(sizes) if sizes is not None else None
     _check_arguments(op, sizes, dtype, arch, sanitizer)
+    _check_numbers(op, seed, timeout=timeout, max_seconds=max_seconds)
     chosen = SPECIAL if special is True else tuple(special or ())
     if unknown := set(chosen) - set(SPECIAL):
         raise ConfigError(f"special: must be of {', '.join(SPECIAL)}; got {sorted(unknown)[0]!r}")
@@ -158,8 +162,6 @@ def check(
 def _check_arguments(
     op: Op, sizes: Mapping[str, int] | None, dtype: str, arch: str, sanitizer: str
 ) -> None:
-    if not isinstance(op, Op):
-        raise ConfigError(f"op: must be what kernels.define returns; got {type(op).__name__}")
     symbols = op.signature.symbols
     if sizes is not None and set(sizes) != set(symbols):
         raise ConfigError(
@@ -175,6 +177,14 @@ def _check_arguments(
             raise ConfigError(
                 f"{op.name}: {name}: must be one of {', '.join(known)}; got {value!r}"
             )
+
+
+def _check_numbers(op: Op, seed: int, **seconds: float) -> None:
+    if not isinstance(seed, int | np.integer) or seed < 0:
+        raise ConfigError(f"{op.name}: seed: must be an int of at least 0; got {seed!r}")
+    for name, value in seconds.items():
+        if not value > 0:  # also NaN
+            raise ConfigError(f"{op.name}: {name}: must be above 0; got {value!r}")
 
 
 def _no_sizes(op: Op) -> Finding:
@@ -210,7 +220,7 @@ class _Checker:
                 runner.close()
                 runner = None
             for done, case in enumerate(cases):
-                if time.monotonic() > self._deadline:
+                if done and time.monotonic() > self._deadline:
                     reason = f"{len(cases) - done} of {len(cases)} calls: the time was over"
                     self._report.skipped.append(f"{reason} (max_seconds=)")
                     break

@@ -13,12 +13,22 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from engine.errors import ConfigError
 from engine.kernels._user.expressions import Expression
 from engine.kernels._user.op import Op
 from engine.kernels._user.signature import BATCH, ArrayArg, ScalarArg
 
-__all__ = ["array_shape", "check_sizes", "holds", "huge_sizes", "scalar_value"]
+__all__ = [
+    "array_shape",
+    "check_op",
+    "check_sizes",
+    "holds",
+    "huge_sizes",
+    "plain_sizes",
+    "scalar_value",
+]
 
 Sizes = dict[str, int]
 
@@ -34,6 +44,17 @@ _MAX_ELEMENTS = 1 << 18  # limit for the largest array; the large shape has its 
 _LARGE_ELEMENTS = 1 << 22
 _HUGE_ELEMENTS = 1 << 31
 _HUGE_TRIES = 4096  # sizes, of which a condition such as "N % 1024 == 0" may refuse most
+
+
+def check_op(op: Any) -> None:
+    """Raise `ConfigError` if `op` is not what `define` returns."""
+    if not isinstance(op, Op):
+        raise ConfigError(f"op: must be what kernels.define returns; got {type(op).__name__}")
+
+
+def plain_sizes(sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return sizes with NumPy's numbers as Python's, which do not overflow and suit JSON."""
+    return {n: v.item() if isinstance(v, np.generic) else v for n, v in sizes.items()}
 
 
 def array_shape(array: ArrayArg, sizes: Mapping[str, int]) -> tuple[int, ...] | None:
