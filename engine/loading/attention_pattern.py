@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from engine.checks import shown_with_type
+from engine.checks import is_integer, shown_with_type
 from engine.config import ModelConfig
 from engine.errors import ConfigError
 from engine.kernels import BlockSparse, Periodic
@@ -38,7 +38,7 @@ def layer_patterns(given: Any, config: ModelConfig, options: LoadConfig) -> dict
     if not isinstance(given, Mapping):
         raise ConfigError(f"attention_pattern must be {_WANTED}; got {shown_with_type(given)}")
     for layer, pattern in given.items():
-        is_layer = isinstance(layer, int) and 0 <= layer < config.num_layers
+        is_layer = is_integer(layer) and 0 <= layer < config.num_layers
         if not is_layer or not isinstance(pattern, Pattern):
             raise ConfigError(
                 f"attention_pattern must be {_WANTED} from 0 to {config.num_layers - 1}; "
@@ -51,4 +51,4 @@ def layer_patterns(given: Any, config: ModelConfig, options: LoadConfig) -> dict
             "attention_pattern must be left out with deterministic=True on the CPU: the order of "
             "its sums depends on the batch there"
         )
-    return dict(given)
+    return {int(layer): pattern for layer, pattern in given.items()}

@@ -409,6 +409,8 @@ def test_an_attention_pattern_in_an_engine():
     llm = make(attention_pattern={1: my_kernels.PATTERN})
     assert tokens(llm) != tokens(make())
     assert "attention_decode" in runs(llm)  # in layer 0
+    numbers = {np.int64(1): my_kernels.PATTERN}
+    assert tokens(make(attention_pattern=numbers)) == tokens(llm)
     everything = kernels.Periodic(period=256, width=256)
     assert tokens(make(attention_pattern=everything)) == tokens(make())
     assert tokens(make(attention_pattern=f"{FILE}:PATTERN")) == tokens(
@@ -421,6 +423,7 @@ def test_an_attention_pattern_in_an_engine():
     [
         ({"attention_pattern": 3}, "attention_pattern must be a kernels.Periodic"),
         ({"attention_pattern": {2: my_kernels.PATTERN}}, "from 0 to 1; got 2"),
+        ({"attention_pattern": {True: my_kernels.PATTERN}}, "from 0 to 1; got True"),
         (
             {"attention_pattern": my_kernels.PATTERN, "kv_cache_dtype": "fp8"},
             "kv_cache_dtype must be 'auto' with an attention_pattern",
