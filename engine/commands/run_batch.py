@@ -99,9 +99,10 @@ def _check(arguments: argparse.Namespace) -> None:
     ServerConfig(**{name: getattr(arguments, name) for name in parsers})
     output = arguments.output_file
     file = arguments.file
-    if output.is_dir() or not output.parent.is_dir():
+    is_file = output.is_file() or not output.exists()
+    if not is_file or not output.parent.is_dir():
         raise ConfigError(
-            f"--output-file must be a file in an existing folder; got {excerpt(output)}"
+            f"--output-file must be a regular file in an existing folder; got {excerpt(output)}"
         )
     for written in (output, _partial_of(output)):
         if written.exists() and file.exists() and written.samefile(file):
@@ -112,16 +113,19 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _partial_of(output: Path) -> Path:
-    """Return the path of the output file while the run is in progress."""
-    return output.with_name(output.name + ".partial")
+    """Return the path of the output file while the run is in progress: beside what OUT links to."""
+    return Path(os.path.realpath(output) + ".partial")
 
 
 @contextlib.contextmanager
 def _partial(output: Path) -> Iterator[BinaryIO]:
-    """Open the partial output file, and rename it to `output` at the end unless the run fails."""
+    """Open the partial output file, and rename it to `output` at the end unless the run fails.
+
+    Its former contents are left: a run that cannot load its model does not erase them.
+    """
     partial = _partial_of(output)
     try:
-        out = open(partial, "wb")  # noqa: SIM115
+        out = open(partial, "ab")  # noqa: SIM115
     except (OSError, ValueError) as error:  # ValueError: an invalid path
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"{excerpt(partial)} cannot be written: {excerpt(reason)}") from error
@@ -129,7 +133,7 @@ def _partial(output: Path) -> Iterator[BinaryIO]:
         yield out
         out.flush()
         os.fsync(out.fileno())
-    os.replace(partial, output)
+    os.replace(partial, os.path.realpath(output))
 
 
 def _lines(file: io.FileIO) -> Iterator[bytes]:
@@ -163,6 +167,7 @@ async def _answer(arguments: argparse.Namespace, file: io.FileIO, count: int, ou
         ignore_unknown_fields()
     engine = AsyncEngine.from_name(arguments.model, **_options(arguments))
     good = 0
+    out.truncate(0)
     try:
         chat = ChatService(
             engine,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import os
 
 import numpy as np
 import pytest
@@ -239,11 +240,9 @@ def test_the_command_answers_as_the_library_does(capsys, tmp_path):
         (["{tmp}/none.jsonl", "-o", "{tmp}/x"], "none.jsonl: cannot be read"),
         (["/dev/zero", "-o", "{tmp}/x"], "must be a regular file"),
         (["{tmp}/empty.jsonl", "-o", "{tmp}/x"], "must have a line; it is empty"),
-        (["{tmp}/one.jsonl", "-o", "{tmp}"], "--output-file must be a file in an existing folder"),
-        (
-            ["{tmp}/one.jsonl", "-o", "{tmp}/no/x"],
-            "--output-file must be a file in an existing folder",
-        ),
+        (["{tmp}/one.jsonl", "-o", "{tmp}"], "--output-file must be a regular file in an existing"),
+        (["{tmp}/one.jsonl", "-o", "{tmp}/no/x"], "must be a regular file in an existing folder"),
+        (["{tmp}/one.jsonl", "-o", "{tmp}/fifo"], "--output-file must be a regular file"),
         (["{tmp}/one.jsonl", "-o", "{tmp}/one.jsonl"], "--output-file must be another file"),
         (["{tmp}/b.partial", "-o", "{tmp}/b"], "--output-file must be another file"),
         (["{tmp}/one.jsonl", "-o", "{tmp}/x", "--max-num-seqs", "0"], "must be from 1 to 65536"),
@@ -256,13 +255,14 @@ def test_the_command_answers_as_the_library_does(capsys, tmp_path):
             "did you mean 'qwen3'",
         ),
     ],
-    ids=range(10),
+    ids=range(11),
 )
 def test_a_bad_option_is_named_before_the_model_is_loaded(
     capsys, tmp_path, monkeypatch, words, message
 ):
     monkeypatch.setattr(run_batch.AsyncEngine, "from_name", lambda *_, **__: pytest.fail("loaded"))
     (tmp_path / "empty.jsonl").write_text("\n \n")
+    os.mkfifo(tmp_path / "fifo")
     for name in ("one.jsonl", "b.partial"):
         (tmp_path / name).write_bytes(_line("a"))
     status, text = _run(capsys, *(word.format(tmp=tmp_path) for word in words))
@@ -290,6 +290,27 @@ def test_after_a_failure_the_old_output_is_there_and_what_was_done(capsys, tmp_p
     assert out.read_text() == "old"
     partial = (tmp_path / "out.jsonl.partial").read_text()
     assert [json.loads(line)["custom_id"] for line in partial.splitlines()] == ["custom-a"]
+
+
+def test_a_model_that_cannot_be_loaded_leaves_the_lines_of_an_earlier_run(capsys, tmp_path):
+    file, partial = tmp_path / "in.jsonl", tmp_path / "out.jsonl.partial"
+    file.write_bytes(_line("a"))
+    partial.write_text("of an earlier run")
+    status, _ = _run(capsys, file, "-o", tmp_path / "out.jsonl", "--model", tmp_path / "none")
+    assert status == 2 and partial.read_text() == "of an earlier run"
+
+
+def test_the_output_may_be_a_link(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(run_batch.AsyncEngine, "from_name", lambda *_, **__: CannedClient("yes"))
+    file, link, target = tmp_path / "in.jsonl", tmp_path / "link", tmp_path / "folder" / "out"
+    file.write_bytes(_line("a"))
+    target.parent.mkdir()
+    target.with_name("out.partial").write_text("of an earlier run")
+    link.symlink_to(target)
+    status, text = _run(capsys, file, "-o", link)
+    assert status == 0, text
+    assert link.is_symlink() and json.loads(target.read_text())["custom_id"] == "a"
+    assert not target.with_name("out.partial").exists()
 
 
 def test_a_long_line_is_skipped_whole(tmp_path):
