@@ -231,6 +231,11 @@ def stations(monkeypatch):
 def test_startup_measures_what_the_options_say(capsys, stations, tiny_folder):
     options = ["--no-cuda-graphs", "--max-num-seqs", "3", "--max-num-batched-tokens", "64"]
     assert _run(capsys, "startup", *tiny_folder, *options, "--no-async")[0] == 0
+    options += ["-tp", "2", "-pp", "2", "--pipeline-layers", "1,1", "--enable-expert-parallel"]
+    assert _run(capsys, "startup", *tiny_folder, *options, "--no-async")[0] == 0
+    for command, _ in stations[2:]:
+        assert {"--tensor-parallel-size=2", "--pipeline-parallel-size=2"} < set(command)
+        assert {"--pipeline-layers=1,1", "--enable-expert-parallel"} < set(command)
     for command, _ in stations:
         assert {"--no-cuda-graphs", "--no-async", "--max-num-seqs=3"} < set(command)
         assert {"--max-num-batched-tokens=64", "--load-format=dummy"} < set(command)

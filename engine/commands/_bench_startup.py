@@ -54,6 +54,7 @@ def _command(arguments: argparse.Namespace) -> list[str]:
     """
     # Imported lazily: a child process times the import of the engine itself.
     from engine.commands._bench_models import built_in_names
+    from engine.commands._parallel import PARALLEL_OPTIONS
     from engine.loading.download import resolve_model
 
     model = arguments.model
@@ -61,12 +62,14 @@ def _command(arguments: argparse.Namespace) -> list[str]:
         model = os.fspath(resolve_model(model))
     command = [sys.executable, "-m", "engine", "bench", "startup", "--in-child"]
     names = ("device", "dtype", "load_format", "quantization", "kv_cache_dtype", "max_num_seqs")
-    for name in (*names, "max_num_batched_tokens", "speculative_config"):
+    names += ("max_num_batched_tokens", "speculative_config", *PARALLEL_OPTIONS, "pipeline_layers")
+    for name in names:
         if (value := getattr(arguments, name)) is not None:
             command.append(f"--{name.replace('_', '-')}={value}")
     for name in ("kernels", "logits_processors"):
         command += [f"--{name.replace('_', '-')}={one}" for one in getattr(arguments, name) or ()]
-    command += [f"--{name}" for name in ("no-cuda-graphs", "no-async") if _is_set(arguments, name)]
+    flags = ("no-cuda-graphs", "no-async", "enable-expert-parallel")
+    command += [f"--{name}" for name in flags if _is_set(arguments, name)]
     return [*command, f"--model={model}"]
 
 
