@@ -194,6 +194,15 @@ def test_chat_goes_on_with_another_model(command, tiny):
     assert done.stderr.count(f"model: {other}") == 2
 
 
+@pytest.mark.parametrize("name", ["generate", "chat"])
+def test_an_answer_that_an_error_ends_tells_it(command, tiny, name):
+    file = tiny[0].with_name("mine.py")
+    file.write_text("def fails(ids, logits):\n    raise ValueError('no logits today')\n")
+    options = ("--model", str(tiny[0]), *TINY, "--logits-processors", f"{file}:fails")
+    done = command(name, *options, text="one", status=name == "generate")
+    assert "no logits today" in done.stderr
+
+
 def test_a_model_whose_loading_is_stopped_leaves_the_former_one(command, tiny, monkeypatch):
     from engine.commands import chat
 

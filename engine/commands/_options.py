@@ -14,6 +14,7 @@ from engine.commands._quantization import add_quantization_argument, quantizatio
 from engine.commands._speculation import add_speculation_argument, speculation_option
 from engine.errors import TemplateError
 from engine.llm import LLM
+from engine.model_files import excerpt
 from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
 
@@ -121,7 +122,7 @@ def given_sampling(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def summary(llm: LLM, output: RequestOutput, num_tokens: int) -> str:
-    """Return the statistics line printed after an answer: tokens, tokens/s, device, dtype."""
+    """Return the line printed after an answer: tokens, tokens/s, device, dtype, any error."""
     model = llm.llm_engine.model
     metrics = output.metrics
     seconds = (metrics.decode_time or 0.0) if metrics is not None else 0.0
@@ -129,5 +130,8 @@ def summary(llm: LLM, output: RequestOutput, num_tokens: int) -> str:
     prompt = len(output.prompt_token_ids)
     place = str(model.device) if model.device.is_cuda else f"{model.device}, {threads.current()}"
     line = f"{num_tokens} tokens after {prompt}, {rate}, {place}, {model.dtype}"
-    is_cut = output.outputs[0].finish_reason == "length"
+    completion = output.outputs[0]
+    if completion.finish_reason == "error":
+        return f"{line}; ended by an error: {excerpt(completion.stop_reason)}"
+    is_cut = completion.finish_reason == "length"
     return f"{line}; cut off by max_tokens or the end of the context" if is_cut else line
