@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import re
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -101,6 +102,13 @@ def test_the_docstring_of_the_reference_is_the_ops():
         return x
 
     assert _define(reference=reference).__doc__.endswith("Return x.")
+
+
+def test_a_reference_may_be_a_callable_without_a_name():
+    x = np.arange(3, dtype=np.float32)
+    op = _define(reference=partial(np.multiply, 2))
+    assert op(x).tolist() == (2 * x).tolist()
+    assert op.__doc__ == _define().__doc__
 
 
 @pytest.mark.parametrize(

@@ -695,7 +695,7 @@ def _python_signature(signature: Signature) -> inspect.Signature:
 
 
 def _documentation(definition: Definition) -> str:
-    about = (
-        "" if definition.reference.__name__ == "<lambda>" else definition.reference.__doc__ or ""
-    )
+    reference = definition.reference
+    has_name = getattr(reference, "__name__", "<lambda>") != "<lambda>"  # a partial has none
+    about = reference.__doc__ or "" if has_name else ""
     return f"{definition.name}({definition.signature.text})\n\n{inspect.cleandoc(about)}".rstrip()
