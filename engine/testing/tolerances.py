@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from engine.device import to_numpy
-from engine.dtypes import dtype_name
+from engine.errors import DTypeError
 
 __all__ = ["TOLERANCES", "Tolerance", "assert_close", "tolerance"]
 
@@ -42,6 +42,7 @@ TOLERANCES: dict[tuple[str, str], Tolerance] = {
     ("bfloat16", "short"): Tolerance(8e-3, 8e-3),
     ("bfloat16", "long"): Tolerance(1.6e-2, 1.6e-2),
     ("bfloat16", "chained"): Tolerance(4.8e-2, 4.8e-2),
+    **{("float64", length): Tolerance(1e-12, 1e-12) for length in ("none", "short", "long")},
 }
 
 _SHORT = 256
@@ -52,6 +53,11 @@ def tolerance(dtype: Any, reduction: float = 1) -> Tolerance:
 
     `math.inf` stands for a chain of products that each round their operands, as a recurrence's.
 
+    Raises
+    ------
+    DTypeError
+        If the table has no such dtype.
+
     Examples
     --------
     >>> tolerance("float32", 64)
@@ -60,7 +66,10 @@ def tolerance(dtype: Any, reduction: float = 1) -> Tolerance:
     length = "none" if reduction <= 1 else "short" if reduction <= _SHORT else "long"
     if reduction == math.inf:
         length = "chained"
-    name = dtype if isinstance(dtype, str) else dtype_name(dtype)
+    name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
+    if (name, length) not in TOLERANCES:
+        known = ", ".join(dict.fromkeys(each for each, _ in TOLERANCES))
+        raise DTypeError(f"dtype must be one of {known}; got {name}")
     return TOLERANCES[name, length]
 
 
@@ -108,7 +117,7 @@ def assert_close(
         first = tuple(int(i) for i in np.argwhere(bad)[0])
         raise AssertionError(
             f"{name}: {int(bad.sum())} of {bad.size} differ; largest error "
-            f"{np.nanmax(error):.3g} (rms {rms:.3g}); first at {first}: got {a[first]!r}, "
+            f"{error[bad].max():.3g} (rms {rms:.3g}); first at {first}: got {a[first]!r}, "
             f"wanted {b[first]!r}; allowed rtol {limit.rtol:g}, atol {limit.atol:g} rms"
         )
 

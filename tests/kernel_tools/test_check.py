@@ -29,6 +29,7 @@ from engine.kernels._tools.child import (
 from engine.kernels._tools.device_run import Answer
 from engine.kernels._tools.sanitizer import read_findings
 from engine.kernels._tools.worker import WorkerFailure
+from engine.testing.tolerances import assert_close, tolerance
 
 SOURCE = r"""
 extern "C" __global__ void scale(const scalar_t* x, const float* s, scalar_t* out, int64_t T,
@@ -253,6 +254,24 @@ def test_values_that_are_not_finite_must_agree(value):
     assert _compared(want, want) is None
     assert _compared(np.array([1, 2], np.float32), want) is not None
     assert _compared(want, np.array([1, 2], np.float32)) is not None
+
+
+def test_a_test_compares_results_in_float64():
+    """`define` has float64, too; its table has no class for chains, whose operands are rounded."""
+    ones = np.ones(3)
+    assert_close(ones * (1 + 1e-13), ones)
+    with pytest.raises(AssertionError, match="largest error 1e-06"):
+        assert_close(ones * (1 + 1e-6), ones, reduction=1000)
+    with pytest.raises(errors.DTypeError, match=r"must be one of float32, .*float64; got int8"):
+        tolerance("int8")
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("others", [[], [1.0]])
+def test_a_nan_is_the_largest_error(others):
+    got, want = (np.array([value, *others], np.float32) for value in (np.nan, 1))
+    with pytest.raises(AssertionError, match=r"largest error nan .* first at \(0,\)"):
+        assert_close(got, want)
 
 
 def test_integers_must_be_equal():

@@ -11,11 +11,10 @@ import numpy as np
 from engine.kernels._user.binding import dtype_text
 from engine.kernels._user.op import Op
 from engine.kernels._user.problem import Problem
-from engine.testing.tolerances import TOLERANCES, Tolerance, tolerance
+from engine.testing.tolerances import Tolerance, tolerance
 
 __all__ = ["Difference", "allowed_error", "compare", "region"]
 
-_FLOAT64 = Tolerance(1e-12, 1e-12)
 _MAX_COMPARED = 1 << 26  # elements at once
 _LONGER = (64, 1024)  # terms: one for each class of the table of tolerances
 
@@ -39,11 +38,7 @@ def allowed_error(op: Op, problem: Problem, dtype: str) -> Tolerance:
     """Return the error that a result of `dtype` may have: the definition's, or the table's."""
     if op.definition.tolerance is not None:
         return Tolerance(*op.definition.tolerance)
-    return _of_table(dtype, int(op.definition.reduction.value(problem.values)))
-
-
-def _of_table(dtype: str, terms: int) -> Tolerance:
-    return tolerance(dtype, terms) if (dtype, "none") in TOLERANCES else _FLOAT64
+    return tolerance(dtype, int(op.definition.reduction.value(problem.values)))
 
 
 def compare(
@@ -135,7 +130,7 @@ def _advice(
     if op.definition.reduction.text != "1":  # the length of the sum is known
         return _factor(got, want)
     for terms in _LONGER:
-        mask, _ = _wrong(got, want, _of_table(dtype, terms))
+        mask, _ = _wrong(got, want, tolerance(dtype, terms))
         if not mask.any():
             return (
                 f"\na sum of {terms} terms or more may differ that much: if every element of "
