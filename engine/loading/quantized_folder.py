@@ -335,15 +335,26 @@ def _companions(source: Path) -> Iterator[Path]:
 
 @contextmanager
 def _new_folder(out: Path) -> Iterator[Path]:
-    """Yield a temporary folder beside `out`; renamed to `out` on success, removed on failure."""
+    """Yield a temporary folder: renamed to `out` on success, removed on failure.
+
+    An empty folder `out` stays itself, since it may be a mount point or someone's working
+    directory: it has the temporary folder, whose files move up, config.json last.
+    """
     check_output(out)
     final = out.absolute()
-    folder = final.with_name(f".{final.name}.{secrets.token_hex(4)}.partial")
+    is_new = not final.exists()
+    name = f".{final.name}.{secrets.token_hex(4)}.partial"
+    folder = final.with_name(name) if is_new else final / name
     try:
         folder.mkdir()
         try:
             yield folder
-            os.replace(folder, final)
+            if is_new:
+                os.replace(folder, final)
+                return
+            for path in sorted(folder.iterdir(), key=lambda path: path.name == "config.json"):
+                os.replace(path, final / path.name)
+            folder.rmdir()
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise

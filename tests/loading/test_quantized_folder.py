@@ -309,6 +309,11 @@ def test_a_failure_leaves_nothing(tmp_path, source, monkeypatch, fault, seen):
     with pytest.raises(seen[0], match=seen[1]):
         engine.quantize(source[0], tmp_path / "out", format="int8")
     assert len(names) == 9 and not list(tmp_path.iterdir())
+    (tmp_path / "out").mkdir()
+    names.clear()
+    with pytest.raises(seen[0], match=seen[1]):
+        engine.quantize(source[0], tmp_path / "out", format="int8")
+    assert len(names) == 9 and not list((tmp_path / "out").iterdir())
 
 
 def test_an_empty_folder_is_taken_and_another_is_not(tmp_path, source):
@@ -319,6 +324,21 @@ def test_an_empty_folder_is_taken_and_another_is_not(tmp_path, source):
         engine.quantize(source[0], out, format="int8")
     with pytest.raises(WeightsError, match="must be a folder; it is not"):
         engine.quantize(source[0], tmp_path / "none/out", format="int8")
+
+
+@pytest.mark.parametrize("name", [".", "link"])
+def test_an_empty_folder_stays_itself(tmp_path, source, monkeypatch, name):
+    """It may be the working directory, a mount point, or what a link leads to."""
+    out = tmp_path / "out"
+    out.mkdir()
+    (tmp_path / "link").symlink_to(out)
+    before = out.stat().st_ino
+    monkeypatch.chdir(out if name == "." else tmp_path)
+    written = engine.quantize(source[0], name, format="int8")
+    assert out.stat().st_ino == before
+    assert {path.name for path in written.iterdir()} == {path.name for path in out.iterdir()}
+    assert {"config.json", "model.safetensors"} <= {path.name for path in out.iterdir()}
+    engine.load(out, device="cpu").close()
 
 
 def test_refused(tmp_path, source):
