@@ -6,8 +6,10 @@ import re
 from dataclasses import replace
 from types import SimpleNamespace
 
+import ml_dtypes
 import pytest
 
+import engine
 from engine import cli
 from engine.cache.block_plan import MemoryBudget
 from engine.cache.kv_cache import KVGeometry
@@ -16,7 +18,7 @@ from engine.commands._bench_models import built_in_config, built_in_names, confi
 from engine.config import GatedDeltaConfig
 from engine.core import resolve as resolving
 from engine.core.resolve import default_budget, resolve
-from engine.device import CPU, Device
+from engine.device import CPU, Device, resolve_device
 from engine.engine_config import EngineConfig
 from engine.kernels._override.scope import ModelKernels
 from engine.loading.load_config import LoadConfig
@@ -26,6 +28,7 @@ from engine.models.rope_tables import rope_bytes
 from engine.runner.features import FeatureTap
 from engine.scaling.memory import _group_of, plan_memory
 from engine.weights import FORMATS
+from tests.loading import tiny
 
 CUDA = Device("cuda", 0)
 
@@ -67,6 +70,21 @@ def test_float32_pages_take_four_times_8_bits():
     config = built_in_config("qwen3-0.6b")
     wide, narrow = plan_memory(config, _how(config, "float32", device=CPU), 10**10).pages
     assert wide.bytes_per_token == 4 * narrow.bytes_per_token
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("form", ["fp8", "int8", "int4_g128", "int4_g32_zp", "int8_g64"])
+def test_the_plan_of_a_cpu_is_what_a_load_takes(tmp_path, form, dtype):
+    sizes = {"hidden_size": 256, "intermediate_size": 384}
+    tiny.write_model(tmp_path / "source", "llama", ml_dtypes.bfloat16, **sizes)
+    engine.quantize(tmp_path / "source", tmp_path / "stored", format=form)
+    for name, quantization in (("source", form), ("stored", None)):
+        with engine.load(
+            tmp_path / name, device="cpu", dtype=dtype, quantization=quantization
+        ) as m:
+            how = replace(m.load_config, quantization=form)
+            plan = plan_memory(m.config, how, 10**10, is_rounded=name == "source")
+            assert plan.budget.weights == m.weight_bytes, name
 
 
 @pytest.mark.parametrize("device", [CPU, CUDA])
@@ -230,7 +248,8 @@ def test_the_command_prints_the_plan(capsys):
 def test_the_command_reads_a_gguf_file_and_this_machines_memory(capsys):
     status, text, error = _run(capsys, "--plan", "smollm2", "--dtype", "float16")
     assert status == 0, error
-    assert text.startswith("smollm2 in q4_1 on ") and re.search("MLPs .* MiB  q4_1\n", text)
+    held = "q4_1" if resolve_device("auto")[0].is_cuda else "float16"
+    assert text.startswith("smollm2 in q4_1 on ") and re.search(f"MLPs .* MiB  {held}\n", text)
     text = _run(capsys, "--plan", "smollm2", "--dtype", "float16", "-q", "none")[1]
     assert text.startswith("smollm2 in float16 on ") and "output layer" not in text
 

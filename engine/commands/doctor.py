@@ -30,6 +30,7 @@ from engine.loading.load_config import LoadConfig, resolve_load_config
 from engine.model_files import excerpt
 from engine.scaling.memory import MemoryPlan, plan_memory
 from engine.speculative import SpeculativeConfig
+from engine.weights.quantize import QUANTIZABLE
 
 __all__ = ["add_arguments", "run"]
 
@@ -162,7 +163,12 @@ def _plan(arguments: argparse.Namespace) -> tuple[str, MemoryPlan]:
     if speculative is not None and speculative.method == "draft_model":
         draft = _draft(speculative, how)
         num_drafts = speculative.num_tokens
-    return title, plan_memory(config, how, total, draft=draft, num_drafts=num_drafts)
+    # A format that loading cannot round to is that of some file.
+    is_rounded = arguments.quantization is not None and how.quantization in QUANTIZABLE
+    plan = plan_memory(
+        config, how, total, draft=draft, num_drafts=num_drafts, is_rounded=is_rounded
+    )
+    return title, plan
 
 
 def _draft(speculative: SpeculativeConfig, target: LoadConfig) -> tuple[ModelConfig, LoadConfig]:

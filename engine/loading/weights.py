@@ -44,7 +44,14 @@ from engine.weights import WHOLE, Format, Shard, Weight, unpack_weight
 from engine.weights.panels import panel_format
 from engine.weights.quantize import quantize
 
-__all__ = ["dummy_weights", "load_weights", "rounded", "weight_bytes", "weight_shapes"]
+__all__ = [
+    "dummy_weights",
+    "held_formats",
+    "load_weights",
+    "rounded",
+    "weight_bytes",
+    "weight_shapes",
+]
 
 _SLAB_BYTES = 16 << 20
 """Bytes per slab: large enough to saturate the bus, small enough for the pinned buffers."""
@@ -126,9 +133,8 @@ def load_weights(
             formats = {name: form for name, form in formats.items() if not name.endswith(".qkv")}
     plan = _Plan.of(config, shard, dtype, placements, formats)
     device.activate()
-    sizes = formats
-    if keeps_formats and not device.is_cuda:
-        sizes = {name: panel_format(form, panel_min_bits()) for name, form in formats.items()}
+    shapes = weight_shapes(config, shard)
+    sizes = _held(formats, shapes, device, dtype, is_rounded=quantization is not None)
     with weight_room(
         config, device, dtype, shard=shard, max_model_len=max_model_len, formats=sizes
     ):
@@ -266,6 +272,47 @@ def _keeps(device: Device, dtype: str, *, deterministic: bool) -> Callable[[str,
     has_panels = not (device.is_cuda or deterministic) and dtype == "float32"
     has_panels = has_panels and (compiled.kernels() is not None or threads.count() == 1)
     return lambda name, form: not is_expert(name) and (bool(form.activations) or has_panels)
+
+
+def held_formats(
+    config: ModelConfig, form: Format, device: Device, dtype: str, *, is_rounded: bool
+) -> dict[str, Format]:
+    """Return the format in which a device holds each weight of a quantized model.
+
+    A weight that is held dense has none.
+
+    Parameters
+    ----------
+    form : Format
+        Format of the layers' matrices. See `quantized_formats`.
+    is_rounded : bool
+        Whether loading rounds to `form`: it is not the format of the files.
+    """
+    formats = quantized_formats(config, form)
+    if not is_rounded:
+        keeps = _keeps(device, dtype, deterministic=False)
+        formats = {name: each for name, each in formats.items() if keeps(name, each)}
+    return _held(formats, weight_shapes(config), device, dtype, is_rounded=is_rounded)
+
+
+def _held(
+    formats: Mapping[str, Format],
+    shapes: Mapping[str, tuple[int, ...]],
+    device: Device,
+    dtype: str,
+    *,
+    is_rounded: bool,
+) -> dict[str, Format]:
+    """Return the formats that have the size of the loaded weights; those of dense ones go."""
+    if _has_all_kernels(device, dtype):
+        return dict(formats)
+    if is_rounded:
+        return {n: form for n, form in formats.items() if not (form.is_packed or is_expert(n))}
+    return {
+        name: panel_format(form, panel_min_bits())
+        for name, form in formats.items()
+        if not form.is_packed or shapes[name][-1] % form.group == 0
+    }
 
 
 def _has_all_kernels(device: Device, dtype: str) -> bool:

@@ -11,12 +11,13 @@ from engine.config import ModelConfig
 from engine.core.resolve import budget_with_states, default_budget, default_num_seqs
 from engine.dtypes import itemsize
 from engine.loading.load_config import LoadConfig
-from engine.loading.weight_memory import quantized_formats, weight_dtype
+from engine.loading.weight_memory import weight_dtype
 from engine.loading.weight_table import weight_shapes
+from engine.loading.weights import held_formats
 from engine.models.rope_tables import rope_bytes
 from engine.runner.memory_sizes import DraftSizes
 from engine.speculative.draft_pages import num_spare_blocks
-from engine.weights import FORMATS, dense_format
+from engine.weights import FORMATS, Format, dense_format
 
 __all__ = ["MemoryPlan", "PagePlan", "StateNeed", "WeightGroup", "plan_memory"]
 
@@ -134,6 +135,7 @@ def plan_memory(
     block_size: int = 16,
     draft: tuple[ModelConfig, LoadConfig] | None = None,
     num_drafts: int = 0,
+    is_rounded: bool = True,
 ) -> MemoryPlan:
     """Plan the use of `total` bytes of memory. Nothing is allocated.
 
@@ -151,6 +153,9 @@ def plan_memory(
         A draft model's configuration and loading options.
     num_drafts : int
         Maximum number of drafts per request.
+    is_rounded : bool
+        Whether loading rounds to the model's quantized format: the files have another. A CPU holds
+        such weights dense.
 
     Examples
     --------
@@ -165,7 +170,7 @@ def plan_memory(
     dtype = load_config.dtype
     length = load_config.max_model_len
     kind = load_config.device.kind
-    groups = _weight_groups(config, dtype, load_config.quantization)
+    groups = _weight_groups(config, load_config, is_rounded=is_rounded)
     tables = rope_bytes(config, length)
     weights = sum(group.num_bytes for group in groups) + tables
     beside = None if draft is None else _draft_sizes(*draft, block_size, num_drafts)
@@ -186,7 +191,7 @@ def _draft_sizes(
     config: ModelConfig, load_config: LoadConfig, block_size: int, num_drafts: int
 ) -> DraftSizes:
     dtype = load_config.dtype
-    groups = _weight_groups(config, dtype, load_config.quantization)
+    groups = _weight_groups(config, load_config, is_rounded=False)
     weights = sum(group.num_bytes for group in groups)
     weights += rope_bytes(config, load_config.max_model_len)
     per_block = KVGeometry.of_model(config, dtype, block_size).bytes_per_block
@@ -196,11 +201,14 @@ def _draft_sizes(
 
 
 def _weight_groups(
-    config: ModelConfig, dtype: str, quantization: str | None
+    config: ModelConfig, how: LoadConfig, *, is_rounded: bool
 ) -> tuple[WeightGroup, ...]:
     """Return the non-empty groups, largest first; tied embeddings count once."""
-    form = FORMATS.get(quantization or "")
-    quantized = {} if form is None else quantized_formats(config, form)
+    dtype = how.dtype
+    form = FORMATS.get(how.quantization or "")
+    quantized: dict[str, Format] = {}
+    if form is not None:
+        quantized = held_formats(config, form, how.device, dtype, is_rounded=is_rounded)
     shapes = weight_shapes(config)
     if config.tie_word_embeddings and "lm_head" not in quantized:
         del shapes["lm_head"]

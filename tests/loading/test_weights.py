@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import sys
 import tracemalloc
+from functools import partial
 from pathlib import Path
 
 import ml_dtypes
@@ -16,10 +18,12 @@ from safetensors.numpy import save_file
 from engine.device import CPU, Device
 from engine.dtypes import np_dtype
 from engine.errors import OutOfMemoryError, WeightsError
+from engine.loading import weight_memory
 from engine.loading.download import resolve_model
 from engine.loading.hf_config import config_from_dict
 from engine.loading.model_config import load_config
 from engine.loading.weights import load_weights, weight_bytes, weight_shapes
+from engine.weights import FORMATS
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "models"
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "phi3", "gemma3_text"]
@@ -214,6 +218,20 @@ def test_out_of_memory_says_how_much_was_needed(make_model, monkeypatch):
     monkeypatch.setattr("engine.loading.weights.np.empty", empty)
     with pytest.raises(OutOfMemoryError, match=r"cpu has no room for .* in float16: .* \(no\)"):
         load_weights(path, config, dtype="float16")
+
+
+def test_weights_that_are_rounded_on_the_cpu_need_room_as_dense_ones(make_model, monkeypatch):
+    path, _, _ = make_model("llama")
+    config = load_config(path)
+    needed = weight_bytes(config, "float32")
+    load = partial(load_weights, path, config, dtype="float32", quantization=FORMATS["int4_g32"])
+    for free, is_enough in ((needed, True), (needed - 1, False)):
+        monkeypatch.setattr(weight_memory, "device_memory", lambda _, free=free: (2 * needed, free))
+        with contextlib.nullcontext() if is_enough else pytest.raises(OutOfMemoryError):
+            weights = load()
+    assert (
+        sum(weight.num_bytes for weight in {id(w): w for w in weights.values()}.values()) == needed
+    )
 
 
 def test_weight_bytes_counts_tied_embeddings_once(tiny):
