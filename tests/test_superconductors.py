@@ -679,3 +679,26 @@ def test_the_study_continues_where_it_was_stopped(tmp_path, monkeypatch, capsys)
     study.main()
     assert "0 of 3 models to train" in capsys.readouterr().out
     assert json.loads((tmp_path / "found.json").read_text())["rows"] == record["rows"]
+    sys.argv[sys.argv.index("30")] = "5"  # the kept predictions are of other candidates
+    study.main()
+    assert "1 of 3 models to train" in capsys.readouterr().out
+    again = json.loads((tmp_path / "found.json").read_text())
+    assert len(again["best_candidates"]) == 5 and again["rows"] == record["rows"]
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("--json", "/no/folder/x.json", "--json: must be in an existing folder; got /no/folder"),
+        ("--jobs", "0", "--jobs: must be at least 1; got 0"),
+        ("--candidates", "-1", "--candidates: must be at least 1; got -1"),
+    ],
+)
+def test_the_study_names_a_bad_option_before_it_trains(
+    monkeypatch, capsys, tmp_path, option, value, said
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["study", option, value])
+    with pytest.raises(SystemExit):
+        study.main()
+    assert said in capsys.readouterr().err

@@ -62,8 +62,8 @@ def _command(arguments: argparse.Namespace) -> list[str]:
         model = os.fspath(resolve_model(model))
     command = [sys.executable, "-m", "engine", "bench", "startup", "--in-child"]
     names = ("device", "dtype", "load_format", "quantization", "kv_cache_dtype", "max_num_seqs")
-    names += ("max_num_batched_tokens", "speculative_config", *PARALLEL_OPTIONS, "pipeline_layers")
-    for name in names:
+    more = ("max_num_batched_tokens", "speculative_config", *PARALLEL_OPTIONS, "pipeline_layers")
+    for name in (*names, *more):
         if (value := getattr(arguments, name)) is not None:
             command.append(f"--{name.replace('_', '-')}={value}")
     for name in ("kernels", "logits_processors"):

@@ -92,7 +92,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Task:
-    """A model to train on all rows but those of a fold, or for the screen (fold -1) on all.
+    """A model to train on all rows but those of a fold, or for the screen on all.
 
     Attributes
     ----------
@@ -100,7 +100,9 @@ class Task:
         "network", a key of `FORESTS`, or "crystals": `crystal_study`.
     split : str
         One of `SPLITS`, "screen" or "crystals".
-    fold, seed : int
+    fold : int
+        For the screen minus the number of candidates: predictions of another number are no part.
+    seed : int
     """
 
     method: str
@@ -114,9 +116,7 @@ class Task:
         return f"{self.method}_{self.split}_{self.fold}_{self.seed}.npz".replace(" ", "_")
 
 
-def run_task(
-    task: Task, *, data: str, folder: Path, recipe: Recipe, on: str, num_candidates: int
-) -> str:
+def run_task(task: Task, *, data: str, folder: Path, recipe: Recipe, on: str) -> str:
     """Train, and keep the predictions: of the fold's rows, or of the candidates."""
     table = load(data)
     start = time.perf_counter()
@@ -129,7 +129,7 @@ def run_task(
         return text
     if task.fold < 0:
         test = np.zeros(len(table), bool)
-        wanted = screen.candidates(num_candidates)
+        wanted = screen.candidates(-task.fold)
     else:
         test = folds(table, task.split) == task.fold
         wanted = table.compositions[test]
@@ -337,7 +337,7 @@ def _kept(folder: Path, method: str, split: str, fold: int) -> Array | None:
     return np.stack([np.load(file)["tc"] for file in files]) if files else None
 
 
-def _record(table: Table, folder: Path, recipe: Recipe) -> dict[str, Any]:
+def _record(table: Table, folder: Path, recipe: Recipe, num_candidates: int) -> dict[str, Any]:
     rows = []
     for split in SPLITS:
         found: Predictions = {}
@@ -346,7 +346,7 @@ def _record(table: Table, folder: Path, recipe: Recipe) -> dict[str, Any]:
             found[method] = {fold: each for fold, each in kept.items() if each is not None}
         if any(found.values()):
             rows.append({"split": split, **study(table, split, found)})
-    screened = _kept(folder, "network", "screen", -1)
+    screened = _kept(folder, "network", "screen", -num_candidates)
     best = [] if screened is None else best_candidates(table, screened)
     record = {"recipe": asdict(recipe), "rows": rows, "best_candidates": best}
     of_crystals = folder / Task("crystals", "crystals", -1).file
@@ -372,8 +372,9 @@ def _conditions(on: str) -> dict[str, str]:
     }
 
 
-def _tasks(splits: list[str], table: Table, chosen: list[int] | None, seeds: int) -> list[Task]:
+def _tasks(table: Table, options: argparse.Namespace) -> list[Task]:
     """Return what to train: the networks, one seed after the other, then all else."""
+    splits, chosen = options.splits, options.folds
     there = [
         (split, fold)
         for split in SPLITS
@@ -382,9 +383,10 @@ def _tasks(splits: list[str], table: Table, chosen: list[int] | None, seeds: int
         if chosen is None or fold in chosen
     ]
     tasks = []
-    for seed in range(seeds):
+    for seed in range(options.seeds):
         tasks += [Task("network", *each, seed) for each in there]
-        tasks += [Task("network", "screen", -1, seed)] if "screen" in splits else []
+        screened = Task("network", "screen", -options.candidates, seed)
+        tasks += [screened] if "screen" in splits else []
     tasks += [Task(kind, *each) for kind in FORESTS for each in there if has_forest()]
     tasks += [Task("crystals", "crystals", -1)] if "crystals" in splits else []
     return tasks
@@ -403,12 +405,17 @@ def main() -> None:
     parser.add_argument("--members", type=Path, default=Path("build/superconductors"))
     parser.add_argument("--json", type=Path, help="write the results to this file")
     options = parser.parse_args()
+    for name in ("seeds", "epochs", "candidates", "jobs"):
+        if (number := getattr(options, name)) < 1:
+            parser.error(f"argument --{name}: must be at least 1; got {number}")
+    if options.json and not options.json.parent.is_dir():
+        parser.error(f"argument --json: must be in an existing folder; got {options.json}")
     table = load(fetch(options.data)) if options.data else load()
     recipe = Recipe(num_epochs=options.epochs)
     digest = hashlib.sha256(f"{table.source} {recipe}".encode()).hexdigest()[:8]
     folder = options.members / digest  # members of another recipe are not mixed in
     folder.mkdir(parents=True, exist_ok=True)
-    tasks = _tasks(options.splits, table, options.folds, options.seeds)
+    tasks = _tasks(table, options)
     missing = [task for task in tasks if not (folder / task.file).exists()]
     print(f"{table.source}: {len(table)} rows; {len(missing)} of {len(tasks)} models to train")
     work = partial(
@@ -417,13 +424,12 @@ def main() -> None:
         folder=folder,
         recipe=recipe,
         on=options.device,
-        num_candidates=options.candidates,
     )
     with ProcessPoolExecutor(options.jobs) as pool:  # starts a process only when given work
         run = map if options.jobs == 1 else pool.map
         for done in run(work, missing):
             print(done, flush=True)
-    record = _record(table, folder, recipe)
+    record = _record(table, folder, recipe, options.candidates)
     for row in record["rows"]:
         for method, found in row["errors"].items():
             print(f"{row['split']:8} {method:14} {found['all']:7.3f} K  {found['families']}")
