@@ -89,6 +89,7 @@ def test_without_a_command_the_help_has_an_example_of_each(command):
         (("kernels", "rmsnrom", "--arch", "sm_90a"), "did you mean 'rmsnorm'?"),
         (("kernels", "nosuch", "--arch", "sm_90a"), "profile, headers); got 'nosuch'\n"),
         (("kernels", "bench", "rmsnrom"), "did you mean 'rmsnorm'?"),
+        (("kernels", "--arch", "sm_90a", "check", "x.py"), "'check' must be the first word after"),
         (("plan", "smollm2", "--gpu", "h220"), "did you mean 'h200'?"),
         (("generate", "x", "--model", "smolm2"), "did you mean 'smollm2'?"),
         (("bench", "qwen3-0.6", "--device", "cpu"), "did you mean 'qwen3-0.6b'?"),

@@ -26,6 +26,7 @@ from engine.kernels._module import (
 __all__ = ["add_arguments", "run"]
 
 _DEFAULT_ARCH = "sm_90a"
+_COMMANDS = ("check", "bench", "profile", "headers")  # of `engine kernels COMMAND`
 _ROW = "{:23} {:9} {:9} {:42} {:>9} {:>7} {:>6}  {:8}  {}"
 _SHORT = "{:23} {:16} {:>8} {:>8} {:>10} {:>8}"
 
@@ -86,11 +87,15 @@ def run(arguments: argparse.Namespace) -> int:
         _print_headers(arguments.op[1:])
         return 0
     arch = checked_arch(arguments.arch or _this_arch())
+    if late := [name for name in arguments.op if name in _COMMANDS]:
+        raise ConfigError(
+            f"{late[0]!r} must be the first word after `engine kernels`, its options behind it"
+        )
     if unknown := sorted(set(arguments.op) - set(op_names())):
         raise ConfigError(
             "op must be one of those that `engine kernels` lists, or follow a command "
-            f"(check, bench, profile, headers); got {unknown[0]!r}"
-            f"{did_you_mean(unknown[0], [*op_names(), 'check', 'bench', 'profile', 'headers'])}"
+            f"({', '.join(_COMMANDS)}); got {unknown[0]!r}"
+            f"{did_you_mean(unknown[0], [*op_names(), *_COMMANDS])}"
         )
     print(f"architecture {arch}")
     if arguments.op or arguments.all:
