@@ -223,5 +223,5 @@ def test_a_constant_that_cannot_stand_between_tags_is_refused(schema, is_fine):
     if is_fine:
         compiled(form, tokens_of("qwen3_coder", True))
         return
-    with pytest.raises(RequestError, match="no string of the enum .* can be written here"):
+    with pytest.raises(RequestError, match=r"no string of the enum .* can be written here"):
         compiled(form, tokens_of("qwen3_coder", True))
