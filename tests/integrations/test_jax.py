@@ -243,6 +243,37 @@ def test_vmap_over_the_first_the_last_and_all_arguments(case):
             assert_close(jax.tree.map(lambda y, n=n: y[n], found), op(*one), "float32")
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_vmap_over_no_element(case):
+    op = CASES[case][0]
+    first, *rest = arguments(case, "float32")
+    axes = (0, *(None for _ in rest))
+    found = jax.vmap(op, in_axes=axes)(first[None][:0], *rest)
+    for y, one in zip(jax.tree.leaves(found), jax.tree.leaves(op(first, *rest)), strict=True):
+        assert y.shape == (0, *one.shape) and y.dtype == one.dtype
+    stacked = [jnp.zeros((0, *a.shape)) for a in (first, *rest)]
+    gradients = jax.grad(
+        lambda *a: sum(y.sum() for y in jax.tree.leaves(jax.vmap(op)(*a))),
+        argnums=tuple(range(len(stacked))),
+    )(*stacked)
+    assert [g.shape for g in gradients] == [a.shape for a in stacked]
+
+
+@pytest.mark.parametrize("case", ["rmsnorm", "attention", "linear"])
+def test_gradients_with_jit_disabled(case):
+    """`jax.disable_jit` is for debugging: what is called inside is run as it is."""
+    op = CASES[case][0]
+    arrays = arguments(case, "float32")
+
+    def loss(*arrays):
+        return jnp.sum(op(*arrays) ** 2)
+
+    wanted = jax.grad(loss)(*arrays)
+    with jax.disable_jit():
+        assert_close(jax.jit(op)(*arrays), op(*arrays), "float32")
+        assert_close(jax.grad(loss)(*arrays), wanted, "float32")
+
+
 @pytest.mark.parametrize("case", ["rmsnorm", "attention_causal", "rope", "linear"])
 def test_gradient_of_each_element_of_a_batch(case):
     """vmap of grad, where each element has its own gradient of the shared arguments."""

@@ -79,6 +79,22 @@ def test_grad_and_vmap_in_any_order(function):
     _close(leaf.grad, want)
 
 
+# torch itself refuses the mean of an empty batch's losses, and products with it.
+@pytest.mark.parametrize("name", [n for n in FUNCTIONS if n != "cross_entropy"])
+def test_vmap_over_no_element(name):
+    function = FUNCTIONS[name]
+    one = function(_drawn(3, 8))
+    for axis in (0, 1, 2):
+        empty = torch.zeros(3, 8).unsqueeze(axis)[(slice(None),) * axis + (slice(0, 0),)]
+        got = torch.vmap(function, axis)(empty)
+        assert got.shape == (0, *one.shape) and got.dtype == one.dtype
+    assert torch.vmap(torch.vmap(function))(torch.zeros(2, 0, 3, 8)).shape == (2, 0, *one.shape)
+    leaf = torch.zeros(0, 3, 8, requires_grad=True)
+    if "losses" not in name and "linear" not in name:
+        torch.vmap(function)(leaf).sum().backward()
+        assert leaf.grad.shape == leaf.shape
+
+
 @EACH
 def test_a_batch_of_gradients(function):
     x = _drawn(3, 8, seed=1).requires_grad_()

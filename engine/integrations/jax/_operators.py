@@ -143,7 +143,15 @@ def _shapes(arrays: Sequence[Any], name: str, given: tuple[bool, ...], options: 
 
 _primitive = Primitive("engine")
 _primitive.multiple_results = True
-_primitive.def_impl(jax.jit(_primitive.bind, static_argnames=("name", "given", "options")))
+_compiled = jax.jit(_primitive.bind, static_argnames=("name", "given", "options"))
+
+
+def _run(*arrays: Any, **call: Any) -> Any:
+    with jax.disable_jit(False):  # else the compiled call would only bind the primitive again
+        return _compiled(*arrays, **call)
+
+
+_primitive.def_impl(_run)
 
 
 def _abstract(*arrays: Any, **call: Any) -> Any:
@@ -206,7 +214,7 @@ def _batch(
         a if dim is None else jnp.moveaxis(a, dim, 0) for a, dim in zip(arrays, dims, strict=True)
     ]
     size = next(a.shape[0] for a, dim in zip(fronted, dims, strict=True) if dim is not None)
-    if mapped <= set(operator.rows):
+    if mapped <= set(operator.rows) and size:  # merged with none, no axis would have its length
         rows = [
             _with_rows(a, size, i in mapped, operator.merges) if i in operator.rows else a
             for i, a in zip(index, fronted, strict=True)

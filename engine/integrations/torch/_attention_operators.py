@@ -216,9 +216,10 @@ def _vmap(name: str, rows: range, statistics: tuple[int, ...], sinks: int) -> An
         heads_first = _options_of(args).heads_first
         batch_axis = {i: 0 for i in rows} | {i: int(heads_first) for i in statistics}
         is_packed = args[sinks + 1] is not None
-        if is_packed or any(d is not None and i not in batch_axis for i, d in enumerate(in_dims)):
-            return looped(name)(info, in_dims, *args)
         size = info.batch_size
+        is_shared = all(d is None or i in batch_axis for i, d in enumerate(in_dims))
+        if is_packed or not is_shared or size == 0:  # no batch would leave no head to heads_first
+            return looped(name)(info, in_dims, *args)
         ready = list(args)
         for i, axis in batch_axis.items():
             if args[i] is not None:

@@ -77,23 +77,34 @@ def fold_rows(name: str, *rows: int) -> Function:
 
 
 def looped(name: str) -> Function:
-    """Return a vmap rule that runs the operator once per element of the mapped axis."""
+    """Return a vmap rule that runs the operator once per element of the mapped axis.
+
+    For an axis of no element it runs on zeros, since only a result has the shapes to return.
+    """
 
     def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
         operator = operator_of(name)
+        size = info.batch_size
         results = []
-        for index in range(info.batch_size):
+        for index in range(max(size, 1)):
             taken = (
-                a if dim is None else a.select(dim, index)
+                a if dim is None else (a if size else _one_zero(a, dim)).select(dim, index)
                 for a, dim in zip(args, in_dims, strict=True)
             )
             results.append(operator(*taken))
         if isinstance(results[0], tuple):
-            stacked = tuple(torch.stack(parts) for parts in zip(*results, strict=True))
+            stacked = tuple(torch.stack(parts)[:size] for parts in zip(*results, strict=True))
             return stacked, (0,) * len(stacked)
-        return torch.stack(results), 0
+        return torch.stack(results)[:size], 0
 
     return vmap
+
+
+def _one_zero(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    """Add an element of zeros to the empty axis `dim`; its gradient is empty."""
+    shape = list(tensor.shape)
+    shape[dim] = 1
+    return torch.cat((tensor, tensor.new_zeros(shape)), dim)
 
 
 def _leading(tensor: torch.Tensor, dim: int | None, size: int) -> torch.Tensor:
