@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType, SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -9,6 +12,7 @@ torch = pytest.importorskip("torch", reason="needs PyTorch")
 
 from engine import reference  # noqa: E402
 from engine.dtypes import BFLOAT16  # noqa: E402
+from engine.integrations import vllm as plugin  # noqa: E402
 from engine.integrations.torch._tensors import array_of, tensor_of  # noqa: E402
 from engine.integrations.vllm import _calls  # noqa: E402
 from engine.testing.tolerances import assert_close  # noqa: E402
@@ -96,3 +100,40 @@ def test_store(where):
         assert torch.equal(v[block, :, offset], new_v[row])
         before[block, :, offset] = cache[block, :, offset]
     assert torch.equal(before, cache)
+
+
+class _Custom(SimpleNamespace):
+    """Member CUSTOM of vLLM's registry of attention backends."""
+
+    def is_overridden(self):
+        return False
+
+
+def _stub_registry(monkeypatch, custom):
+    """Put a vLLM into `sys.modules` that holds its registry, and no layers."""
+    registered = []
+    name = "vllm.v1.attention.backends.registry"
+    registry = ModuleType(name)
+    registry.AttentionBackendEnum = SimpleNamespace(CUSTOM=custom)
+    registry.register_backend = lambda *backend: registered.append(backend)
+    parents = [name.rsplit(".", n)[0] for n in range(1, 5)]
+    for module in (registry, *(ModuleType(parent) for parent in parents)):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    return registered
+
+
+def test_a_vllm_without_our_layers_keeps_its_own(monkeypatch, caplog):
+    registered = _stub_registry(monkeypatch, _Custom())
+    monkeypatch.delitem(sys.modules, "engine.integrations.vllm.layers", raising=False)
+    monkeypatch.setenv("ENGINE_VLLM_LAYERS", "1")
+    plugin.register()
+    assert len(registered) == 1
+    assert "engine's kernels need vLLM 0.24 or 0.33; not registered: " in caplog.text
+
+
+def test_a_vllm_with_another_registry_keeps_its_attention(monkeypatch, caplog):
+    registered = _stub_registry(monkeypatch, object())
+    monkeypatch.setenv("ENGINE_VLLM_LAYERS", "1")
+    plugin.register()
+    assert registered == [] and len(caplog.records) == 1
+    assert "not registered: 'object' object has no attribute 'is_overridden'" in caplog.text

@@ -22,14 +22,21 @@ def register() -> None:
     """Tell vLLM about the attention backend and, if wanted, replace its layers.
 
     May run several times in a process. No backend is imported before it is chosen. vLLM does not
-    catch what a plugin raises: a version without the interface gets a warning, and so does a
-    process in which another plugin has registered `CUSTOM` before.
+    catch what a plugin raises: a version without the interface of attention or of layers gets a
+    warning, and keeps its own; so does a process in which another plugin has registered `CUSTOM`.
     """
-    try:
-        from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
-    except ImportError as error:
-        _log.warning("engine's kernels need vLLM 0.24 or 0.33; not registered: %s", error)
-        return
+    wants_layers = env.vllm_layers()
+    for function in (_register_backend, *([_register_layers] if wants_layers else [])):
+        try:
+            function()
+        except (ImportError, AttributeError) as error:
+            _log.warning("engine's kernels need vLLM 0.24 or 0.33; not registered: %s", error)
+            return
+
+
+def _register_backend() -> None:
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
     custom = AttentionBackendEnum.CUSTOM
     if custom.is_overridden() and custom.get_path() != _BACKEND:
         _log.warning(
@@ -38,8 +45,10 @@ def register() -> None:
         )
     else:
         register_backend(custom, _BACKEND)
-    if env.vllm_layers():
-        # imports torch and vLLM's layers
-        from engine.integrations.vllm.layers import register_layers
 
-        register_layers()
+
+def _register_layers() -> None:
+    # imports torch and vLLM's layers
+    from engine.integrations.vllm.layers import register_layers
+
+    register_layers()
