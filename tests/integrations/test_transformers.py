@@ -380,6 +380,17 @@ def test_what_the_kernels_do_not_compute_is_refused():
         ours.config.output_attentions = True
 
 
+def test_a_model_that_takes_the_mask_for_a_tensor_is_refused():
+    """As BigBird-Pegasus adds it to scores, and Doge reads its dtype."""
+    mask = integration.make_mask(1, 2, 2)
+    with pytest.raises(ContractError, match=r"attention mask: is no tensor, .*; choose another"):
+        torch.zeros(1, 1, 2, 2) + mask
+    with pytest.raises(ContractError, match=r"attention mask: is no tensor, .*; choose another"):
+        torch.where(mask, 0.0, 1.0)
+    with pytest.raises(AttributeError, match="it has no dtype; choose another attn_implement"):
+        _ = mask.dtype
+
+
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
 def test_experts(family):
     ids = _ids(2, 13)
@@ -422,6 +433,13 @@ def test_a_model_without_such_layers_is_told():
     pytest.importorskip("kernels", reason="the kernels library is not installed")
     with pytest.raises(ConfigError, match=r"wanted a layer of RMSNorm.*; Linear has none"):
         integration.kernelize(torch.nn.Linear(2, 2))
+
+
+def test_a_model_without_parameters():
+    pytest.importorskip("kernels", reason="the kernels library is not installed")
+    x = torch.randn(3, 4)
+    layer = integration.kernelize(transformers.activations.SiLUActivation())
+    _assert_close(layer(x), torch.nn.functional.silu(x))
 
 
 _WIDE = {

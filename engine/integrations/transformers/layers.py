@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +99,8 @@ def kernelize(model: torch.nn.Module) -> torch.nn.Module:
     if not any(named):
         wanted = ", ".join(LAYERS)
         raise ConfigError(f"model: wanted a layer of {wanted}; {type(model).__name__} has none")
-    device = next(model.parameters()).device.type
+    tensor = next(chain(model.parameters(), model.buffers()), None)
+    device = "cpu" if tensor is None else tensor.device.type
     with use_kernel_mapping(mapping):
         return kernelize(model, mode=Mode.TRAINING | Mode.TORCH_COMPILE, device=device)
 

@@ -126,6 +126,15 @@ class AttentionMask:
                 return replace(self, runs=runs)
         raise ContractError(f"attention mask: has no part {index!r}; {_REMEDY}")
 
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"attention mask: is no tensor, it has no {name}; {_REMEDY}")
+
+    @classmethod
+    def __torch_function__(cls, function: Any, *_: Any) -> Any:
+        """Refuse what a model computes with the mask, such as its sum with scores."""
+        name = getattr(function, "__name__", str(function))
+        raise ContractError(f"attention mask: is no tensor, {name} cannot take it; {_REMEDY}")
+
 
 @dataclass(frozen=True)
 class _Problem:
