@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 from torch.library import opcheck  # noqa: E402
 
 from engine import reference  # noqa: E402
-from engine.errors import ContractError  # noqa: E402
+from engine.errors import ContractError, DTypeError, ShapeError  # noqa: E402
 from engine.integrations import torch as ops  # noqa: E402
 from engine.integrations.torch.linear_cross_entropy import default_chunk_rows  # noqa: E402
 
@@ -308,6 +308,12 @@ def test_module_parameters_train(where):
 
 def test_wrong_arguments():
     x, weight, _, target = _problem()
+    scalar = torch.tensor(1.0)
+    for run in (ops.cross_entropy, partial(ops.linear_cross_entropy, weight=torch.ones(2, 3))):
+        with pytest.raises(ShapeError, match=r"must be of at least one axis; got \(\)"):
+            run(scalar, target=torch.tensor(0))
+        with pytest.raises(DTypeError, match=r"y: target: must be int64 or int32; got float32"):
+            run(torch.ones(0, 3), target=torch.ones(0))
     with pytest.raises(ContractError, match=r"reduction: must be one of .*; got 'max'"):
         ops.linear_cross_entropy(x, weight, target, reduction="max")
     with pytest.raises(ContractError, match=r"weight: must be torch.float64, as x is; got torch.f"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -9,7 +11,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 from torch.library import opcheck  # noqa: E402
 
 from engine import kernels  # noqa: E402
-from engine.errors import ContractError  # noqa: E402
+from engine.errors import ContractError, ShapeError  # noqa: E402
 from engine.integrations import torch as ops  # noqa: E402
 
 OPTIONS = [
@@ -248,3 +250,25 @@ def test_another_activation_is_an_error(where):
     x, gate_up, down, weights = values
     with pytest.raises(ContractError, match="activation: must be 'swiglu'; got 'gelu'"):
         ops.moe_experts(x, gate_up, down, ids, weights, activation="gelu")
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("down", (3, 6, 4)),  # not N columns of the result
+        ("gate_up", (2, 8, 8)),
+        ("gate_up", (3, 6, 8)),
+        ("topk_ids", (4, 2)),
+        ("topk_weights", (5, 1)),
+    ],
+)
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_an_argument_of_another_shape_is_named(name, shape, needs_grad):
+    shapes = {"x": (5, 8), "gate_up": (3, 8, 8), "down": (3, 8, 4)}
+    shapes |= {"topk_ids": (5, 2), "topk_weights": (5, 2), name: shape}
+    arguments = {key: torch.zeros(sizes) for key, sizes in shapes.items()}
+    arguments["x"].requires_grad_(needs_grad)
+    arguments["topk_ids"] = arguments["topk_ids"].int()
+    wanted = rf"moe_experts: {name}: must have shape .*; got {re.escape(str(shape))}"
+    with pytest.raises(ShapeError, match=wanted):
+        ops.moe_experts(**arguments)

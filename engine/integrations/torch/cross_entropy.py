@@ -9,7 +9,7 @@ import torch
 from engine import kernels
 from engine.errors import ContractError, ShapeError
 from engine.integrations.torch._core import define
-from engine.integrations.torch._tensors import accumulation_dtype
+from engine.integrations.torch._tensors import accumulation_dtype, check_integers
 
 __all__ = ["LossOptions", "check_reduction", "check_target", "cross_entropy", "reduced"]
 
@@ -45,7 +45,11 @@ def check_reduction(name: str, reduction: str) -> None:
 
 
 def check_target(name: str, target: torch.Tensor, rows: torch.Tensor) -> None:
-    """Raise a ShapeError unless `target` has one element per row of `rows` (..., N)."""
+    """Raise an error unless `target` has one integer per row of `rows` (..., N)."""
+    check_integers(name, "target", target)
+    if rows.dim() == 0:
+        x = "logits" if name == "cross_entropy" else "x"
+        raise ShapeError(f"{name}: {x}: must be of at least one axis; got ()")
     if target.shape != rows.shape[:-1]:
         wanted = tuple(rows.shape[:-1])
         raise ShapeError(f"{name}: target: must have shape {wanted}; got {tuple(target.shape)}")

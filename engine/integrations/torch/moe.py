@@ -19,10 +19,12 @@ from typing import Any
 import torch
 
 from engine import kernels
+from engine.dtypes import accumulation_dtype as accumulation_of
 from engine.errors import ContractError, DTypeError
 from engine.integrations.torch._core import define, to_autocast_dtype
 from engine.integrations.torch._tensors import accumulation_dtype
 from engine.kernels import Routing
+from engine.kernels._contract import INT32, INT64, MIRROR_FLOATS, Contract
 
 __all__ = ["moe_experts", "moe_route"]
 
@@ -141,8 +143,19 @@ def moe_route(
 # ---- experts ---------------------------------------------------------------------------------
 
 
+def _check_experts(x: Any, gate_up: Any, down: Any, ids: Any, weights: Any) -> None:
+    """Check sizes that the kernels see one product at a time, by the names of the caller."""
+    call = Contract("moe_experts")
+    call.array("x", x, "T N", MIRROR_FLOATS, layout="any")
+    call.array("down", down, "E N F", x.dtype, layout="any")
+    call.array("gate_up", gate_up, f"E {2 * call['F']} N", x.dtype, layout="any")
+    call.array("topk_ids", ids, "T k", (INT32, INT64), layout="any")
+    call.array("topk_weights", weights, "T k", accumulation_of(x.dtype), layout="any")
+
+
 def _experts(x: Any, gate_up: Any, down: Any, ids: Any, weights: Any) -> Any:
     """Compute the layer with the activation fused into the first product."""
+    _check_experts(x, gate_up, down, ids, weights)
     routing = kernels.moe_sort(ids, weights, num_experts=gate_up.shape[0])
     rows = kernels.moe_gemm(x, gate_up, routing, activation="swiglu")
     return kernels.moe_gemm_combine(rows, down, routing, pdl=True)
@@ -150,6 +163,7 @@ def _experts(x: Any, gate_up: Any, down: Any, ids: Any, weights: Any) -> Any:
 
 def _kept_experts(x: Any, gate_up: Any, down: Any, ids: Any, weights: Any) -> tuple[Any, ...]:
     """Return the result of the layer and, for its backward pass, h and the routing."""
+    _check_experts(x, gate_up, down, ids, weights)
     routing = kernels.moe_sort(ids, weights, num_experts=gate_up.shape[0])
     h = kernels.moe_gemm(x, gate_up, routing)
     out = kernels.moe_gemm_combine(kernels.swiglu(h), down, routing, pdl=True)
