@@ -21,6 +21,7 @@ __all__ = [
     "SCORES",
     "WIDTHS",
     "Routing",
+    "checked_groups",
     "checked_offsets",
     "checked_options",
     "checked_order",
@@ -268,7 +269,7 @@ def checked_options(
         correction = call.array("correction", correction, chosen, FLOAT32)
     if expert_scale is not None:
         expert_scale = call.array("expert_scale", expert_scale, chosen, FLOAT32)
-    num_groups, top_groups = _checked_groups(
+    num_groups, top_groups = checked_groups(
         call, num_experts, top_k, num_groups, top_groups, has_correction=correction is not None
     )
     call.number("scale", scale)
@@ -300,7 +301,7 @@ def _check_mixed(call: Contract, options: dict[str, Any]) -> None:
     call.check("renormalize", not options["renormalize"], "False with sparsemixer", True)
 
 
-def _checked_groups(
+def checked_groups(
     call: Contract,
     num_experts: int,
     top_k: int,

@@ -686,10 +686,29 @@ BAD_CALLS = {
     "k_pages: .* size .*|block_size: must be one of": lambda: ops.attention_paged(
         *(X.reshape(2, 1, 1, 8), X.reshape(1, 1, 2, 8), X.reshape(1, 1, 2, 8)), START[:1], START[:1]
     ),
+    "num_groups: must be a divisor of the 8 experts; got 3": lambda: ops.moe_route(
+        X, 2, num_groups=3
+    ),
+    "top_groups: must be groups with 3 experts together; got 1": lambda: ops.moe_route(
+        X, 3, num_groups=4
+    ),
+    "logits: must be of at least one class; got .2, 0": lambda: ops.cross_entropy(X[:, :0], IDS[0]),
+    "ignore_index: must be an int32; got 1.0": lambda: ops.cross_entropy(
+        X, IDS[0], ignore_index=1.0
+    ),
+    "ignore_index: must be an int32; got 1099511627776": lambda: ops.linear_cross_entropy(
+        X, X, IDS[0], ignore_index=2**40
+    ),
     "positions: must be .*; got .3,": lambda: ops.rope(
         X.reshape(2, 1, 8), X.reshape(2, 1, 8), COS_SIN, np.arange(3)
     ),
 }
+
+
+def test_numpys_numbers_are_numbers():
+    """As a configuration's may be."""
+    found = ops.moe_route(X, np.int64(2), num_groups=np.int64(2), top_groups=np.int64(1))
+    assert_close(found, ops.moe_route(X, 2, num_groups=2, top_groups=1), "float32")
 
 
 @pytest.mark.parametrize("message", BAD_CALLS)

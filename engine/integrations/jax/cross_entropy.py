@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from functools import partial
 from typing import Any
 
@@ -94,6 +93,7 @@ def cross_entropy(
     """
     call = TraceContract("cross_entropy")
     logits = call.array("logits", logits, "* V", MIRROR_FLOATS)
+    call.check("logits", logits.shape[-1] > 0, "of at least one class", logits.shape)
     shape = logits.shape[:-1]
     target = call.integers("target", target, " ".join(map(str, shape)))
     options = checked_options(call, reduction, ignore_index, softcap, z_loss, label_smoothing)
@@ -115,8 +115,9 @@ def checked_options(
 ) -> tuple[tuple[str, Any], ...]:
     """Check the arguments and return the options of `kernels.cross_entropy`."""
     call.check("reduction", reduction in _REDUCTIONS, f"one of {_REDUCTIONS}", reduction)
+    low, high = -(2**31), 2**31 - 1  # targets are int32
     return (
-        ("ignore_index", operator.index(ignore_index)),
+        ("ignore_index", call.integer("ignore_index", ignore_index, low, high, "an int32")),
         ("softcap", call.number("softcap", softcap, low=0.0)),
         ("z_loss", call.number("z_loss", z_loss, low=0.0)),
         ("label_smoothing", call.number("label_smoothing", label_smoothing, low=0.0, high=1.0)),

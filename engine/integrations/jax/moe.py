@@ -17,8 +17,8 @@ from engine.integrations.jax._contract import TraceContract
 from engine.integrations.jax._gradients import accumulation_dtype
 from engine.integrations.jax._operators import Shapes, Struct, define, like, varying_alike
 from engine.kernels import Routing
-from engine.kernels._attention import check_count
 from engine.kernels._contract import INT32, MIRROR_FLOATS
+from engine.kernels.moe_route import checked_groups
 
 __all__ = ["moe_experts", "moe_route"]
 
@@ -106,16 +106,20 @@ def moe_route(
     logits = call.array("logits", logits, "T E", MIRROR_FLOATS)
     logits = logits.astype(accumulation_dtype(logits))
     num_experts = call["E"]
-    fits = isinstance(top_k, int) and 0 < top_k <= min(16, num_experts)
-    call.check("top_k", fits, f"from 1 to 16 and at most E = {num_experts}", top_k)
+    wanted = f"from 1 to 16 and at most E = {num_experts}"
+    top_k = call.integer("top_k", top_k, 1, min(16, num_experts), wanted)
     call.check("score", score in ("softmax", "sigmoid"), "'softmax' or 'sigmoid'", score)
     if correction is not None:
         correction = call.array("correction", correction, "E", MIRROR_FLOATS).astype(logits.dtype)
+    has_correction = correction is not None
+    num_groups, top_groups = checked_groups(
+        call, num_experts, top_k, num_groups, top_groups, has_correction=has_correction
+    )
     options = {
         "top_k": top_k,
         "score": score,
-        "num_groups": check_count(call, "num_groups", num_groups),
-        "top_groups": check_count(call, "top_groups", top_groups),
+        "num_groups": num_groups,
+        "top_groups": top_groups,
         "renormalize": bool(renormalize),
         "scale": call.number("scale", scale),
     }
