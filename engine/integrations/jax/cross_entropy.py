@@ -115,9 +115,9 @@ def checked_options(
 ) -> tuple[tuple[str, Any], ...]:
     """Check the arguments and return the options of `kernels.cross_entropy`."""
     call.check("reduction", reduction in _REDUCTIONS, f"one of {_REDUCTIONS}", reduction)
-    low, high = -(2**31), 2**31 - 1  # targets are int32
+    ignored = call.integer("ignore_index", ignore_index, -(2**31), 2**31 - 1, "an int32")
     return (
-        ("ignore_index", call.integer("ignore_index", ignore_index, low, high, "an int32")),
+        ("ignore_index", ignored),
         ("softcap", call.number("softcap", softcap, low=0.0)),
         ("z_loss", call.number("z_loss", z_loss, low=0.0)),
         ("label_smoothing", call.number("label_smoothing", label_smoothing, low=0.0, high=1.0)),
