@@ -27,7 +27,7 @@
 
 constexpr int kMaxRanks = 8;
 constexpr int kBuffers = 3;
-constexpr uint32_t kCalls = ~0u;  // the index of the next call restarts here
+constexpr uint32_t kCalls = 3u << 30;  // the index of the next call restarts here
 static_assert(kCalls % kBuffers == 0, "the buffers take turns across a restart, too");
 constexpr uint32_t kEmpty = 0x80000000u;  // -0 in float, (+0, -0) in 16-bit types; sent as +0
 constexpr uint32_t kNan = 0x7fff7fffu;    // a NaN in every dtype
@@ -142,12 +142,12 @@ class PeerCall {
     if (atomicAdd(&group_->num_arrived, 1u) != gridDim.x - 1) return;
     group_->num_arrived = 0;
     group_->num_used = num_used;
-    group_->call = (call_ + 1) % kCalls;
+    group_->call = call_ + 1 == kCalls ? 0 : call_ + 1;
   }
 
   // Empties the buffer from which the preceding call read.
   __device__ __forceinline__ void empty_previous() const {
-    Words* buffer = own_ + ((call_ % kBuffers + 2) % kBuffers) * capacity_;
+    Words* buffer = own_ + ((call_ + 2) % kBuffers) * capacity_;
     const uint32_t step = gridDim.x * blockDim.x;
     for (uint32_t i = blockIdx.x * blockDim.x + threadIdx.x; i < num_used_; i += step)
       store_peer_words(buffer + i, empty());

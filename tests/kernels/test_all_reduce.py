@@ -119,13 +119,13 @@ def test_calls_of_changing_sizes_in_replayed_graphs(cp):
 
 
 @pytest.mark.gpu
-def test_the_index_of_calls_overflows(cp):
-    """A server reaches 2^32 calls within days. Each call must find its buffer empty."""
+def test_the_index_of_calls_restarts(cp):
+    """After 3 * 2^30 calls, which take days. Each call must find its buffer empty."""
     ranks = Ranks(2)
     place = _GROUP.fields["call"][1]
     for rank in range(2):
         with ranks.on(rank) as memory:
-            memory.group[place : place + 4].view(np.uint32).fill(2**32 - 4)
+            memory.group[place : place + 4].view(np.uint32).fill(3 * 2**30 - 4)
     ranks.synchronize()
     for i in range(8):
         parts = _parts((4096,), "bfloat16", 2, seed=i)
