@@ -124,7 +124,6 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         **_AGENT, "max_tokens": 1, "stop_sequences": ["x"], "stream": False, "temperature": 0.0,
         "top_k": 1, "top_p": 1.0, "metadata": {"user_id": "u"}, "service_tier": "auto",
     },
-    "/v1/responses/input_tokens": {"input": "Hi", "model": "m"},
     "/v1/messages/count_tokens": _AGENT,
     "/v1/embeddings": {
         "input": ["a"], "model": "m", "encoding_format": "float", "dimensions": 32, "user": "u",
@@ -151,6 +150,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     },
     "/detokenize": {"tokens": [1, 2], "model": "m", "skip_special_tokens": True},
 }  # fmt: skip
+EXAMPLES["/v1/responses/input_tokens"] = EXAMPLES["/v1/responses"]
 
 
 def fillings(size: int) -> dict[str, bytes]:

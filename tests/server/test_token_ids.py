@@ -75,8 +75,9 @@ def test_a_conversation_returns_its_ids(http, smollm2):
 def test_streamed_ids_are_those_of_the_whole_answer(http, options):
     """Whatever holds text back: several answers, a stop string, log-probabilities."""
     given = {"messages": QUESTION, "seed": 3, "n": 2, "max_tokens": 20, "return_token_ids": True}
-    given |= {"stream_options": {"include_usage": True, "continuous_usage_stats": True}, **options}
+    given |= options
     want = post(http, "/v1/chat/completions", **given)
+    given["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
     ids = {0: [], 1: []}
     for frame in frames(http, "/v1/chat/completions", **given):
         for choice in frame["choices"]:
