@@ -51,9 +51,9 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   int* table = p.tables + row * p.width;
   const int start = p.new_starts[b], first = p.cu_new_blocks[b];
   const int last = max(0, min(p.cu_new_blocks[b + 1], p.num_new));
-  // Differences of numbers from 0 on: no value that the arrays may hold overflows.
-  const int num_new = start < 0 || first < 0 ? 0 : min(last - first, p.width - start);
-  for (int i = threadIdx.x; i < num_new; i += kThreads) table[start + i] = p.new_blocks[first + i];
+  // No operand is negative, so no difference overflows, whatever the arrays hold.
+  const int num_own = start < 0 || first < 0 ? 0 : min(last - first, p.width - start);
+  for (int i = threadIdx.x; i < num_own; i += kThreads) table[start + i] = p.new_blocks[first + i];
   // SAFETY: the reads below see what other threads wrote above.
   __syncthreads();
   int count = 0;  // number of blocks up to the last position

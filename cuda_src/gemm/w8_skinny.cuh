@@ -255,8 +255,8 @@ __device__ __forceinline__ void w8_skinny(const W8Params& params) {
     for (int i = 0; i < kStages - 1; ++i) loader.load();
     load_scales(b.tile, b.k_begin);
   };
-  // While the preceding kernel may still run, only weights can be loaded. Otherwise x is loaded
-  // first: if queued behind the weights it would wait for all of them.
+  // While the preceding kernel may still run, only weights and their scales can be loaded.
+  // Otherwise x is loaded first: if queued behind the weights it would wait for all of them.
   if (params.uses_pdl != 0) start();
   {
     W8Rows<Product, kBlocks> rows(params, b, x_scales, smem_reduce);

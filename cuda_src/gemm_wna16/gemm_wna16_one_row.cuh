@@ -1,9 +1,9 @@
 // Multiplies a stage by one row of x whose groups are the columns of mma.sync's operand B.
 //
-// Column c of B is x of group c (of eight), so a group's product is column c of the accumulators,
-// which lanes 4 g + c / 2 hold: each lane scales two groups of its rows, and the lanes' sums are
-// added at the end. With x in all columns (weight_product.cuh) every lane scales every group, which
-// takes more instructions than the products if groups are short.
+// Column c of B is x of group c (of eight), so a group's product is column c of the accumulators.
+// Lanes 4 g + c / 2 hold it: each lane scales two groups of its rows, and the lanes' sums are added
+// at the end. With x in all columns (weight_product.cuh) every lane scales every group, which takes
+// more instructions than the products if groups are short.
 #pragma once
 
 #include "common/mma.cuh"
@@ -14,11 +14,11 @@
 
 template <typename Shape>
 struct OneRowProduct {
-  static constexpr int kSteps = kGroup / 16;            // steps of 16 columns a group
-  static constexpr int kRounds = kGroup == 16 ? 2 : 1;  // of eight groups a stage
+  static constexpr int kSteps = kGroup / 16;            // steps of 16 columns in a group
+  static constexpr int kRounds = kGroup == 16 ? 2 : 1;  // rounds of eight groups in a stage
   static constexpr int kRoundTiles = kStageTiles / kRounds;
 
-  float total[2];  // of this lane's groups; rows g and g + 8
+  float total[2];  // sums over this lane's groups: rows g and g + 8
 
   // Byte offset in x of the address that a lane passes to ldmatrix: matrix 2 i + j holds half j of
   // step i % kSteps of round i / kSteps, a row per group.
@@ -78,7 +78,7 @@ struct OneRowProduct {
   __device__ __forceinline__ static void step(const TileWords& words, int round, int tile, int t,
                                               const uint32_t (&x)[4], float (&acc)[4],
                                               float (&own)[2][2]) {
-    const int index = tile * 4 + s;  // of the round's steps
+    const int index = tile * 4 + s;  // step within the round
     const int i = round + index % kSteps, group = index / kSteps;
     if (index % kSteps == 0) acc[0] = acc[1] = acc[2] = acc[3] = 0.0f;
     uint32_t a[4];

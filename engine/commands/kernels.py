@@ -26,7 +26,7 @@ from engine.kernels._module import (
 __all__ = ["add_arguments", "run"]
 
 _DEFAULT_ARCH = "sm_90a"
-_COMMANDS = ("check", "bench", "profile", "headers")  # of `engine kernels COMMAND`
+_COMMANDS = ("check", "bench", "profile", "headers")  # COMMAND of `engine kernels`
 _ROW = "{:23} {:9} {:9} {:42} {:>9} {:>7} {:>6}  {:8}  {}"
 _SHORT = "{:23} {:16} {:>8} {:>8} {:>10} {:>8}"
 
@@ -107,7 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _print_headers(names: Sequence[str]) -> None:
     known = kernels.headers()
-    # As the list prints them, and as a source includes them, too: common/mma.cuh.
+    # Both forms are accepted: mma, as listed, and common/mma.cuh, as sources include it.
     names = [name.removeprefix("common/").removesuffix(".cuh") for name in names]
     if unknown := sorted(set(names) - set(known)):
         hint = did_you_mean(unknown[0], known)

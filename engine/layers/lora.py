@@ -278,7 +278,7 @@ class AdaptedProduct:
         """
         found = self._tokens.of(self.kind, x.shape[0])
         if found is None and activation == "swiglu" and options.get("deterministic"):
-            # Fused, it would read sums, not the rounded product that it reads beside adapters.
+            # Beside adapters SwiGLU reads the rounded product; fused, it would read unrounded sums.
             return kernels.swiglu(self._base.plain(x, weight, **options), out=out)
         if found is None:
             return self._base.plain(x, weight, activation=activation, out=out, **options)

@@ -165,7 +165,7 @@ class DecodeGraphs:
         self._forwards: dict[tuple[Overrides, GraphKey], _Graph] = {}
         self._uncaptured: set[Overrides] = set()  # a step with these cannot be captured
         self._pool: Any = None  # pool of the memory allocated during capture
-        self._memory: list[Any] = []  # what the pool has allocated, kept until `close`
+        self._memory: list[Any] = []  # memory of the pool, kept until `close`
         self._stream: Any = None
 
     @property

@@ -453,8 +453,8 @@ class _Answer:
         self._reasoning = request.reasoning_parser() if request.reasoning_parser else None
         self._arguments = SurrogateGate()
         self._one_call = request.one_call
-        # With one_call: the index of the call that is kept, since damaged calls before it are text,
-        # and the events of a later call until its end.
+        # With one_call, one call is kept: not always the first, as damaged ones before it become
+        # text. A later call's events are held until it ends.
         self._kept_index = 0
         self._later: list[Event] = []
         self.has_calls = False

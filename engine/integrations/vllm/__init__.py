@@ -48,7 +48,7 @@ def _register_backend() -> None:
 
 
 def _register_layers() -> None:
-    # imports torch and vLLM's layers
+    # Imported lazily: it imports torch and vLLM's layers.
     from engine.integrations.vllm.layers import register_layers
 
     register_layers()

@@ -11,8 +11,8 @@ _LOW = r"\\u[dD][c-fC-F][0-9a-fA-F]{2}"
 _PART = r"\\(?:u[0-9a-fA-F]{0,3})?"  # the beginning of an escape
 # What is kept is the first group: a pair, or an escape of one letter. Half of a pair has no group.
 _ESCAPE = re.compile(rf"({_HIGH}{_LOW}|\\[^u])|{_HIGH}|{_LOW}", re.DOTALL)
-# An escape at the end that later text may go on with. An even number of backslashes in front of it
-# are escapes of backslashes.
+# An escape at the end of the text, which later text may complete. An even number of backslashes in
+# front of it are escapes of backslashes.
 _UNDECIDED = re.compile(rf"(?<!\\)(?:\\\\)*({_HIGH}(?:{_PART})?|{_PART})\Z")
 _REPLACEMENT = r"\ufffd"
 
