@@ -17,7 +17,8 @@ constexpr int kStageHigh = kStageTiles * kHighBytes;
 constexpr int kStageScales = kStageGroups * kScaleTileBytes;
 constexpr int kHighAt = kStageData, kScalesAt = kHighAt + kStageHigh;
 constexpr int kSupersAt = kScalesAt + kStageScales;
-constexpr int kStageBytes = kSupersAt + kStageSupers * kSuperTileBytes;
+// Whole lines of shared memory: 32 lanes' copies then write to four of them, not to five.
+constexpr int kStageBytes = (kSupersAt + kStageSupers * kSuperTileBytes + 127) / 128 * 128;
 static_assert(kStageData == 2048, "four copies of a warp");
 
 // Copies a warp's stages one after another. Past the end of k it writes zero codes and zero scales.

@@ -24,7 +24,7 @@ from engine.kernels._module import ModuleSpec, load_module
 from engine.kernels._params import ParamStruct
 from engine.kernels._prepared_launch import PreparedLaunch, max_active_clusters
 
-__all__ = ["KERNELS", "Kernel", "ceil_div"]
+__all__ = ["KERNELS", "Kernel", "ceil_div", "round_up"]
 
 _PORTABLE_CLUSTER = 8  # maximum blocks per cluster on every GPU with clusters
 _NON_PORTABLE_CLUSTER_SIZE = 14  # CUfunction_attribute: more of them are allowed
@@ -201,3 +201,14 @@ def ceil_div(a: int, b: int) -> int:
     3
     """
     return -(-a // b)
+
+
+def round_up(size: int, multiple: int) -> int:
+    """Return the smallest multiple of `multiple` that is at least `size`.
+
+    Examples
+    --------
+    >>> round_up(2112, 128)
+    2176
+    """
+    return ceil_div(size, multiple) * multiple

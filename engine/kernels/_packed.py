@@ -9,12 +9,13 @@ import numpy as np
 from engine.dtypes import BFLOAT16, dtype_name
 from engine.errors import DTypeError, ShapeError
 from engine.kernels._contract import INT32, Contract
+from engine.kernels._launch import round_up
 from engine.kernels._module import ModuleSpec
 from engine.weights import FORMATS, Format, Weight
 from engine.weights.formats import TILE_COLUMNS, TILE_ROWS
 
 __all__ = ["SAMPLE", "check_planes", "check_weight", "format_spec", "format_specs", "planes"]
-__all__ += ["scale_dtype"]
+__all__ += ["scale_dtype", "stage_bytes", "stage_tiles"]
 
 _OFFSETS = ("", "zero", "min")
 _SCALE_TYPES = {"float16": 0, "bfloat16": 1}
@@ -54,6 +55,22 @@ def format_specs(file: str, dtype: str, formats: tuple[str, ...] = ()) -> tuple[
         for scales in ("float16", "bfloat16") if has_floats else ("float16",):
             specs.append(format_spec(file, dtype, form, scales))
     return tuple(dict.fromkeys(specs))
+
+
+def stage_tiles(form: Format) -> int:
+    """Return the number of 64-column tiles per stage (see common/weight_stage.cuh)."""
+    return 2 if form.bits == 8 else 4
+
+
+def stage_bytes(form: Format) -> int:
+    """Return the bytes per stage: codes, scales and super-scales, in whole lines of 128."""
+    columns = stage_tiles(form) * TILE_COLUMNS
+    codes = TILE_ROWS * columns * form.bits // 8
+    size = 1 if form.super_block or form.code == "e2m1" else 2
+    last = 2 if form.offset else 1
+    scales = columns // form.group * TILE_ROWS * size * last
+    supers = TILE_ROWS * 2 * last if form.super_block else 0
+    return round_up(codes + scales + supers, 128)
 
 
 def check_weight(call: Contract, weight: Any, *, is_packed: bool = True) -> Weight:

@@ -10,7 +10,7 @@ import numpy as np
 from engine import reference
 from engine.kernels._chip import sm_count
 from engine.kernels._contract import FLOAT32, INT32, INT64, Contract
-from engine.kernels._launch import Kernel, ceil_div
+from engine.kernels._launch import Kernel, ceil_div, round_up
 from engine.kernels._module import ModuleSpec
 from engine.reference.sample import SampleResult
 
@@ -305,7 +305,7 @@ def _processing(call: Contract, args: dict[str, Any]) -> dict[str, Any]:
     params["num_bias"] = call["M"] if args["cu_logit_bias"] is not None else 0
     params["num_allowed"] = 0 if args["allowed"] is None else args["allowed"].shape[0]
     params["processed"] = params["is_processed"] = None
-    params["processed_stride"] = ceil_div(call["V"], 4) * 4
+    params["processed_stride"] = round_up(call["V"], 4)
     if any(args[name] is not None for name in ("history", "cu_logit_bias", "allowed")):
         params["processed"] = call.xp.empty((call["B"], params["processed_stride"]), FLOAT32)
         params["is_processed"] = call.xp.empty(call["B"], INT32)

@@ -8,6 +8,7 @@ import pytest
 from engine import kernels, reference
 from engine.device import to_numpy
 from engine.errors import ContractError, DTypeError, ShapeError
+from engine.kernels._packed import stage_tiles
 from engine.kernels.gemm_wna16 import few_rows, sm90
 from engine.testing import cases
 from engine.testing.cases_gemm import MODEL_LAYERS
@@ -200,7 +201,7 @@ def test_the_choice_covers_the_problem(name, m):
             m, n, k, form, 132, 227 << 10, max_cluster=4, is_gated=gated
         )
         assert config is not None and config.tokens >= m
-        columns = few_rows.stage_tiles(form) * 64
+        columns = stage_tiles(form) * 64
         assert config.cluster * config.parts * config.part_stages * columns >= k
         assert config.parts * config.row_tiles <= (12 if m > 8 else 16)
         assert config.clusters * config.cluster <= 132 and config.shared_bytes <= 220 << 10

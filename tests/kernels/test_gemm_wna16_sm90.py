@@ -13,7 +13,7 @@ from engine.device import to_numpy
 from engine.dtypes import dtype_name, np_dtype
 from engine.kernels import _module
 from engine.kernels._chip import HOPPER, sm_count
-from engine.kernels._packed import SAMPLE
+from engine.kernels._packed import SAMPLE, stage_tiles
 from engine.kernels.gemm.operands import Operands
 from engine.kernels.gemm_wna16 import few_rows, portable, sm90
 from engine.kernels.gemm_wna16.few_rows import few_rows_config
@@ -276,7 +276,7 @@ def test_parts_of_few_rows_are_those_of_tiles(name):
     for k in (64, 1000, 3072, 4232, 9728, 14336):
         parts, slabs = num_parts(k), -(-k // 64)
         bounds = sm90.part_bounds(slabs, parts)
-        tiles = few_rows.stage_tiles(form)
+        tiles = stage_tiles(form)
         assert slabs <= bounds[-1] <= slabs + 1
         config = few_rows_config(1, 512, k, form, 132, parts, 2, rounds_weights=True)
         for begin, end in itertools.pairwise(bounds):

@@ -15,7 +15,14 @@ from engine.kernels._chip import HOPPER, RESERVED_BYTES, limits, sm_count
 from engine.kernels._contract import FLOAT32
 from engine.kernels._launch import Kernel, ceil_div
 from engine.kernels._module import ModuleSpec
-from engine.kernels._packed import format_spec, format_specs, planes, scale_dtype
+from engine.kernels._packed import (
+    format_spec,
+    format_specs,
+    planes,
+    scale_dtype,
+    stage_bytes,
+    stage_tiles,
+)
 from engine.kernels.gemm.operands import SWIGLU, Norm, Operands, activation_number, row_stride
 from engine.kernels.gemm_wna16.sm90 import num_parts, part_bounds
 from engine.weights import Format
@@ -86,21 +93,6 @@ class FewRowsConfig:
     early_stages: int
     shared_bytes: int
     rounds_weights: bool = False
-
-
-def stage_tiles(form: Format) -> int:
-    """Return the number of 64-column tiles per stage (see gemm_wna16_few_rows_block.cuh)."""
-    return 2 if form.bits == 8 else 4
-
-
-def stage_bytes(form: Format) -> int:
-    """Return the bytes per stage: codes, scales and super-scales."""
-    columns = stage_tiles(form) * TILE_COLUMNS
-    codes = TILE_ROWS * columns * form.bits // 8
-    size = 1 if form.super_block or form.code == "e2m1" else 2
-    last = 2 if form.offset else 1
-    scales = columns // form.group * TILE_ROWS * size * last
-    return codes + scales + (TILE_ROWS * 2 * last if form.super_block else 0)
 
 
 @cache

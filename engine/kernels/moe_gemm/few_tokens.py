@@ -11,8 +11,10 @@ from functools import cache
 
 from engine.dtypes import dtype_name
 from engine.kernels._chip import HOPPER, HOPPER_DTYPES, limits, sm_count
-from engine.kernels._launch import Kernel, ceil_div
+from engine.kernels._launch import Kernel, ceil_div, round_up
 from engine.kernels._module import ModuleSpec
+from engine.kernels._packed import stage_bytes as packed_bytes
+from engine.kernels._packed import stage_tiles
 from engine.kernels.moe_gemm.formats import base_of, bases, kind, weight_arrays
 from engine.kernels.moe_gemm.operands import MoeOperands, Summed
 from engine.weights import FORMATS, Format
@@ -100,20 +102,12 @@ class FewTokensConfig:
 
 def stage_columns(form: Format) -> int:
     """Return the columns of the weight per stage."""
-    if not form.is_packed:
-        return _ROW_BYTES
-    return (2 if form.bits == 8 else 4) * TILE_COLUMNS
+    return stage_tiles(form) * TILE_COLUMNS if form.is_packed else _ROW_BYTES
 
 
 def weight_bytes(form: Format) -> int:
     """Return the bytes per stage: codes and scales."""
-    if not form.is_packed:
-        return TILE_ROWS * (_ROW_BYTES + 4)
-    last = 2 if form.offset else 1
-    size = 1 if form.super_block or form.code == "e2m1" else 2
-    scales = stage_columns(form) // form.group * TILE_ROWS * size * last
-    supers = TILE_ROWS * 2 * last if form.super_block else 0
-    return TILE_ROWS * stage_columns(form) * form.bits // 8 + scales + supers
+    return packed_bytes(form) if form.is_packed else round_up(TILE_ROWS * (_ROW_BYTES + 4), 128)
 
 
 def stage_bytes(tokens: int, form: Format) -> int:
@@ -237,7 +231,7 @@ def _estimate(
     factor = _PACKED_FACTOR if form.is_packed else 1.0
     if config.parts == 1 and not form.is_packed:
         factor = _UNDIVIDED_FACTOR
-    schedulers_full = ceil_div(warps, 4) * 4
+    schedulers_full = round_up(warps, 4)
     memory = warps * weight_bytes(form) / _BYTES_PER_NS
     work = max(memory, schedulers_full * _WARP_NS * factor)
     stage: float = (work**3 + (_STAGE_NS * factor) ** 3) ** (1 / 3)

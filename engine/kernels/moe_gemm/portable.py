@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from engine.dtypes import dtype_name
 from engine.kernels._elementwise import is_aligned, vector_width
-from engine.kernels._launch import Kernel, ceil_div
+from engine.kernels._launch import Kernel, ceil_div, round_up
 from engine.kernels._module import ModuleSpec
 from engine.kernels.moe_gemm.operands import MoeOperands
 
@@ -110,7 +110,7 @@ def launch(operands: MoeOperands) -> None:
     fits = all(n % vector_width(x) == 0 for n in (k, weight.shape[2])) and is_aligned(x, weight)
     config = choose_config(operands.expected_pairs, num_experts, dtype, is_aligned=fits)
     # A gated tile has equal numbers of gate and up rows; in the last tile both may be incomplete.
-    product_columns = num_rows if operands.activation is None else 2 * ceil_div(columns, 8) * 8
+    product_columns = num_rows if operands.activation is None else 2 * round_up(columns, 8)
     _KERNELS[config.kernel].launch(
         specs(dtype, transposed=operands.transposed)[0],
         config.grid(pairs, num_experts, product_columns),
