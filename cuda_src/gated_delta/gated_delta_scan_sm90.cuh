@@ -37,8 +37,8 @@ __device__ __forceinline__ void clear_upper_blocks(ScanStage<kSlice>& stage) {
 // Copies to shared memory are ordinary accesses, wgmma's are not. So a thread of the producer waits
 // for its copies of a chunk, fences them, and only then arrives on the stage's `full`; meanwhile it
 // has started those of the next chunk, if there is a stage to spare. A fence by the consumers would
-// wait for their stores to global memory, too. Consumers' warps arrive on `empty` when they have
-// read a stage.
+// wait for their stores to global memory, too. Consumers arrive on `empty` when they have read a
+// stage. One arrival per warp would suffice, but compute-sanitizer then reports races.
 template <int kSlice, int kStages>
 __device__ __forceinline__ void produce_chunks(const Scan<kSlice>& scan,
                                                ScanRing<kSlice, kStages>& ring) {
@@ -71,8 +71,7 @@ __device__ __forceinline__ void consume_chunks(const Scan<kSlice>& scan,
   for (int index = scan.range.begin; index < scan.range.end; ++index, state.advance()) {
     mbarrier_wait(smem_address(&ring.full[state.stage]), state.phase);
     walk.advance(ring.stages[state.stage], index);
-    __syncwarp();
-    if (lane_idx() == 0) mbarrier_arrive(smem_address(&ring.empty[state.stage]));
+    mbarrier_arrive(smem_address(&ring.empty[state.stage]));
   }
   walk.end();
 }
@@ -85,7 +84,7 @@ __device__ __forceinline__ void scan_chunks_sm90(const GatedDeltaParams& p, unsi
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < kStages; ++stage) {
       mbarrier_init(smem_address(&ring.full[stage]), kProducerThreads);
-      mbarrier_init(smem_address(&ring.empty[stage]), Ring::kConsumers);
+      mbarrier_init(smem_address(&ring.empty[stage]), Ring::kConsumers * kWarpSize);
     }
     mbarrier_init_fence();
   }
