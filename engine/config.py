@@ -51,7 +51,8 @@ class RopeConfig:
     long_attention_factor : float or None
         Longrope: the same above the training length; None is `attention_factor`.
     mscale, mscale_all_dim : float
-        YaRN's two attention-scale factors; 0 if not given.
+        YaRN's two attention-scale factors; 0 if not given. Latent attention reads the second with
+        every scaling.
     is_reversed : bool
         Whether to rotate backwards (nanochat).
     truncate : bool

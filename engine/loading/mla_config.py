@@ -67,7 +67,7 @@ def latent_factors(fields: Fields, mla: MlaConfig) -> dict[str, Any]:
 
 
 def mla_scale(mla: MlaConfig, rope: RopeConfig | None) -> float:
-    """Return the factor on q·k: YaRN's temperature is in it, squared, not in cos and sin.
+    """Return the factor on q·k: the rope scaling's temperature is in it, squared.
 
     `rope` is None if nothing is rotated.
 

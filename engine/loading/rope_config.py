@@ -133,6 +133,7 @@ class _RopeReader:
             theta *= self.rope.real("alpha", 1e-6, 1e6) ** (dim / max(dim - 2, 1))
         common: dict[str, Any] = {"theta": theta, "rotary_dim": dim, "scaling": kind}
         common["is_reversed"] = self.family.reversed_rope
+        common["mscale_all_dim"] = self.rope.real("mscale_all_dim", 0.0, 1e3, 0.0)
         readers = {
             "linear": self._linear,
             "dynamic": self._dynamic,
@@ -239,7 +240,6 @@ class _RopeReader:
             "beta_slow": slow,
             "attention_factor": self.rope.real("attention_factor", 0.0, 1e3, None),
             "mscale": self.rope.real("mscale", 0.0, 1e3, 0.0),
-            "mscale_all_dim": self.rope.real("mscale_all_dim", 0.0, 1e3, 0.0),
             "truncate": self.rope.flag("truncate", True),
         }
 

@@ -118,6 +118,24 @@ def test_the_scale_has_yarns_temperature():
         assert mla_scale(sizes, plain) == 192**-0.5
 
 
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_type": "yarn"},
+        {"rope_type": "linear"},
+        {"rope_type": "dynamic"},
+        {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    ],
+)
+def test_every_scaling_of_rope_scales_the_scores(scaling):
+    case = json.loads((GOLDEN / "models" / "deepseek_v3.json").read_text())["config"]
+    parameters = {**scaling, "factor": 40.0, "mscale_all_dim": 0.5, "rope_theta": 500.0}
+    case |= {"rope_scaling": None, "rope_parameters": parameters}
+    config = config_from_dict(case)
+    width = config.mla.nope_dim + config.mla.rope_dim
+    assert config.attn_scale == pytest.approx(width**-0.5 * (0.05 * np.log(40) + 1) ** 2)
+
+
 @pytest.mark.parametrize("model_type", ["deepseek_v32", "glm_moe_dsa", "glm5_next"])
 def test_sparse_attention_is_refused_in_one_line(model_type):
     with pytest.raises(ConfigError, match=r"its sparse attention .* is not supported") as caught:
