@@ -131,7 +131,7 @@ LFM3 = replace(
         "eos_token_id": 124900,
         "pad_token_id": 124893,
     },
-    key_aliases={},
+    key_aliases={"rms_norm_eps": "norm_eps"},
     qkv_bias="attention_bias",
     o_bias="attention_bias",
     post_norms="use_sandwich_norm",

@@ -82,6 +82,7 @@ NEMOTRON_H = Family(
         "expand": "mamba_expand",
         "use_conv_bias": "mamba_conv_bias",
         "use_bias": "mamba_proj_bias",
+        "mamba_dt_limit": "time_step_limit",
     },
     eps_key="layer_norm_epsilon",
     gated_mlp=False,

@@ -99,6 +99,14 @@ def test_sizes_of_kinds():
     assert nemotron == Mamba2Config(6, 12, 3, 10)
 
 
+def test_other_spellings_of_keys():
+    types = ["conv", "sliding_attention", "full_attention", "conv"]
+    assert config_of("lfm3", layer_types=types, rms_norm_eps=1e-3).rms_norm_eps == 1e-3
+    keys = {"hybrid_override_pattern": "M*", "mamba_num_heads": 4, "n_groups": 2}
+    mamba = config_of("nemotron_h", **keys, mamba_dt_limit=[0.25, 3]).mamba2
+    assert (mamba.dt_min, mamba.dt_max) == (0.25, 3.0)
+
+
 @pytest.mark.parametrize(
     ("keys", "width"),
     [
