@@ -85,7 +85,7 @@ def tensor_map(
     return _encode(pointer, dtype, sizes, tuple(known), box, promote, swizzle)
 
 
-def box_error(dtype: str, box: tuple[int, ...], swizzle: int) -> str:
+def box_error(dtype: str, box: tuple[int, ...], swizzle: int, promote: int = 128) -> str:
     """Return why no array of this dtype has a tensor map with this box; "" if one may.
 
     Parameters
@@ -95,6 +95,8 @@ def box_error(dtype: str, box: tuple[int, ...], swizzle: int) -> str:
     box : tuple of int
         Elements along each axis, the contiguous one last.
     swizzle : 0, 32, 64 or 128
+    promote : 0, 64, 128 or 256
+        See `tensor_map`.
 
     Examples
     --------
@@ -103,10 +105,13 @@ def box_error(dtype: str, box: tuple[int, ...], swizzle: int) -> str:
     """
     if dtype not in _DTYPES:
         return f"its dtype must be one of {', '.join(_DTYPES)}; it is {dtype}"
-    if not 2 <= len(box) <= 5 or not all(1 <= size <= 256 for size in box):
+    if not 2 <= len(box) <= 5 or not all(_is_box_size(n) for n in box):
         return f"a box must have 2 to 5 axes of 1 to 256 elements; it is {box}"
     if swizzle not in _SWIZZLES:
         return f"its swizzle must be one of {', '.join(map(str, _SWIZZLES))}; it is {swizzle}"
+    if promote not in _L2_PROMOTIONS:
+        known = ", ".join(map(str, _L2_PROMOTIONS))
+        return f"its l2_promotion must be one of {known}; it is {promote}"
     num_bytes = box[-1] * _DTYPES[dtype][1]
     row = f"a row of the box has {box[-1]} elements, {num_bytes} bytes"
     if num_bytes % 16:
@@ -114,6 +119,10 @@ def box_error(dtype: str, box: tuple[int, ...], swizzle: int) -> str:
     if swizzle and num_bytes > swizzle:
         return f"{row}: it must be at most {swizzle}, the swizzle (swizzle=0 for none)"
     return ""
+
+
+def _is_box_size(size: object) -> bool:
+    return isinstance(size, int) and 1 <= size <= 256
 
 
 @cache
@@ -151,7 +160,7 @@ def _encode(
         ctypes.c_int(0),  # zeros outside the array
     )
     if status != 0:
-        why = box_error(dtype, box[::-1], swizzle)
+        why = box_error(dtype, box[::-1], swizzle, promote)
         raise DeviceError(
             f"the driver refuses a tensor map{f': {why}' if why else ''} (CUDA error {status}; "
             f"{dtype}, the contiguous axis first: sizes {sizes}, {strides} bytes apart, box {box}, "

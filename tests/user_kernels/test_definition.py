@@ -516,12 +516,26 @@ def test_a_file_that_vanishes_is_told(tmp_path):
         (lambda call: 256, "or several of them; got 256"),
         (lambda call: call.grid1d(call["N"], 1025), "1 to 1024 threads"),
         (lambda call: call.grid((1, 70000), 32), "grid must be at most"),
-        (lambda call: call.grid(1, 32, shared=1 << 20), "shared must be at most 232448 bytes"),
+        (lambda call: call.grid(1, 32, shared=1 << 20), "shared must be 0 to 232448 bytes"),
         (lambda call: call.grid(3, 32, cluster=2), "a cluster of 2 needs sm_90 and a grid"),
         (lambda call: call.grid1d(call["M"]), "a size or scalar must be one of N; got 'M'"),
         (lambda call: call.grid(1, 1, entry="g"), 'its extern "C" kernels: f. Rename'),
         (lambda call: call.grid(1, 1, args={"tile": 4}), "args must name parameters of f"),
         (lambda call: call.grid(1, 1, pdl=True), "needs a kernel that calls pdl_wait()"),
+        (lambda call: call.grid(1, 32, shared=1.5), "shared must be 0 to 232448 bytes"),
+        (lambda call: call.grid(1, 32, cluster=0), "cluster must be 1 to 16 blocks; got 0"),
+        (lambda call: call.grid(1, 32, cluster="2"), "cluster must be 1 to 16 blocks; got '2'"),
+        (lambda call: call.grid(34, 32, cluster=17), "cluster must be 1 to 16 blocks; got 17"),
+        (lambda call: call.grid1d(call["N"] - 9), "num_items must be an integer of at least 0"),
+        (lambda call: call.grid1d(call["N"], 0), "threads must be an integer of at least 1; got 0"),
+        (lambda call: call.grid1d(1.5), "num_items must be an integer of at least 0; got 1.5"),
+        (lambda call: call.grid(1, 1, defines=["D"]), "defines must be a mapping"),
+        (lambda call: call.grid(1, 1, defines={"a b": 1}), "with identifiers as keys"),
+        (lambda call: call.grid(1, 1, defines={"D": None}), "D must be an integer; got None"),
+        (lambda call: call.grid(1, 1, args=4), "args must be a mapping with identifiers as keys"),
+        (lambda call: call.scratch((4, -1)), "shape must be integers of at least 0; got (4, -1)"),
+        (lambda call: call.scratch(4, "float"), "scratch: dtype must be of float32,"),
+        (lambda call: call.dtype_of("y"), "an array argument must be one of x; got 'y'"),
     ],
 )
 def test_a_bad_launch_is_told(launch, words):
@@ -547,6 +561,50 @@ def test_a_bad_parameter_is_told(params, words):
         op = _define(source=f'extern "C" __global__ void f({params}) {{}}')
         op.match(op.example_problem({"N": 8}, "float16"))
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"box": 8}, "a box must have 2 to 5 axes"),
+        ({"box": (8, 8, 8)}, "its box must have an axis for each of (M, N); it is (8, 8, 8)"),
+        ({"box": ("8", 8)}, "of 1 to 256 elements; it is ('8', 8)"),
+        ({"box": (8, 8), "l2_promotion": 32}, "l2_promotion must be one of 0, 64, 128, 256"),
+    ],
+)
+def test_a_bad_tensor_map_is_told_without_a_gpu(options, words):
+    op = _define(
+        "x: (M, N) float -> (N,) like x",
+        source=BODY.replace("int64_t N", "const __grid_constant__ TensorMap m"),
+        launch=lambda call: call.grid(1, 32, args={"m": call.tensor_map("x", **options)}),
+    )
+    with pytest.raises(errors.ConfigError) as caught:
+        op.match(op.example_problem({"M": 8, "N": 8}))
+    assert words in str(caught.value)
+
+
+def test_scratch_of_another_dtype_than_the_pointer_is_told():
+    def op(ctype):
+        return _define(
+            source=BODY.replace("int64_t N", f"{ctype}* sums"),
+            launch=lambda call: call.grid(1, 32, args={"sums": call.scratch(4)}),
+        )
+
+    for ctype in ("float", "void", "float4"):
+        op(ctype).match(op(ctype).example_problem({"N": 8}))
+    for ctype in ("double", "scalar_t"):
+        with pytest.raises(errors.ConfigError, match="a pointer to float: the scratch memory is"):
+            op(ctype).match(op(ctype).example_problem({"N": 8}, "float16"))
+
+
+def test_a_launch_holds_plain_integers():
+    op = _define(
+        launch=lambda call: call.grid(
+            np.int64(1), 32, shared=np.int64(16), defines={"A": True, "B": np.int32(3)}
+        )
+    )
+    [launch] = op.launches(op.example_problem({"N": 8}))
+    assert repr((launch.shared, launch.defines)) == "(16, (('A', 1), ('B', 3)))"
 
 
 def test_a_size_that_does_not_fit_an_int_is_told():

@@ -148,6 +148,9 @@ class LaunchArguments:
         if isinstance(value, Scratch):
             if not param.is_pointer:
                 self._refuse(param, "a pointer, for scratch memory")
+            if self._stated(param) not in (None, value.dtype):
+                ctype = min(sorted(_ELEMENTS[value.dtype]), key=len)
+                self._refuse(param, f"a pointer to {ctype}: the scratch memory is {value.dtype}")
             self._scratch[param.name] = value
         elif isinstance(value, TensorMapOf):
             if param.kind != "tmap":
@@ -172,7 +175,13 @@ class LaunchArguments:
     def _check_map(self, wanted: TensorMapOf) -> None:
         array = self._array(wanted.array)
         dtype = None if array is None else self._dtype(array)
-        if dtype and (why := box_error(_MAP_DTYPES.get(dtype, dtype), wanted.box, wanted.swizzle)):
+        if array is None or dtype is None:  # it was omitted
+            return
+        dtype = _MAP_DTYPES.get(dtype, dtype)
+        why = box_error(dtype, wanted.box, wanted.swizzle, wanted.l2_promotion)
+        if not why and not array.has_batch and len(array.dims) != len(wanted.box):
+            why = f"its box must have an axis for each of {array.shape_text}; it is {wanted.box}"
+        if why:
             raise ConfigError(f"{self._where}: the tensor map of {wanted.array}: {why}")
 
     def _array(self, name: str) -> ArrayArg | None:
@@ -188,15 +197,18 @@ class LaunchArguments:
         if is_written and param.is_const:
             self._refuse(param, "not const, since the kernel writes it")
         dtype = self._dtype(array)
-        said = dict(self.module.types).get(param.ctype, param.ctype)
-        stated = self.module.dtype if said == "scalar_t" else _DTYPE_OF.get(said)
-        if dtype is not None and stated is not None and stated != dtype:
+        if dtype is not None and self._stated(param) not in (None, dtype):
             self._refuse(param, self._pointer_to(array, dtype))
+
+    def _stated(self, param: Param) -> str | None:
+        """Return the dtype that the type of a pointer states; None if it may view any."""
+        said = dict(self.module.types).get(param.ctype, param.ctype)
+        return self.module.dtype if said == "scalar_t" else _DTYPE_OF.get(said)
 
     def _pointer_to(self, array: ArrayArg, dtype: str) -> str:
         if array.is_scalar_t or self._is_like_scalar(array):
             return f"a pointer to scalar_t: the array is {dtype}"
-        ctype = sorted(_ELEMENTS[dtype], key=len)[0]
+        ctype = min(sorted(_ELEMENTS[dtype]), key=len)
         return f"a pointer to {ctype}: the signature says {dtype}, whatever scalar_t is"
 
     def _dtype(self, array: ArrayArg) -> str | None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from engine.checks import shown
 from engine.errors import ConfigError
 from engine.kernels._launch import ceil_div
 from engine.kernels._user.signature import DTYPES
@@ -23,6 +24,7 @@ REGISTERS = 65536
 
 _MAX_THREADS = 1024
 _MAX_GRID = (2**31 - 1, 65535, 65535)
+_MAX_CLUSTER = 16
 
 
 @dataclass(frozen=True)
@@ -160,11 +162,20 @@ class Launch:
                 f"{op}: launch: a block must have 1 to {_MAX_THREADS} threads; "
                 f"got {self.block}, {self.num_threads} threads"
             )
-        if not 0 <= self.shared <= chip.max_shared_bytes:
+        if not isinstance(self.shared, int) or not 0 <= self.shared <= chip.max_shared_bytes:
             raise ConfigError(
-                f"{op}: launch: shared must be at most {chip.max_shared_bytes} bytes on "
-                f"{chip.arch}; got {self.shared}"
+                f"{op}: launch: shared must be 0 to {chip.max_shared_bytes} bytes on "
+                f"{chip.arch}; got {self.shared!r}"
             )
+        if not isinstance(self.cluster, int) or not 1 <= self.cluster <= _MAX_CLUSTER:
+            raise ConfigError(
+                f"{op}: launch: cluster must be 1 to {_MAX_CLUSTER} blocks; got {self.cluster!r}"
+            )
+        for name, value in self.defines:
+            if not isinstance(value, int):
+                raise ConfigError(
+                    f"{op}: launch: defines: {name} must be an integer; got {shown(value)}"
+                )
         if self.cluster > 1 and (not chip.has_clusters or self.grid[0] % self.cluster):
             raise ConfigError(
                 f"{op}: launch: a cluster of {self.cluster} needs sm_90 and a grid that it "
@@ -243,8 +254,13 @@ class Problem:
         return array in dict(self.dtypes)
 
     def dtype_of(self, array: str) -> str:
-        """Return the dtype of an array argument."""
-        return dict(self.dtypes)[array]
+        """Return the dtype of an array argument that was given."""
+        dtypes = dict(self.dtypes)
+        if array not in dtypes:
+            raise ConfigError(
+                f"{self.op}: an array argument must be one of {', '.join(dtypes)}; got {array!r}"
+            )
+        return dtypes[array]
 
     @property
     def itemsize(self) -> int:
@@ -273,6 +289,13 @@ class Problem:
 
     def grid1d(self, num_items: int, threads: int = 256, **options: Any) -> Launch:
         """Return a launch of one thread for each of `num_items`. `options`: see `grid`."""
+        for name, given, least in (("num_items", num_items, 0), ("threads", threads, 1)):
+            value = _as_int(given)
+            if not isinstance(value, int) or value < least:
+                raise ConfigError(
+                    f"{self.op}: launch: {name} must be an integer of at least {least}; "
+                    f"got {given!r}"
+                )
         return self.grid((ceil_div(num_items, threads),), (threads,), **options)
 
     def grid(
@@ -312,15 +335,21 @@ class Problem:
         >>> call.grid1d(call["N"], 256).grid
         (4,)
         """
+        for name, given in (("args", args), ("defines", defines)):
+            if not isinstance(given, Mapping | None) or not all(map(_is_name, given or ())):
+                raise ConfigError(
+                    f"{self.op}: launch: {name} must be a mapping with identifiers as keys; "
+                    f"got {shown(given)}"
+                )
         return Launch(
             _sizes(grid),
             _sizes(block),
-            shared,
-            cluster,
+            _as_int(shared),
+            _as_int(cluster),
             pdl,
             entry,
             tuple((args or {}).items()),
-            tuple((defines or {}).items()),
+            tuple((name, _as_int(value)) for name, value in (defines or {}).items()),
         )
 
     def tensor_map(
@@ -340,7 +369,7 @@ class Problem:
         l2_promotion : 0, 64, 128 or 256
             Bytes that L2 fetches at a time.
         """
-        return TensorMapOf(array, tuple(box), swizzle, l2_promotion)
+        return TensorMapOf(array, _sizes(box), swizzle, l2_promotion)
 
     def scratch(
         self,
@@ -354,11 +383,36 @@ class Problem:
 
         Launches of one call that pass equal values share the memory. `zeroed`: it is set to 0
         before the first of them. `tag` tells two of equal shape apart.
+
+        Raises
+        ------
+        ConfigError
+            If a size is no integer of at least 0, or an argument cannot have the dtype either.
         """
-        return Scratch(_sizes(shape), dtype, zeroed, tag)
+        sizes = _sizes(shape)
+        if not all(isinstance(size, int) and size >= 0 for size in sizes):
+            raise ConfigError(
+                f"{self.op}: scratch: shape must be integers of at least 0; got {shape!r}"
+            )
+        if dtype not in DTYPES:
+            raise ConfigError(
+                f"{self.op}: scratch: dtype must be of {', '.join(DTYPES)}; got {dtype!r}"
+            )
+        return Scratch(sizes, dtype, zeroed, tag)
 
 
 def _sizes(value: int | Sequence[int]) -> tuple[int, ...]:
     """Return a size, or several, as Python integers; what is no integer is left for the check."""
-    values = value if isinstance(value, Sequence) else (value,)
-    return tuple(operator.index(n) if hasattr(n, "__index__") else n for n in values)
+    return tuple(map(_as_int, value if isinstance(value, Sequence) else (value,)))
+
+
+def _as_int(value: Any) -> Any:
+    """Return an integer as Python's, and True as 1: JSON holds it, and "#if" reads it."""
+    try:
+        return int(operator.index(value))
+    except TypeError:
+        return value
+
+
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str) and value.isidentifier()
