@@ -416,6 +416,7 @@ extern "C" __global__ void scale(const scalar_t* x, const float* s, scalar_t* ou
         ({"arch": "sm_70"}, "arch: must be one of all, sm_80"),
         ({"sanitizer": "valgrind"}, "sanitizer: must be one of memcheck"),
         ({"special": ["zeros"]}, "special: must be of nan, inf, zero"),
+        ({"special": "nans"}, "got 'nans'"),
         ({"seed": -1}, "seed: must be an int of at least 0; got -1"),
         ({"seed": 0.5}, "seed: must be an int of at least 0; got 0.5"),
         ({"timeout": 0}, "timeout: must be above 0; got 0"),
@@ -471,6 +472,25 @@ def _right(call):
 def test_right_results_are_ok(monkeypatch):
     report = _checked(monkeypatch, _right)
     assert report.ok and report.num_calls > 50
+
+
+def test_a_wrong_result_is_told_beside_an_unwritten_one_of_a_longer_name(monkeypatch):
+    op = kernels.define(
+        "f",
+        "x: (N,) float32 -> y: (N,) like x, y2: (N,) like x",
+        reference=lambda x: (x, x),
+        source="""extern "C" __global__ void f(const float* x, float* y, float* y2) {}""",
+        launch=lambda call: call.grid(1, 1),
+    )
+
+    def answer(call):
+        x = call.data["x"]
+        findings = [("unwritten", "y2[:] was never written")]
+        return Answer({"y": x + 1, "y2": x}, findings=findings)
+
+    monkeypatch.setattr(check_module._Checker, "_runner", lambda *_, **__: _Runner(answer))
+    text = str(kernels.check(op, sizes={"N": 3}, show=False))
+    assert "y2[:] was never written" in text and "y[0]: the kernel has" in text
 
 
 def test_a_wrong_result_is_told_with_shape_dtype_and_seed(monkeypatch):

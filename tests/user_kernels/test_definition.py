@@ -61,6 +61,9 @@ def _define(signature="x: (N,) float -> (N,) like x", **options):
             "y: (N,) like x, x: (N,) float = None -> (N,) float",
             "y: 'like' must name an argument that is always given; got 'x', which may be omitted",
         ),
+        ("x: (..., N) float strided -> (..., N) like x", "x: 'strided' must have no '...'"),
+        ("x: (N,) float -> (min(N),) like x", "of two values (min, max: or more); got 'min(N)'"),
+        ("x: (N,) float -> (ceil_div(N, 2, 3),) like x", "got 'ceil_div(N, 2, 3)'"),
         ("x: (N + import os,) float -> (N,) like x", "must be numbers, symbols"),
         ("x: (f(N),) float -> (N,) like x", "must be numbers, symbols"),
         ("eps: float32 -> (3,) float32", "must have an array argument"),
@@ -199,6 +202,11 @@ def test_a_broadcast_array_cannot_be_written_in_place():
             op(rows)
 
 
+def test_an_expression_may_group_digits():
+    x = np.ones(3, np.float32)
+    assert _define(where="N <= 4_096")(x).size == 3
+
+
 def test_an_expression_may_have_an_exponent():
     """A number before a name is a factor, as in 2F; the e of 1e-3 is no name."""
     op = _define("x: (N,) float, eps: float32 -> (N,) like x", where="eps >= 1e-3", flops="1.5e3*N")
@@ -211,7 +219,12 @@ def test_an_expression_may_have_an_exponent():
 
 
 @pytest.mark.parametrize(
-    ("text", "why"), [("2.5**N", "overflows a float"), ("1 / (N - 4096)", "divides by 0")]
+    ("text", "why"),
+    [
+        ("2.5**N", "overflows a float"),
+        ("1 / (N - 4096)", "divides by 0"),
+        ("(5 - N) ** 0.5", "is no real number"),
+    ],
 )
 def test_an_expression_without_a_value_is_named(text, why):
     x = np.ones(4096, np.float32)
@@ -257,6 +270,14 @@ def test_remembered_checks_keep_scalars_apart():
             op(x, 1, 1)
         with pytest.raises(errors.ContractError, match="eps: must be a number"):
             op(x, True)
+
+
+def test_an_integer_argument_is_no_bool():
+    op = _define("x: (N,) float, k: int32 = 1 -> (k,) like x", reference=lambda x, k: x[:k])
+    x = np.zeros(2, np.float32)
+    for flag in (True, np.True_):
+        with pytest.raises(errors.ContractError, match="k: must be an integer; got"):
+            op(x, flag)
 
 
 def test_a_scalar_that_is_no_plain_number_is_told():
@@ -605,6 +626,12 @@ def test_a_launch_holds_plain_integers():
     )
     [launch] = op.launches(op.example_problem({"N": 8}))
     assert repr((launch.shared, launch.defines)) == "(16, (('A', 1), ('B', 3)))"
+
+
+def test_a_pointer_that_is_const_itself_may_be_written_to():
+    params = "const scalar_t* x, scalar_t* const __restrict__ out"
+    op = _define(source=f'extern "C" __global__ void f({params}) {{}}')
+    op.match(op.example_problem({"N": 8}))
 
 
 def test_a_size_that_does_not_fit_an_int_is_told():

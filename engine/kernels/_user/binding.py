@@ -171,7 +171,7 @@ def _number(contract: Contract, scalar: ScalarArg, value: Any) -> bool | int | f
     limits = np.iinfo(scalar.dtype)
     # Of arrays, `call_key` has the shape and not the value.
     is_array = hasattr(value, "shape") and not isinstance(value, np.generic)
-    contract.check(name, not is_array, "an integer", value)
+    contract.check(name, not (is_array or isinstance(value, bool)), "an integer", value)
     try:
         number = operator.index(value)
     except TypeError:

@@ -313,7 +313,7 @@ def _param(text: str, entry: str, label: str) -> Param:
         )
     is_pointer = "*" in text or "[" in text
     words = re.findall(r"[\w:]+(?:\s*<[^*]*>)?", re.sub(r"\[.*\]", "", text))
-    is_const = "const" in words[: len(words) - 1]
+    is_const = "const" in text.partition("*")[0].split()  # behind the "*" the pointer itself is
     words = [word for word in words if word not in _QUALIFIERS]
     if len(words) < 2 or "&" in text or text.count("*") > 1:
         raise ConfigError(

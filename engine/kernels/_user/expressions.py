@@ -81,7 +81,7 @@ class Expression:
     """
 
     def __init__(self, text: str | Number, where: str = "expression") -> None:
-        self.text = re.sub(r"\b(\d+)(?=[A-Za-z_])(?![eE][+-]?\d)", r"\1*", str(text).strip())
+        self.text = re.sub(r"\b(\d+)(?=[A-Za-z_])(?![eE][+-]?\d|_\d)", r"\1*", str(text).strip())
         self._where = where
         try:
             self._tree = ast.parse(self.text, mode="eval").body
@@ -110,7 +110,7 @@ class Expression:
         Raises
         ------
         ConfigError
-            If `sizes` lacks a symbol, a divisor is 0, or a float overflows.
+            If `sizes` lacks a symbol, a divisor is 0, a float overflows, or the value is complex.
         """
         try:
             return self._evaluated(self._tree, sizes)
@@ -157,6 +157,8 @@ class Expression:
             raise ConfigError(f"{self._where}: {self.text!r} divides by 0") from None
         except OverflowError:
             raise ConfigError(f"{self._where}: {self.text!r} overflows a float") from None
+        except TypeError:  # a fractional power of a negative number is complex
+            raise ConfigError(f"{self._where}: {self.text!r} is no real number") from None
 
     def _value(self, node: ast.expr, sizes: Mapping[str, Any]) -> Any:
         if isinstance(node, ast.Constant):
@@ -182,7 +184,9 @@ class Expression:
         if isinstance(node, ast.Constant):
             ok = isinstance(node.value, int | float) and not isinstance(node.value, bool)
         elif isinstance(node, ast.Call):
-            ok = isinstance(node.func, ast.Name) and node.func.id in FUNCTIONS and not node.keywords
+            name = node.func.id if isinstance(node.func, ast.Name) else ""
+            is_pair = len(node.args) == 2 or (len(node.args) > 2 and name != "ceil_div")
+            ok = name in FUNCTIONS and is_pair and not node.keywords
         elif isinstance(node, ast.operator):
             ok = type(node) in _BINARY
         elif isinstance(node, ast.cmpop):
@@ -197,7 +201,7 @@ class Expression:
         hint = "; equality is ==" if re.search(r"[^=<>!]=[^=]", part) else ""
         return ConfigError(
             f"{self._where}: must be numbers, symbols, + - * / // % **, comparisons and "
-            f"{', '.join(FUNCTIONS)}; got {part!r}{hint}"
+            f"{', '.join(FUNCTIONS)} of two values (min, max: or more); got {part!r}{hint}"
         )
 
 

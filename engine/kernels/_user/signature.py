@@ -252,6 +252,11 @@ def _array(name: str, text: str, op: str) -> ArrayArg:
         flags[_MODIFIERS[word]] = True
     if len(flags) > 1 and "is_zeroed" in flags:
         raise ConfigError(f"{op}: signature: {name}: 'zeroed' excludes other words; got {words}")
+    if has_batch and "is_strided" in flags:
+        raise ConfigError(
+            f"{op}: signature: {name}: 'strided' must have no '...', since a kernel's parameters "
+            f"name the axis of each stride; got {text!r}"
+        )
     is_scalar_t = len(dtypes) > 1 and set(dtypes) <= set(FLOAT_NAMES)
     is_optional = found[3] is not None
     return ArrayArg(
