@@ -212,8 +212,8 @@ def test_the_definitions_sizes_are_measured_and_others_checked():
     op = _scale_rows(bench=({"T": 8, "N": 64}, {"T": 1, "N": 64}), where="N % 64 == 0")
     assert [shape.sizes for shape in bench_shapes(op)] == [{"T": 8, "N": 64}, {"T": 1, "N": 64}]
     for sizes, said in (
-        ({"T": 8}, "must have N, T"),
-        ({"T": 8, "N": 64, "K": 1}, "must have N, T"),
+        ({"T": 8}, "must have T, N"),
+        ({"T": 8, "N": 64, "K": 1}, "must have T, N"),
         ({"T": 8, "N": 63}, "N % 64 == 0"),
     ):
         with pytest.raises(ConfigError, match=said):
@@ -399,7 +399,7 @@ def test_the_command_writes_what_it_measured(file, tmp_path, capsys):
         (["no_such_op"], "must be a Python file or one of those that `engine kernels` lists; got"),
         (["rmsnorm", "--sizes", "T=1"], "are for a kernel of your own"),
         (["FILE", "--sizes", "T=many"], "--sizes must be like T=8192,N=4096"),
-        (["FILE", "--sizes", "T=4"], "sizes must have N, T"),
+        (["FILE", "--sizes", "T=4"], "sizes: must have T, N"),
         (["FILE", "--dtype", "int8"], "dtypes must be of float32, float16, bfloat16"),
         (["FILE", "--against", "cublas"], "--against must be NAME=FILE.py:FUNCTION"),
         (["FILE", "--plot", "x.png"], "--plot draws the limits of a GPU"),

@@ -29,6 +29,7 @@ from engine.kernels._tools.child import (
 from engine.kernels._tools.device_run import Answer
 from engine.kernels._tools.sanitizer import read_findings
 from engine.kernels._tools.worker import WorkerFailure
+from engine.kernels._user.files import load_ops
 from engine.testing.tolerances import assert_close, tolerance
 
 SOURCE = r"""
@@ -411,7 +412,10 @@ extern "C" __global__ void scale(const scalar_t* x, const float* s, scalar_t* ou
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"sizes": {"T": 1}}, "sizes: must have T, N; got T"),
+        ({"sizes": {"T": 1}}, "sizes: must have T, N; got {'T': 1}"),
+        ({"sizes": {"T": 1, "N": 2, "M": 3}}, "sizes: must have T, N; got {'T': 1,"),
+        ({"sizes": {"T": -1, "N": 2}}, "sizes: must satisfy x: (T, N) float"),
+        ({"sizes": [1, 2]}, "sizes: must be a mapping; got [1, 2]"),
         ({"dtype": "int8"}, "dtype: must be one of float32, float16, bfloat16; got 'int8'"),
         ({"arch": "sm_70"}, "arch: must be one of all, sm_80"),
         ({"sanitizer": "valgrind"}, "sanitizer: must be one of memcheck"),
@@ -737,6 +741,13 @@ def _command(*arguments):
         timeout=120,
     )
     return done.returncode, done.stdout, done.stderr
+
+
+def test_an_op_of_two_names_is_loaded_once(tmp_path):
+    path = _written(tmp_path)
+    path.write_text(path.read_text() + "\nother = twice\n")
+    assert list(load_ops(str(path))) == ["twice"]
+    assert list(load_ops(f"{path}:other")) == ["other"]
 
 
 def test_the_command_checks_every_op_of_a_file(tmp_path):

@@ -10,7 +10,7 @@ import numpy as np
 
 from engine.errors import ConfigError
 from engine.kernels._tools.check_cases import Case, all_cases, case_problem, make_inputs
-from engine.kernels._tools.check_sizes import array_shape, check_op, plain_sizes, scalar_value
+from engine.kernels._tools.check_sizes import are_allowed, check_op, checked_sizes
 from engine.kernels._user.op import Op
 
 __all__ = ["Shape", "bench_dtypes", "bench_shapes", "case_of", "cpu_case"]
@@ -51,24 +51,7 @@ def bench_shapes(
     given = [sizes] if isinstance(sizes, Mapping) else list(sizes or op.definition.bench)
     if not given:
         return [_default_shape(op)]
-    return [Shape(_checked(op, plain_sizes(each))) for each in given]
-
-
-def _checked(op: Op, sizes: Mapping[str, int]) -> dict[str, int]:
-    known = {*op.signature.symbols, *(scalar.name for scalar in op.signature.scalars)}
-    needed = set(op.signature.symbols)
-    needed -= {s.name for s in op.signature.scalars if s.default is not None}
-    wrong = [*sorted(set(sizes) - known), *sorted(needed - set(sizes))]
-    if wrong:
-        raise ConfigError(
-            f"{op.name}: sizes must have {', '.join(sorted(needed))}; got {dict(sizes)}"
-        )
-    defaults = {s.name: s.default for s in op.signature.scalars if s.name in op.signature.symbols}
-    complete = {**defaults, **sizes}
-    if not _is_possible(op, complete):
-        conditions = ", ".join(part.text for part in op.definition.where) or op.signature.text
-        raise ConfigError(f"{op.name}: sizes must satisfy {conditions}; got {complete}")
-    return complete
+    return [Shape(checked_sizes(op, each)) for each in given]
 
 
 def _default_shape(op: Op) -> Shape:
@@ -76,7 +59,7 @@ def _default_shape(op: Op) -> Shape:
     symbols = op.signature.symbols
     for size in (2**power for power in range(27, 4, -1)):
         sizes = dict.fromkeys(symbols, size)
-        if not _is_possible(op, sizes):
+        if not are_allowed(op, sizes):
             continue
         problem = case_problem(op, case_of(op, sizes, bench_dtypes(op, ())[0]))
         if op.nbytes(problem) <= _DEFAULT_BYTES and op.flops(problem) <= _DEFAULT_FLOPS:
@@ -111,17 +94,6 @@ def case_of(op: Op, sizes: Mapping[str, int], dtype: str) -> Case:
     return next(all_cases(op, sizes=sizes, dtype=dtype))
 
 
-def _is_possible(op: Op, sizes: Mapping[str, int]) -> bool:
-    known = {scalar.name: scalar_value(scalar) for scalar in op.signature.scalars} | dict(sizes)
-    try:
-        return all(
-            array_shape(array, known) is not None
-            for array in (*op.signature.arrays, *op.signature.outputs)
-        ) and all(condition.value(known) for condition in op.definition.where)
-    except ConfigError:  # divides by 0
-        return False
-
-
 def cpu_case(op: Op, sizes: Mapping[str, int], dtype: str) -> tuple[Case, float]:
     """Return the largest shrunk shape that the reference runs in 0.2 s, and its seconds.
 
@@ -153,7 +125,7 @@ def _halved(op: Op, sizes: Mapping[str, int]) -> dict[str, int] | None:
     for name in sorted(sizes, key=lambda name: -sizes[name]):
         value = sizes[name]
         less = {**sizes, name: value // 2}
-        if isinstance(value, int) and value > 1 and _is_possible(op, less):
+        if isinstance(value, int) and value > 1 and are_allowed(op, less):
             return less
     return None
 

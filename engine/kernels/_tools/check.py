@@ -24,7 +24,7 @@ from engine.kernels._tools.check_compare import compare
 from engine.kernels._tools.check_placement import placed_call
 from engine.kernels._tools.check_reference import run_reference
 from engine.kernels._tools.check_report import CheckReport, Finding
-from engine.kernels._tools.check_sizes import check_op, plain_sizes
+from engine.kernels._tools.check_sizes import check_op, checked_sizes
 from engine.kernels._tools.check_static import check_static
 from engine.kernels._tools.device_run import Answer
 from engine.kernels._tools.sanitizer import TOOLS, sanitize
@@ -73,7 +73,7 @@ def check(
     op : Op
         What `define` returned.
     sizes : mapping, optional
-        Only this shape, with every variation of the call.
+        Only this shape, with every variation of the call. It may name scalar arguments, too.
     dtype : str
         Only this dtype of `scalar_t`.
     special : bool, or one or several of {"nan", "inf", "zero", "denormal", "large"}
@@ -132,8 +132,8 @@ def check(
     """
     begin = time.monotonic()
     check_op(op)
-    sizes = plain_sizes(sizes) if sizes is not None else None
-    _check_arguments(op, sizes, dtype, arch, sanitizer)
+    sizes = checked_sizes(op, sizes) if sizes is not None else None
+    _check_arguments(op, dtype, arch, sanitizer)
     _check_numbers(op, seed, timeout=timeout, max_seconds=max_seconds)
     named = (special,) if isinstance(special, str) else tuple(special or ())
     chosen = SPECIAL if special is True else named
@@ -161,17 +161,9 @@ def check(
     return report
 
 
-def _check_arguments(
-    op: Op, sizes: Mapping[str, int] | None, dtype: str, arch: str, sanitizer: str
-) -> None:
-    symbols = op.signature.symbols
-    if sizes is not None and set(sizes) != set(symbols):
-        raise ConfigError(
-            f"{op.name}: sizes: must have {', '.join(symbols)}; got {', '.join(sizes)}"
-        )
-    dtypes = op.signature.scalar_dtypes
+def _check_arguments(op: Op, dtype: str, arch: str, sanitizer: str) -> None:
     for name, value, known in (
-        ("dtype", dtype, dtypes),
+        ("dtype", dtype, op.signature.scalar_dtypes),
         ("arch", arch, ("all", *CHIPS)),
         ("sanitizer", sanitizer, TOOLS),
     ):

@@ -15,18 +15,20 @@ from typing import Any
 
 import numpy as np
 
+from engine.checks import shown
 from engine.errors import ConfigError
 from engine.kernels._user.expressions import Expression
 from engine.kernels._user.op import Op
 from engine.kernels._user.signature import BATCH, ArrayArg, ScalarArg
 
 __all__ = [
+    "are_allowed",
     "array_shape",
     "check_op",
     "check_sizes",
+    "checked_sizes",
     "holds",
     "huge_sizes",
-    "plain_sizes",
     "scalar_value",
 ]
 
@@ -52,9 +54,38 @@ def check_op(op: Any) -> None:
         raise ConfigError(f"op: must be what kernels.define returns; got {type(op).__name__}")
 
 
-def plain_sizes(sizes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return sizes with NumPy's numbers as Python's, which do not overflow and suit JSON."""
-    return {n: v.item() if isinstance(v, np.generic) else v for n, v in sizes.items()}
+def checked_sizes(op: Op, sizes: Mapping[str, Any]) -> Sizes:
+    """Return sizes of the caller's, complete, as Python's numbers: they do not overflow, suit JSON.
+
+    Scalar arguments may be among them.
+
+    Raises
+    ------
+    ConfigError
+        If it is no mapping, or one is missing, unknown, or violates the definition's conditions.
+    """
+    if not isinstance(sizes, Mapping):
+        raise ConfigError(f"{op.name}: sizes: must be a mapping; got {shown(sizes)}")
+    given = {n: v.item() if isinstance(v, np.generic) else v for n, v in sizes.items()}
+    symbols, scalars = op.signature.symbols, op.signature.scalars
+    defaults = {s.name: s.default for s in scalars if s.name in symbols and s.default is not None}
+    needed = [symbol for symbol in symbols if symbol not in defaults]
+    known = {*symbols, *(scalar.name for scalar in scalars)}
+    if not set(needed) <= set(given) <= known:
+        raise ConfigError(f"{op.name}: sizes: must have {', '.join(needed)}; got {given}")
+    complete = defaults | given
+    if not are_allowed(op, complete):
+        conditions = ", ".join(part.text for part in op.definition.where) or op.signature.text
+        raise ConfigError(f"{op.name}: sizes: must satisfy {conditions}; got {complete}")
+    return complete
+
+
+def are_allowed(op: Op, sizes: Mapping[str, Any]) -> bool:
+    """Tell whether arrays have these sizes, and every condition of the definition is satisfied."""
+    known = {scalar.name: scalar_value(scalar) for scalar in op.signature.scalars} | dict(sizes)
+    arrays = (*op.signature.arrays, *op.signature.outputs)
+    has_shapes = all(array_shape(array, known) is not None for array in arrays)
+    return has_shapes and all(holds(condition, known) for condition in op.definition.where)
 
 
 def array_shape(array: ArrayArg, sizes: Mapping[str, int]) -> tuple[int, ...] | None:

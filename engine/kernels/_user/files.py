@@ -15,7 +15,8 @@ __all__ = ["check_target", "load_name", "load_ops"]
 
 
 def load_ops(target: str) -> dict[str, Op]:
-    """Run a Python file and return the ops at its top level, by variable; or the one named.
+    """Run a Python file and return the ops at its top level, each once, by variable; or the one
+    named.
 
     Parameters
     ----------
@@ -34,7 +35,10 @@ def load_ops(target: str) -> dict[str, Op]:
         raise ConfigError(f"{path} has no op called {name!r}; its ops: {', '.join(ops) or 'none'}")
     if not ops:
         raise ConfigError(f"{path} has no op at its top level; kernels.define makes one")
-    return {name: ops[name]} if name else ops
+    if name:
+        return {name: ops[name]}
+    firsts = {op: key for key, op in reversed(ops.items())}
+    return {key: op for key, op in ops.items() if key == firsts[op]}
 
 
 def check_target(target: str) -> Path:
