@@ -315,6 +315,15 @@ def test_a_fused_op_of_a_user_without_some_parts(op, lacking):
         )
 
 
+def test_an_activation_before_the_routing_weights_stays_within_the_product():
+    routing = kernels.moe_route(array(3, 4), 2)
+    args = array(6, 8), array(4, 6, 8), routing
+    options = {"activation": "swiglu", "scatter": True}
+    want = kernels.moe_gemm(*args, **options)
+    with kernels.override("swiglu", lambda x: kernels.swiglu(x)):
+        np.testing.assert_array_equal(kernels.moe_gemm(*args, **options), want)
+
+
 def test_a_function_with_fewer_keywords():
     """Defaults are left out, a residual is added first, and launch keywords are dropped."""
     x, weight, residual = array(3, 16), array(16), array(3, 16)

@@ -84,7 +84,9 @@ _ACTIVATIONS: dict[str, tuple[str, Options]] = {
 
 def _activations(options: Options) -> Collection[str]:
     known = _ACTIVATIONS.get(options["activation"])
-    return () if known is None else (known[0],)
+    if known is None or options.get("scatter"):  # routing weights are multiplied after it
+        return ()
+    return (known[0],)
 
 
 def _activate(rest: Rest, args: tuple[Any, ...], options: Options) -> Any:
