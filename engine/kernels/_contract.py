@@ -191,12 +191,10 @@ class Contract:
         shape: Sequence[int],
         dtype: np.dtype[Any],
         name: str = "out",
-        *,
-        layout: str = "C",
     ) -> None:
         """Check `out`, if it is given, for a mirror that writes an argument: before it does."""
         if out is not None:
-            self.output(name, out, shape, dtype, layout=layout)
+            self.output(name, out, shape, dtype)
 
     @staticmethod
     def fill(target: Any, result: Any) -> Any:

@@ -78,9 +78,9 @@ def measure_cpu(
     return Timing(tuple(times))
 
 
-def time_cpu(call: Callable[[], Any], *, repeats: int = 20, warmup: int = 2) -> float:
+def time_cpu(call: Callable[[], Any], *, repeats: int = 20) -> float:
     """Return the median time of `call()` on the host, in seconds."""
-    return measure_cpu(call, repeats=repeats, warmup=warmup).median
+    return measure_cpu(call, repeats=repeats).median
 
 
 def measure_gpu(

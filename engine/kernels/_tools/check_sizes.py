@@ -67,7 +67,8 @@ def checked_sizes(op: Op, sizes: Mapping[str, Any]) -> Sizes:
     if not isinstance(sizes, Mapping):
         raise ConfigError(f"{op.name}: sizes: must be a mapping; got {shown(sizes)}")
     given = {n: v.item() if isinstance(v, np.generic) else v for n, v in sizes.items()}
-    symbols, scalars = op.signature.symbols, op.signature.scalars
+    symbols = op.signature.symbols
+    scalars = op.signature.scalars
     defaults = {s.name: s.default for s in scalars if s.name in symbols and s.default is not None}
     needed = [symbol for symbol in symbols if symbol not in defaults]
     known = {*symbols, *(scalar.name for scalar in scalars)}

@@ -65,6 +65,8 @@ _SWAPPED_MIN_SIZE = 4096
 _MAX_ROWS_BESIDE_SWAPPED = {False: 2, True: 4}
 _LONG_K = 8192
 _MAX_LONG_ROWS = 4
+_WARPS = 8  # warps per block: the limit of __launch_bounds__ in w8_skinny.cuh
+_PARTS = (4, 2, 8, 1)  # parts of k among the warps of a block, preferred ones first
 _ROWS = 16  # weight rows per warp
 _STEP_PAIRS = 128  # pairs of values of k per step of a warp
 _STAGE_BYTES = 4096
@@ -131,10 +133,9 @@ class W8Operands:
 
 @dataclass(frozen=True)
 class SkinnyW8:
-    """Tiling of a skinny product: stages of a warp's ring, warps per block, parts of k."""
+    """Tiling of a skinny product: stages of a warp's ring, parts of k."""
 
     stages: int
-    warps: int
     parts: int
     part_pairs: int
     shared_bytes: int
@@ -143,7 +144,7 @@ class SkinnyW8:
     @property
     def tile_n(self) -> int:
         """Return the weight rows per step of a block."""
-        return self.warps // self.parts * _ROWS
+        return _WARPS // self.parts * _ROWS
 
 
 def choose_skinny(
@@ -154,7 +155,6 @@ def choose_skinny(
     limits: Limits,
     *,
     group: int = 0,
-    warps: int = 8,
 ) -> SkinnyW8 | None:
     """Choose for x (m, k) and weight (n, k), both aligned; None if x exceeds shared memory.
 
@@ -165,21 +165,21 @@ def choose_skinny(
     """
     if not 0 < m <= MAX_SKINNY_ROWS or k == 0 or n == 0:
         return None
-    parts = _num_parts(n, k, sm_count, warps)
+    parts = _num_parts(n, k, sm_count)
     part_pairs = ceil_div(ceil_div(k, 2 * _STEP_PAIRS), parts) * _STEP_PAIRS
-    beside = m * (ceil_div(k, 512) * 512 + 64) + 2 * warps * m * (_ROWS + 4) * 4
+    beside = m * (ceil_div(k, 512) * 512 + 64) + 2 * _WARPS * m * (_ROWS + 4) * 4
     beside += m * num_scales(k, group) * 4 if group else 0
-    waves = ceil_div(ceil_div(n, warps // parts * _ROWS), sm_count)
+    tiles = ceil_div(n, _WARPS // parts * _ROWS)
+    waves = ceil_div(tiles, sm_count)
     is_long = waves * part_pairs >= _LONG_STAGES * _STEP_PAIRS
     for stages in (5, 4, 3) if is_long else (4, 3):
-        shared = warps * stages * _STAGE_BYTES + beside
+        shared = _WARPS * stages * _STAGE_BYTES + beside
         if shared + _STATIC_BYTES <= limits.sm_shared_bytes:
-            tiles = ceil_div(n, warps // parts * _ROWS)
-            return SkinnyW8(stages, warps, parts, part_pairs, shared, min(tiles, sm_count))
+            return SkinnyW8(stages, parts, part_pairs, shared, min(tiles, sm_count))
     return None
 
 
-def _num_parts(n: int, k: int, sm_count: int, warps: int) -> int:
+def _num_parts(n: int, k: int, sm_count: int) -> int:
     """Return the number of parts of k that minimises the stages per warp.
 
     Finishing a tile costs a warp as much as a stage.
@@ -188,12 +188,11 @@ def _num_parts(n: int, k: int, sm_count: int, warps: int) -> int:
     stages = ceil_div(k, 2 * _STEP_PAIRS)
 
     def cost(parts: int) -> int:
-        waves = ceil_div(ceil_div(groups, warps // parts), sm_count)
+        waves = ceil_div(ceil_div(groups, _WARPS // parts), sm_count)
         return waves * (ceil_div(stages, parts) + 1)
 
-    possible = [parts for parts in (4, 2, 8, 1) if parts <= warps]
-    least = min(map(cost, possible))
-    return next(parts for parts in possible if cost(parts) <= 1.12 * least)
+    least = min(map(cost, _PARTS))
+    return next(parts for parts in _PARTS if cost(parts) <= 1.12 * least)
 
 
 _MIRRORS = {"fp8": reference.gemm_fp8, "int8": reference.gemm_int8}
@@ -364,7 +363,7 @@ def _launch_skinny(o: W8Operands, config: SkinnyW8) -> None:
     _KERNELS[f"{o.op}_skinny_{config.stages}"].launch(
         ModuleSpec(f"gemm/gemm_{o.codes}.cu", o.dtype),
         (config.blocks,),
-        (32, config.parts, config.warps // config.parts),
+        (32, config.parts, _WARPS // config.parts),
         config.shared_bytes,
         pdl=True,
         k_per_split=config.part_pairs,
