@@ -259,11 +259,17 @@ class Contract:
         if device.is_cupy_array(value):
             self._is_planned |= isinstance(value, PlanArray)
             return value
-        if hasattr(value, "__cuda_array_interface__"):
-            return device.cupy().asarray(value)
-        if hasattr(value, "__dlpack__"):
-            on_gpu = value.__dlpack_device__()[0] == 2  # kDLCUDA
-            return (device.cupy() if on_gpu else np).from_dlpack(value)
+        try:
+            if hasattr(value, "__cuda_array_interface__"):
+                return device.cupy().asarray(value)
+            if hasattr(value, "__dlpack__"):
+                on_gpu = value.__dlpack_device__()[0] == 2  # kDLCUDA
+                return (device.cupy() if on_gpu else np).from_dlpack(value)
+        except (BufferError, RuntimeError, TypeError, ValueError) as error:
+            raise ContractError(
+                f"{self.op}: {name}: must be readable as an array; got {type(value).__name__} of "
+                f"{getattr(value, 'dtype', 'no dtype')}: {error}"
+            ) from error
         raise DTypeError(f"{self.op}: {name}: must be an array; got {type(value).__name__}")
 
     def _check_module(self, name: str, array: Any) -> None:

@@ -101,7 +101,8 @@ def _as_array(name: str, value: Any) -> Any:
                 array = (cupy() if on_gpu else np).from_dlpack(value)
         except (TypeError, AttributeError, BufferError, RuntimeError, ValueError) as error:
             got = type(value).__name__
-            raise WeightsError(f"weight {shown(name)} must be an array; got {got}") from error
+            why = "" if isinstance(error, AttributeError) else f": {error}"
+            raise WeightsError(f"weight {shown(name)} must be an array; got {got}{why}") from error
     if array.dtype not in _DTYPES:
         wanted = ", ".join(dtype.name for dtype in _DTYPES)
         raise WeightsError(f"weight {shown(name)} must be one of {wanted}; got {array.dtype}")

@@ -348,6 +348,20 @@ def test_foreign_arrays_are_taken_without_a_copy():
     assert np.shares_memory(Contract("op").array("x", foreign, "N", FLOATS), array)
 
 
+def test_a_foreign_array_that_cannot_be_read_is_told_with_its_dtype():
+    """NumPy reads no bfloat16 by DLPack, and PyTorch exports no tensor that needs a gradient."""
+
+    def export(**_):
+        raise BufferError("Unsupported dtype in DLTensor.")
+
+    foreign = SimpleNamespace(
+        dtype="torch.bfloat16", __dlpack__=export, __dlpack_device__=_floats(3).__dlpack_device__
+    )
+    said = "op: x: must be readable as an array; got SimpleNamespace of torch.bfloat16: Unsupp"
+    with pytest.raises(ContractError, match=said):
+        Contract("op").array("x", foreign, "N", FLOATS)
+
+
 @pytest.mark.parametrize("value", [float("nan"), -1, 2, True, "1", None])
 def test_numbers_have_bounds(value):
     with pytest.raises(ContractError, match=r"op: eps: must be a number from 0 to 1; got"):
