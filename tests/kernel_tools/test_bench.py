@@ -215,6 +215,8 @@ def test_the_definitions_sizes_are_measured_and_others_checked():
         ({"T": 8}, "must have T, N"),
         ({"T": 8, "N": 64, "K": 1}, "must have T, N"),
         ({"T": 8, "N": 63}, "N % 64 == 0"),
+        (5, "sizes: must be a mapping; got 5"),
+        ("T=8", "sizes: must be a mapping; got 'T=8'"),
     ):
         with pytest.raises(ConfigError, match=said):
             bench_shapes(op, sizes)

@@ -414,7 +414,9 @@ extern "C" __global__ void scale(const scalar_t* x, const float* s, scalar_t* ou
     [
         ({"sizes": {"T": 1}}, "sizes: must have T, N; got {'T': 1}"),
         ({"sizes": {"T": 1, "N": 2, "M": 3}}, "sizes: must have T, N; got {'T': 1,"),
-        ({"sizes": {"T": -1, "N": 2}}, "sizes: must satisfy x: (T, N) float"),
+        ({"sizes": {"T": -1, "N": 2}}, "sizes: T: must be an integer of at least 0; got -1"),
+        ({"sizes": {"T": 1, "N": True}}, "sizes: N: must be an integer of at least 0; got True"),
+        ({"sizes": {"T": "1", "N": 2}}, "sizes: T: must be an integer of at least 0; got '1'"),
         ({"sizes": [1, 2]}, "sizes: must be a mapping; got [1, 2]"),
         ({"dtype": "int8"}, "dtype: must be one of float32, float16, bfloat16; got 'int8'"),
         ({"arch": "sm_70"}, "arch: must be one of all, sm_80"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -48,7 +49,8 @@ def bench_shapes(
         If a size is missing, unknown, or violates the definition's conditions, or `op` is no op.
     """
     check_op(op)
-    given = [sizes] if isinstance(sizes, Mapping) else list(sizes or op.definition.bench)
+    is_several = isinstance(sizes, list | tuple | None)
+    given: list[Any] = list(sizes or op.definition.bench) if is_several else [sizes]
     if not given:
         return [_default_shape(op)]
     return [Shape(checked_sizes(op, each)) for each in given]

@@ -135,8 +135,9 @@ def check(
     sizes = checked_sizes(op, sizes) if sizes is not None else None
     _check_arguments(op, dtype, arch, sanitizer)
     _check_numbers(op, seed, timeout=timeout, max_seconds=max_seconds)
-    named = (special,) if isinstance(special, str) else tuple(special or ())
-    chosen = SPECIAL if special is True else named
+    if isinstance(special, str):
+        special = (special,)
+    chosen = SPECIAL if special is True else tuple(special or ())
     if unknown := set(chosen) - set(SPECIAL):
         raise ConfigError(f"special: must be of {', '.join(SPECIAL)}; got {sorted(unknown)[0]!r}")
     report = CheckReport(op.name, op.signature.text)

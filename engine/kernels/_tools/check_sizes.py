@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.checks import shown
+from engine.checks import is_integer, shown
 from engine.errors import ConfigError
 from engine.kernels._user.expressions import Expression
 from engine.kernels._user.op import Op
@@ -75,6 +75,12 @@ def checked_sizes(op: Op, sizes: Mapping[str, Any]) -> Sizes:
     if not set(needed) <= set(given) <= known:
         raise ConfigError(f"{op.name}: sizes: must have {', '.join(needed)}; got {given}")
     complete = defaults | given
+    for name in symbols:
+        if not is_integer(complete[name]) or complete[name] < 0:
+            raise ConfigError(
+                f"{op.name}: sizes: {name}: must be an integer of at least 0; "
+                f"got {shown(complete[name])}"
+            )
     if not are_allowed(op, complete):
         conditions = ", ".join(part.text for part in op.definition.where) or op.signature.text
         raise ConfigError(f"{op.name}: sizes: must satisfy {conditions}; got {complete}")
