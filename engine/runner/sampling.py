@@ -74,8 +74,9 @@ class SamplingSpec:
             "structured output": self.grammar is not None,
             "allowed_token_ids": params.allowed_token_ids is not None,
             "bad_words": bool(self.bad_words),
-            # A text that is complete by its grammar may end before min_tokens.
-            "min_tokens": params.min_tokens > 0 and self.grammar is None,
+            # The grammar, not min_tokens, decides about EOS; stop_token_ids are forbidden anyway.
+            "min_tokens": params.min_tokens > 0
+            and bool(self.grammar is None or params.stop_token_ids),
         }
         return [name for name in is_given if is_given[name]]
 

@@ -53,6 +53,7 @@ def test_a_pydantic_model(client):
     {"allowed_token_ids": [5], "guided_choice": ["yes"]},
     {"bad_words": ["yes"], "guided_choice": ["yes"]},
     {"allowed_token_ids": [0], "min_tokens": 3, "stop_token_ids": [0]},
+    {"min_tokens": 3, "guided_choice": ["yes"], "stop_token_ids": [105, 6602, 10407]},
 ], ids=lambda options: " and ".join(options))  # fmt: skip
 def test_options_that_forbid_every_token_are_the_clients_error(real_server, options, stream):
     body = {"model": "smollm2", "prompt": "Hi", "max_tokens": 9, "stream": stream}
