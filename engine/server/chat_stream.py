@@ -457,15 +457,21 @@ class _Answer:
         # text. A later call's events are held until it ends.
         self._kept_index = 0
         self._later: list[Event] = []
+        self._tail = ""  # end of the text, where a header's end may have begun
         self.has_calls = False
 
     def cut(self, text: str) -> list[str]:
         """Cut text where reasoning may begin behind content, so that pieces keep their order."""
         mark = "" if self._reasoning is None else self._reasoning.ends_header
-        if not mark or mark not in text:
+        if not mark:
             return [text]
-        *heads, rest = text.split(mark)
-        return [*(head + mark for head in heads), *([rest] if rest else [])]
+        num_known = len(self._tail)
+        *heads, rest = (self._tail + text).split(mark)
+        self._tail = rest[1 - len(mark) :]
+        if not heads:
+            return [text]
+        first, *others = [head + mark for head in heads]
+        return [first[num_known:], *others, *([rest] if rest else [])]
 
     def feed(self, text: str, *, is_last: bool) -> tuple[str, str, Sequence[Event]]:
         """Feed text; return the reasoning, content and tool events that are now final."""

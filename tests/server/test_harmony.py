@@ -303,3 +303,19 @@ def test_reasoning_behind_an_open_call_is_no_part_of_it(server, http, monkeypatc
     assert set(deltas) == set(kinds.items())
     whole = http.post("/v1/messages", json=body).json()["content"]
     assert [block["type"] for block in whole] == ["text", "thinking", "text"]
+
+
+def test_reasoning_stays_behind_a_held_call_if_its_marker_comes_in_parts(server, http, monkeypatch):
+    """Of a second call with `disable_parallel_tool_use`, which is damaged, and so text."""
+    said = f'{ADD}{CALL[1]}<|call|>{BEGIN}{ADD}{{"a": "x{NEXT}{ANALYSIS}Hm.'
+    at = said.rindex("age|>")
+    pieces = [[said[:at], [1], None, None], [said[at:], [2], "stop", None]]
+    monkeypatch.setattr(server.client, "_pieces", lambda *_: pieces)
+    body = {"model": "scripted", "max_tokens": 999, "tools": [{"name": "add", "input_schema": {}}]}
+    body["messages"] = [{"role": "user", "content": "?"}]
+    body["tool_choice"] = {"type": "auto", "disable_parallel_tool_use": True}
+    events = stream_events(http, "/v1/messages", body)
+    begun = [e["content_block"] for e in events if e["type"] == "content_block_start"]
+    assert [block["type"] for block in begun] == ["tool_use", "text", "thinking"]
+    whole = http.post("/v1/messages", json=body).json()["content"]
+    assert [block["type"] for block in whole] == ["tool_use", "text", "thinking"]
