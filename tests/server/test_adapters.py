@@ -318,6 +318,39 @@ def test_replicas_hold_the_same_adapters(files):
         run(main(first, second))
 
 
+def test_a_replica_that_cannot_read_an_adapter(files):
+    """No replica keeps the adapter; one that joins without it gets no request for it."""
+    broken = make_engine(files)
+
+    def fail(_):
+        raise RequestError("no such folder here")
+
+    broken.read_lora = fail
+
+    async def main(first, second):
+        new = LoRARequest("new", 1, files.folders[3])
+        client = await ReplicaClient.connect({0: first, 1: second}, TOKEN, has_peers=False)
+        try:
+            await eventually(lambda: len(client._clients) == 2)
+            with pytest.raises(RequestError, match="no such folder here"):
+                await client.add_lora(new)
+            assert client.adapters == ("a0", "a1")
+            await client.set_replicas({0: first})
+            await client.add_lora(new)
+            await client.set_replicas({0: first, 1: second})
+            await eventually(lambda: len(client._clients) == 2)
+            assert client._clients[1].adapters == ("a0", "a1")
+            found = await asyncio.gather(
+                *(tokens(client, files, row % 3, LoRARequest("new")) for row in range(6))
+            )
+            assert found == [files.want[row % 3, 3] for row in range(6)]
+        finally:
+            await client.close()
+
+    with looped(make_engine(files)) as (_, first), looped(broken) as (_, second):
+        run(main(first, second))
+
+
 def test_an_answer_is_not_late_for_a_closed_client(files):
     """The engine reads on for a client that has gone, and serves the others."""
     engine = make_engine(files)

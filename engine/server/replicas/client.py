@@ -338,7 +338,8 @@ class ReplicaClient(RequestClient):
             # Adapters share no prefixes.
             salt = message.cache_salt
             salt = salt if message.adapter is None else f"{message.adapter}\0{salt}"
-            route = self._route(message.token_ids, salt, placed.refusing)
+            avoided = placed.refusing | self._lacking(message.adapter)
+            route = self._route(message.token_ids, salt, avoided)
             if route is None:
                 return False
             client = self._clients[route.replica]
@@ -364,6 +365,13 @@ class ReplicaClient(RequestClient):
         if self._stuck:
             found = self._router.route(token_ids, salt, refusing | self._stuck)
         return found or self._router.route(token_ids, salt, refusing)
+
+    def _lacking(self, adapter: str | None) -> set[int]:
+        """Return the replicas that lack an adapter which another one holds."""
+        if adapter is None:
+            return set()
+        lacking = {n for n, client in self._clients.items() if adapter not in client.adapters}
+        return lacking if len(lacking) < len(self._clients) else set()
 
     def _place_waiting(self) -> None:
         for request, placed in list(self._placed.items()):
@@ -479,14 +487,24 @@ class ReplicaClient(RequestClient):
             return found[0]
 
     async def add_lora(self, lora_request: LoRARequest, *, load_inplace: bool = False) -> None:
-        """Have every replica read an adapter, and those that join later."""
+        """Have every replica read an adapter, and those that join later.
+
+        If one cannot, the others forget it again, unless they held one of its name before.
+        """
+        name = lora_request.lora_name
         async with self._changing:
-            await _from_all(
-                self._connected(),
-                lambda client: client.add_lora(lora_request, load_inplace=load_inplace),
-            )
-            self._added[lora_request.lora_name] = lora_request
-            self._removed.discard(lora_request.lora_name)
+            clients = self._connected()
+            lacked = [client for client in clients if name not in client.adapters]
+            try:
+                await _from_all(
+                    clients, lambda client: client.add_lora(lora_request, load_inplace=load_inplace)
+                )
+            except EngineError:
+                calls = (each.remove_lora(name) for each in lacked if name in each.adapters)
+                await asyncio.gather(*calls, return_exceptions=True)
+                raise
+            self._added[name] = lora_request
+            self._removed.discard(name)
 
     async def remove_lora(self, lora_name: str) -> None:
         """Have every replica that holds an adapter forget it."""
