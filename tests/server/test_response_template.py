@@ -176,6 +176,15 @@ def test_answers_that_a_template_does_not_fit(spec, text, why):
         read("response_template", spec, ("f",), "", text)
 
 
+def test_half_of_a_surrogate_pair_is_replaced():
+    r"""``"\ud83d"``, which no UTF-8 text can hold, in arguments and in content that is JSON."""
+    call = r'<call>{"name": "f", "arguments": {"a": "x\ud83d", "b": "\ud83d\ude00"}}</call>'
+    found = read("response_template", CHATML, ("f",), "", call)
+    assert found["calls"] == [["f", {"a": "x\ufffd", "b": "\U0001f600"}]]
+    spec = {"fields": {"content": {"content": "json"}}}
+    assert read("response_template", spec, (), "", r'"\ude00y"')["content"] == "\ufffdy"
+
+
 @pytest.mark.parametrize(
     ("spec", "call"),
     [

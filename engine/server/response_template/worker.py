@@ -26,6 +26,7 @@ from engine.server.response_template.contents import FormatError, lax_json
 from engine.server.response_template.layout import Layout, layout_of, sample
 from engine.server.response_template.schema import ResponseSchema
 from engine.server.response_template.template import ResponseTemplate
+from engine.server.tool_parsers.surrogates import SurrogateGate
 from engine.text.child_process import (
     Worker,
     WorkerEndedError,
@@ -145,7 +146,8 @@ def main() -> None:
                 str(error) if isinstance(error, FormatError) else f"{type(error).__name__}: {error}"
             )
             answer = {"failed": why[:_MAX_REASON_CHARS]}
-        reply(json.dumps(answer).encode())
+        gate = SurrogateGate()
+        reply((gate.push(json.dumps(answer)) + gate.finish()).encode())
 
 
 def _answer(
