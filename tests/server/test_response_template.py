@@ -502,6 +502,15 @@ def test_streamed_answers_are_those_read_at_once(case, size):
     assert answer(spec, text, size, {}, prompt) == whole(spec, text, prompt, {})
 
 
+@pytest.mark.parametrize("size", [1, 1000])
+@pytest.mark.parametrize("content", [{"content": {"content_args": {"strip": False}}}, {}])
+def test_white_space_of_damaged_calls_is_that_of_content(content, size):
+    """Which the template may keep, or have no field for."""
+    spec = {"fields": {"tool_calls": CHATML["fields"]["tool_calls"]} | content}
+    text = "<call>{ "
+    assert answer(spec, text, size, {}) == whole(spec, text, PROMPT, {}) == ("", text, [])
+
+
 def test_which_templates_are_streamed():
     assert len(STREAMED) > 20
     content = {"content": {}}

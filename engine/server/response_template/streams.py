@@ -42,6 +42,8 @@ class Regions:
         The others.
     anchors : tuple of str
         Texts of a prompt behind which the model's message begins.
+    strips_content : bool
+        Whether white space is dropped at both ends of the content.
     """
 
     def __init__(
@@ -50,6 +52,8 @@ class Regions:
         self.implicit = implicit
         self.fields = fields
         self.anchors = anchors
+        contents = (one for one in (implicit, *fields) if one is not None and one.name == _CONTENT)
+        self.strips_content = any(one.strips for one in contents)
 
     @classmethod
     def of(cls, kind: str, spec: Mapping[str, Any]) -> Regions | None:
@@ -197,10 +201,10 @@ def _gate() -> TextGate:
 class _Fields:
     """Tells the pieces of an answer apart: reasoning, content, or a region to be read."""
 
-    def __init__(self, parse: Callable[[str], Parsed]) -> None:
+    def __init__(self, parse: Callable[[str], Parsed], *, strips_content: bool) -> None:
         self._parse = parse
         self._gates = {"reasoning": _gate(), _CONTENT: _gate()}
-        self._strips_content = True
+        self._strips_content = strips_content
         self._num_read = 0
 
     def reasoning(self, piece: _Piece) -> str | None:
@@ -220,8 +224,7 @@ class _Fields:
             return self._pass(_CONTENT, piece.text, self._strips_content), ()
         if piece.is_mark or piece.field is None or piece.field.name != _CONTENT:
             return "", ()
-        self._strips_content = piece.field.strips
-        return self._pass(_CONTENT, piece.text, piece.field.strips), ()
+        return self._pass(_CONTENT, piece.text, self._strips_content), ()
 
     def _pass(self, kind: str, text: str, strips: bool) -> str:
         return self._gates[kind].push(text) if strips else text
@@ -252,7 +255,7 @@ class StreamedReasoning:
         keeps_calls: bool,
     ) -> None:
         self._splitter = _Splitter(regions)
-        self._fields = _Fields(parse)
+        self._fields = _Fields(parse, strips_content=regions.strips_content)
         self._keeps_calls = keeps_calls
         begun = self.feed(regions.begun(prompt))[1]
         self._splitter.end_of_prompt()
@@ -310,7 +313,7 @@ class StreamedTools:
         make_id: Callable[[], str] = random_id,
     ) -> None:
         self._splitter = _Splitter(regions)
-        self._fields = _Fields(parse)
+        self._fields = _Fields(parse, strips_content=regions.strips_content)
         self._make_id = make_id
         self._num_calls = 0
         self.feed(begun)
