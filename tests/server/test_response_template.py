@@ -582,6 +582,18 @@ def test_the_end_of_a_prompt_is_no_part_of_the_answer():
             assert answer(CHATML, text, 3, names, PROMPT + begun) == ("", wanted, [])
 
 
+@pytest.mark.parametrize("size", [1, 1000])
+def test_a_call_that_the_prompt_begins(size):
+    """As one that the answer continues: only what the answer adds is ever content."""
+    prompt = PROMPT + 'Yes<call>{"'
+    rest, damaged = 'name": "f"}</call>', "x</call>Hi"
+    names = {"f": {}}
+    assert answer(CHATML, rest, size, names, prompt) == ("", "", [("f", "{}")])
+    for text, given in ((rest, {}), (damaged, names), (damaged, {}), ("x", names)):
+        assert answer(CHATML, text, size, given, prompt) == ("", text, [])
+        assert whole(CHATML, text, prompt, given) == ("", text, [])
+
+
 def test_streaming_takes_linear_time():
     for one in ("<think>", "<call>", "</call>", " ", "<", "x ", CALL):
         begin = time.process_time()

@@ -119,6 +119,12 @@ class _Piece:
     text: str
     is_mark: bool = False
     is_region: bool = False
+    num_given: int = 0  # characters of a region that the prompt has
+
+    @property
+    def new_text(self) -> str:
+        """The text without what the prompt has of it."""
+        return self.text[self.num_given :]
 
 
 class _Splitter:
@@ -128,6 +134,7 @@ class _Splitter:
         self._regions = regions
         self._current = regions.implicit
         self._source: list[str] | None = None  # parts of a region that the worker will read
+        self._num_given = 0  # characters of that region in the prompt
         self._pending = ""  # possible start of a delimiter
         self._pieces: list[_Piece] = []
         self._markers: dict[_Field | None, Markers | None] = {}
@@ -155,6 +162,12 @@ class _Splitter:
         """Take what the prompt has of a delimiter as text; none goes on in the answer."""
         self._take(self._pending)
         self._pending = ""
+        self._num_given = len(self.open_region)
+
+    @property
+    def open_region(self) -> str:
+        """The text so far of a region that the worker will read; "" if none is open."""
+        return "".join(self._source or ())
 
     def _watched(self) -> Markers | None:
         if self._current not in self._markers:
@@ -187,8 +200,10 @@ class _Splitter:
 
     def _end_region(self) -> None:
         assert self._source is not None
-        self._pieces.append(_Piece(self._current, "".join(self._source), is_region=True))
+        text = "".join(self._source)
+        self._pieces.append(_Piece(self._current, text, is_region=True, num_given=self._num_given))
         self._source = None
+        self._num_given = 0
 
 
 def _gate() -> TextGate:
@@ -221,7 +236,7 @@ class _Fields:
                 parsed = self._parse(piece.text)
                 if parsed.calls or not parsed.content:
                     return "", parsed.calls
-            return self._pass(_CONTENT, piece.text, self._strips_content), ()
+            return self._pass(_CONTENT, piece.new_text, self._strips_content), ()
         if piece.is_mark or piece.field is None or piece.field.name != _CONTENT:
             return "", ()
         return self._pass(_CONTENT, piece.text, self._strips_content), ()
@@ -259,7 +274,7 @@ class StreamedReasoning:
         self._keeps_calls = keeps_calls
         begun = self.feed(regions.begun(prompt))[1]
         self._splitter.end_of_prompt()
-        self.begun = begun + self.feed("")[1]
+        self.begun = begun + self.feed("")[1] + self._splitter.open_region
         """Content of the message that the prompt has begun."""
 
     @property
@@ -283,7 +298,7 @@ class StreamedReasoning:
             if thought is not None:
                 thoughts.append(thought)
             elif self._keeps_calls:
-                content.append(piece.text)
+                content.append(piece.new_text)
             else:
                 content.append(self._fields.content(piece)[0])
         return "".join(thoughts), "".join(content)
