@@ -6,7 +6,8 @@
     │   ├── ShapeError
     │   └── DTypeError      TypeError
     ├── RequestError        ValueError    a request cannot be served (others can)
-    │   └── ContextLengthError            its prompt is longer than the model's context
+    │   ├── ContextLengthError            its prompt is longer than the model's context
+    │   └── UnknownAdapterError           it names a LoRA adapter that the engine does not hold
     ├── WeightsError        ValueError    a weight file is missing, damaged or does not fit
     ├── TemplateError       ValueError    a chat template fails or tries to leave its sandbox
     ├── UnknownOptionError  TypeError     an unknown keyword; names the nearest known one
@@ -46,6 +47,7 @@ __all__ = [
     "ShapeError",
     "StepTimeoutError",
     "TemplateError",
+    "UnknownAdapterError",
     "UnknownOptionError",
     "WeightsError",
     "about_item",
@@ -143,6 +145,10 @@ tokens. Please reduce the length of the messages to at most 511 tokens.
             f"most {most} tokens."
         )
         return cls(message, name, num_tokens, most)
+
+
+class UnknownAdapterError(RequestError):
+    """A request names a LoRA adapter that the engine does not hold, and has no path of one."""
 
 
 class WeightsError(EngineError, ValueError):

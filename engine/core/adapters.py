@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from engine.checks import shown, shown_with_type
-from engine.errors import EngineError, RequestError
+from engine.errors import EngineError, RequestError, UnknownAdapterError
 from engine.loading.lora import LoraAdapter
 from engine.lora_request import LoRARequest
 
@@ -59,13 +59,17 @@ class AdapterRegistry:
 
         Raises
         ------
+        UnknownAdapterError
+            If the request has no path.
         RequestError
-            If the request has no path, or the files cannot be read or do not fit the model.
+            If the files cannot be read or do not fit the model.
         """
         name = request.lora_name
         if not request.lora_path:
             held = self._shown_names()
-            raise RequestError(f"lora_request needs a lora_path for {shown(name)}; held: {held}")
+            raise UnknownAdapterError(
+                f"lora_request needs a lora_path for {shown(name)}; held: {held}"
+            )
         try:
             return self._read(name, request.lora_path)
         except EngineError as error:

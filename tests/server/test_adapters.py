@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from engine.async_engine import AsyncEngine
-from engine.errors import ConfigError, EngineError, RequestError
+from engine.errors import ConfigError, EngineError, RequestError, UnknownAdapterError
 from engine.llm_engine import LLMEngine
 from engine.lora_request import LoRARequest
 from engine.sampling_params import RequestOutputKind, SamplingParams
@@ -125,6 +125,19 @@ def test_loading_and_unloading(server, files):
     assert "lora_name must be one of the adapters ('a0', 'a1')" in missing.text
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_adapter_that_is_removed_before_its_request_reaches_the_engine(
+    server, monkeypatch, stream
+):
+    """As any unknown model; other API processes learn of a removal up to half a second late."""
+    monkeypatch.setattr(AsyncEngine, "adapters", ("a0", "a1", "gone"))
+    response = post(server, "/v1/completions", model="gone", prompt=[5], stream=stream)
+    assert response.status_code == 404
+    error = response.json()["error"]
+    assert (error["code"], error["param"]) == ("model_not_found", "model")
+    assert "'gone'; held: 'a0', 'a1'" in error["message"]
+
+
 def test_adapters_of_a_server_that_sleeps(server, files):
     """None is read meanwhile, one is unloaded, and the rest serve as before."""
     assert completion(server, files, 0, "a0") == files.want[0, 0]
@@ -230,7 +243,7 @@ def test_an_engine_in_another_process(files):
             with pytest.raises(RequestError, match="must be a folder with"):
                 await two.add_lora(LoRARequest("other", 1, files.base))
             await two.remove_lora("new")
-            with pytest.raises(RequestError, match="needs a lora_path for 'new'"):
+            with pytest.raises(UnknownAdapterError, match="needs a lora_path for 'new'"):
                 await tokens(one, files, 0, LoRARequest("new"))
             with pytest.raises(RequestError, match="lora_name must be one of the adapters"):
                 await one.remove_lora("new")

@@ -589,9 +589,9 @@ def test_a_call_that_the_prompt_begins(size):
     rest, damaged = 'name": "f"}</call>', "x</call>Hi"
     names = {"f": {}}
     assert answer(CHATML, rest, size, names, prompt) == ("", "", [("f", "{}")])
-    for text, given in ((rest, {}), (damaged, names), (damaged, {}), ("x", names)):
-        assert answer(CHATML, text, size, given, prompt) == ("", text, [])
-        assert whole(CHATML, text, prompt, given) == ("", text, [])
+    for text, known in ((rest, {}), (damaged, names), (damaged, {}), ("x", names)):
+        assert answer(CHATML, text, size, known, prompt) == ("", text, [])
+        assert whole(CHATML, text, prompt, known) == ("", text, [])
 
 
 def test_streaming_takes_linear_time():

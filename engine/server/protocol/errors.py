@@ -14,6 +14,7 @@ from engine.errors import (
     EngineError,
     RequestError,
     TemplateError,
+    UnknownAdapterError,
     UnknownOptionError,
     about_item,
 )
@@ -183,6 +184,9 @@ def api_error(error: BaseException) -> APIError:
         return APIError(429, str(error), headers={"Retry-After": "1"})
     if isinstance(error, ContextLengthError):
         return _too_long(error)
+    if isinstance(error, UnknownAdapterError):  # it was removed after `check_model`
+        message = f"the model does not exist: {error}"
+        return APIError(404, message, param="model", code="model_not_found")
     if isinstance(error, RequestError | TemplateError | UnknownOptionError):
         named = _NAMED.match(str(error))
         return APIError(400, str(error), param=named[3] if named else None)
