@@ -33,7 +33,7 @@ from engine.lora_request import LoRARequest
 from engine.model import LOAD_OPTIONS, Model
 from engine.outputs import RequestOutput
 from engine.parallel.make_engine import make_engine
-from engine.request import Request
+from engine.request import Request, RequestStatus
 from engine.runner.model_runner import LaunchedStep
 from engine.runner.pipelined_runner import make_runner
 from engine.runner.result import StepResult
@@ -601,6 +601,8 @@ class LLMEngine:
                 )
             source = origin.streams[0].request
             self.scheduler.fork_request(source, first, is_resumed=is_resumed)
+            if first.status is RequestStatus.RUNNING:  # no step admits it
+                first.stream.group.note_scheduled()
         except QueueFullError:
             self.collector.admission_rejections += 1
             raise

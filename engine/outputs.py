@@ -91,13 +91,15 @@ class RequestMetrics:
     arrival_time : float
         The request was added.
     first_scheduled_time : float or None
-        The first step that computes a part of its prompt was scheduled.
+        The first step that computes a part of its prompt was scheduled; for a child that shares
+        its parent's blocks at once (`add_request(parent=...)`), it was added.
     first_token_time, last_token_time : float or None
         The first and the newest token were committed.
     finished_time : float or None
         Its last continuation finished.
     num_generation_tokens : int
-        Tokens generated so far, over all continuations.
+        Tokens generated so far, over all continuations; without those that another engine
+        generated (`add_request(resumed=...)`).
     num_cached_tokens : int
         Prompt tokens found in the prefix cache.
     num_continuations : int

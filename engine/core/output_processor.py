@@ -62,6 +62,8 @@ class OutputStream:
         Whether `next_output` applies: a single streamed continuation with token ids and text only.
     has_ended_elsewhere : bool
         Whether another engine has reported its end; no output holds it then.
+    num_resumed_tokens : int
+        Output tokens that another engine generated.
     """
 
     __slots__ = (
@@ -82,6 +84,7 @@ class OutputStream:
         "has_ended_elsewhere",
         "is_plain",
         "is_quiet",
+        "num_resumed_tokens",
         "request",
     )
 
@@ -124,6 +127,7 @@ class OutputStream:
         self._sent_tokens = 0
         self._is_finish_sent = False
         self.has_ended_elsewhere = False
+        self.num_resumed_tokens = 0
 
     def resume(self, token_ids: Sequence[int] | None) -> End | None:
         """Continue after `token_ids`, which were already reported; None marks an ended one.
@@ -140,7 +144,7 @@ class OutputStream:
         end = None if self._is_lazy else self._read_ids()
         if end is not None and end.num_output_tokens is not None:
             del request.output_token_ids[end.num_output_tokens :]
-        self._sent_tokens = len(request.output_token_ids)
+        self._sent_tokens = self.num_resumed_tokens = len(request.output_token_ids)
         if self._is_delta:
             self._text = []
         if self._logprobs is not None:
@@ -355,8 +359,8 @@ class OutputGroup:
 
     @property
     def num_generation_tokens(self) -> int:
-        """Tokens generated so far, over all continuations."""
-        return sum([len(stream.request.output_token_ids) for stream in self.streams])
+        """Tokens that this engine has generated so far, over all continuations."""
+        return sum([len(s.request.output_token_ids) - s.num_resumed_tokens for s in self.streams])
 
     @property
     def wants_output(self) -> bool:

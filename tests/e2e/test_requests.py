@@ -506,6 +506,31 @@ def test_metrics(model, late):
     assert stats.kv_cache_usage_perc == 0.0
 
 
+@pytest.mark.parametrize("max_num_seqs", [2, 1])
+def test_metrics_of_a_child(model, max_num_seqs):
+    """It has begun when it shares its parent's blocks, or when it leaves the queue."""
+    engine = make_engine(model, max_num_seqs=max_num_seqs)
+    engine.add_request("p", LONG, SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True))
+    for _ in range(4):
+        engine.step()
+    engine.add_request("c", [*LONG, 5], SamplingParams(max_tokens=2, ignore_eos=True), parent="p")
+    m = run(engine)["c"].metrics
+    assert m.queue_time >= 0 and m.prefill_time > 0
+    assert m.e2e_time == pytest.approx(m.queue_time + m.prefill_time + m.decode_time)
+    stats = engine.stats()
+    assert stats.request_queue_time_seconds.count == stats.request_prefill_time_seconds.count == 2
+
+
+@pytest.mark.parametrize("kind", [RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY])
+def test_metrics_of_a_resumed_request_leave_out_the_other_engines_tokens(model, kind):
+    engine = make_engine(model)
+    params = SamplingParams(max_tokens=30, ignore_eos=True, seed=1, output_kind=kind)
+    engine.add_request("r", LONG, params, resumed=[list(range(5, 30))])
+    m = run(engine)["r"].metrics
+    assert m.num_generation_tokens == engine.stats().generation_tokens == 5
+    assert m.itl == pytest.approx((m.last_token_time - m.first_token_time) / 4)
+
+
 def test_llm_takes_priorities_and_salts(model):
     llm = make_llm(model)
     prompts = [{"prompt_token_ids": LONG, "cache_salt": "a"}, LONG]
