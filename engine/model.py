@@ -411,6 +411,8 @@ class Model:
     def update_weights(self, source: str | PathLike[str] | Mapping[str, Any]) -> tuple[str, ...]:
         """Write new weights over the model's, in place; the arrays may change once it returns.
 
+        The scales of a quantized KV cache stay; see `calibrate_kv_scales`.
+
         Parameters
         ----------
         source : str or path, or mapping of str to array
