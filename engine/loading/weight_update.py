@@ -68,6 +68,8 @@ def open_update(
         places.setdefault(str(place.target), []).append(place)
     form = FORMATS.get(quantization or "")
     formats = {} if form is None else quantized_formats(config, form, shard)
+    if config.tie_word_embeddings and "lm_head" in formats and "embed" in places:
+        places.setdefault("lm_head", places["embed"])  # a rounded copy
     shapes = weight_shapes(config, shard)
     update = WeightUpdate(reader, places, weights, device, formats, shapes)
     update.check()

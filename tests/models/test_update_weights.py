@@ -82,6 +82,20 @@ def test_a_folder(golden, case, where, tmp_path):
     assert error < LIMIT
 
 
+@pytest.mark.parametrize("quantization", ["q8_0", "q4_0"])
+@pytest.mark.parametrize("case", ["gemma", "olmo_biases_new_keys", "qwen3"])
+def test_the_rounded_output_layer_of_tied_embeddings(golden, case, quantization, tmp_path):
+    """It is a weight of its own, of the embedding's tensor; qwen3 is not tied."""
+    want = golden(case)
+    other = _other(want.directory, tmp_path / "other")
+    options = {"device": "cpu", "dtype": "float32", "quantization": quantization}
+    model, fresh = (
+        engine.load(folder, progress=False, **options) for folder in (other, want.directory)
+    )
+    assert "lm_head" in model.update_weights(want.directory)
+    assert np.array_equal(_logits(model, want.prompt), _logits(fresh, want.prompt))
+
+
 def test_a_part_of_the_weights(golden, tmp_path):
     """Rows of q alone: k and v of the fused weight stay."""
     want = golden("qwen3")
