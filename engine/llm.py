@@ -83,7 +83,7 @@ class LLM:
 
     @property
     def tokenizer(self) -> Any:
-        """Tokenizer of the model."""
+        """Tokenizer of the model; None if it was made from a configuration alone."""
         return self.llm_engine.tokenizer
 
     @takes_keywords(inspect.signature(SamplingParams).parameters.values())
@@ -479,13 +479,19 @@ class LLM:
 
     def _chat_prompt(self, messages: Any, options: Mapping[str, Any]) -> Prompt:
         """Render and encode a conversation; the template writes the special tokens itself."""
-        prompt = self.tokenizer.render_chat(messages, **options)
-        ids = self.tokenizer.encode_prompt(prompt)
+        tokenizer = self._chat_tokenizer()
+        prompt = tokenizer.render_chat(messages, **options)
+        ids = tokenizer.encode_prompt(prompt)
         return {"prompt": prompt.text, "prompt_token_ids": ids}
+
+    def _chat_tokenizer(self) -> Any:
+        if self.tokenizer is None:
+            raise RequestError("messages need a model with a tokenizer, for its chat template")
+        return self.tokenizer
 
     def _check_variables(self, variables: Iterable[str], has_tools: bool) -> None:
         """Reject a variable that the model's template does not read."""
-        own = self.tokenizer.template_variables(has_tools)
+        own = self._chat_tokenizer().template_variables(has_tools)
         for name in variables:
             if name not in own and name not in RESERVED_VARIABLES:
                 raise unknown_keyword("chat", name, [*_CHAT_KEYWORDS, *own])

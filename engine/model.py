@@ -650,6 +650,8 @@ class Model:
             return None
         given = list(slots)
         count = self.num_adapter_slots
+        if count == 0 and any(one is not None for one in given):
+            raise ConfigError("adapter_slots needs a model loaded with enable_lora=True")
         is_fine = all(one is None or (is_integer(one) and 0 <= one < count) for one in given)
         if len(given) != batch_size or not is_fine:
             raise ConfigError(

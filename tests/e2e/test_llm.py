@@ -124,6 +124,16 @@ def test_replicas_are_the_servers(monkeypatch):
         assert len(_ids(llm.generate([[5]], GREEDY))[0]) == 3
 
 
+@pytest.mark.parametrize(
+    "call",
+    [LLM.chat, lambda llm, messages: next(llm.stream(messages))],
+    ids=["chat", "stream"],
+)
+def test_a_conversation_needs_a_tokenizer(llm, call):
+    with pytest.raises(RequestError, match="messages need a model with a tokenizer"):
+        call(llm, [{"role": "user", "content": "hi"}])
+
+
 def test_chat_and_stream_have_a_priority(llm, monkeypatch):
     seen = []
     add = llm.llm_engine.add_request

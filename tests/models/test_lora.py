@@ -130,3 +130,6 @@ def test_a_model_without_slots_reads_no_adapter(golden, tmp_path):
     model = golden("qwen3").load()
     with pytest.raises(ConfigError, match="adapter 'a' needs a model loaded with enable_lora"):
         model.read_adapter("a", tmp_path)
+    with pytest.raises(ConfigError, match="adapter_slots needs a model loaded with enable_lora"):
+        model.new_cache(2, 4, adapter_slots=[0, None])
+    model.new_cache(2, 4, adapter_slots=[None, None])
