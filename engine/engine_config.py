@@ -8,7 +8,7 @@ from dataclasses import Field, dataclass, field, fields
 from os import PathLike
 from typing import Any
 
-from engine.cache.kv_cache import KV_CACHE_DTYPES
+from engine.cache.kv_cache import BLOCK_SIZES, KV_CACHE_DTYPES
 from engine.cache.layer_cache import STATE_DTYPES
 from engine.checks import shown, shown_with_type
 from engine.distributed.connection import parse_address
@@ -227,6 +227,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for option in fields(self):
             object.__setattr__(self, option.name, _checked(option, getattr(self, option.name)))
+        if self.block_size not in BLOCK_SIZES:
+            raise ConfigError(f"block_size must be one of {BLOCK_SIZES}; got {self.block_size}")
         speculative = SpeculativeConfig.from_option(self.speculative_config)
         object.__setattr__(self, "speculative_config", speculative)
         if speculative is not None and not self.max_draft_tokens:

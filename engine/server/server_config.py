@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import ipaddress
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
@@ -51,6 +52,18 @@ RANGES = {
     "max_watchers": NumberRange(0, 2**16, integer=True),
 }
 """Valid range of each numeric option."""
+
+_PATTERNS = {
+    "allowed_hosts": (
+        re.compile(r"\*|\*\.[\w.-]+|[\w.-]+(:\d+)?|[0-9A-Fa-f:.]+|\[[0-9A-Fa-f:.]+\](:\d+)?"),
+        "hosts, such as example.com, example.com:8000 or *.example.com, or *",
+    ),
+    "allowed_origins": (
+        re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^\sA-Z/?#*]+"),
+        "origins as browsers send them, such as https://example.com, or *",
+    ),
+}
+"""Forms of a text: in any other, it would equal no header."""
 
 _FLAGS = (
     *("allow_credentials", "enable_auto_tool_choice", "enable_page", "enable_metrics"),
@@ -247,6 +260,10 @@ class ServerConfig:
             value = getattr(self, name)
             if not isinstance(value, tuple) or not all(isinstance(v, str) and v for v in value):
                 raise ConfigError(f"{name} must be texts that are not empty; got {shown(value)}")
+        for name, (pattern, wanted) in _PATTERNS.items():
+            for value in getattr(self, name):
+                if not pattern.fullmatch(value):
+                    raise ConfigError(f"{name} must be {wanted}; got {shown(value)}")
         for name in _TEXTS:
             value = getattr(self, name)
             is_optional = type(self).__dict__[name] is None

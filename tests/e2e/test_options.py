@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from engine import LLMEngine, SamplingParams, llm_engine
+from engine.engine_config import EngineConfig
 from engine.errors import ConfigError, RequestError
 from engine.llm_engine import QueueFullError
 from engine.models.mock_model import MockModel
@@ -237,6 +238,11 @@ def test_debug_is_an_option_or_a_variable(monkeypatch):
 def test_bad_options_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):
         LLMEngine(MockModel(), **options)
+
+
+def test_a_wrong_block_size_is_refused_before_a_model_is_loaded():
+    with pytest.raises(ConfigError, match=r"block_size must be one of \(16, .*; got 24"):
+        EngineConfig(block_size=24)
 
 
 def test_numpy_numbers_are_accepted():

@@ -38,11 +38,31 @@ def test_options_survive_json():
         ({"ssl_certfile": "cert.pem"}, "ssl_keyfile"),
         ({"ssl_ca_certs": "ca.pem"}, "ssl_certfile"),
         ({"allowed_origins": ("*",), "allow_credentials": True}, "allow_credentials"),
+        ({"allowed_origins": ("example.com",)}, "allowed_origins must be .*; got 'example.com'"),
+        ({"allowed_origins": ("https://example.com/",)}, "allowed_origins must be"),
+        ({"allowed_origins": ("*", "https://*.example.com")}, "allowed_origins must be"),
+        ({"allowed_hosts": ("http://example.com",)}, "allowed_hosts must be .*; got 'http://"),
+        ({"allowed_hosts": ("*.example.com:8000",)}, "allowed_hosts must be"),
     ],
 )
 def test_a_wrong_value_is_named(options, word):
     with pytest.raises(ConfigError, match=word):
         ServerConfig(**options)
+
+
+def test_forms_of_hosts_and_origins():
+    hosts = (
+        "*",
+        "*.example.com",
+        "a_b.example:80",
+        "::1",
+        "[fd00::1]",
+        "[fd00::1]:8000",
+        "10.0.0.1",
+    )
+    origins = ("*", "null", "http://localhost:3000", "chrome-extension://abc", "http://[::1]:80")
+    config = ServerConfig(allowed_hosts=hosts, allowed_origins=origins)
+    assert (config.allowed_hosts, config.allowed_origins) == (hosts, origins)
 
 
 def test_every_named_parser_is_an_option():
