@@ -211,7 +211,12 @@ def test_and_to_no_other(name):
         ),
         (lambda: chat_params(_chat(top_logprobs=3), NONE), "top_logprobs needs logprobs"),
         (lambda: chat_params(_chat(logprobs=True, top_logprobs=99), NONE), "top_logprobs must"),
-        (lambda: chat_params(_chat(functions=[]), NONE), "functions is not supported, use tools"),
+        (
+            lambda: chat_params(_chat(functions=[]), NONE),
+            r"functions is not supported, use tools; got \[\]$",
+        ),
+        (lambda: chat_params(_chat(function_call="auto"), NONE), 'tool_choice; got "auto"$'),
+        (lambda: chat_params(_chat(audio="a" * 200), NONE), r'got "a{99}\.\.\.$'),
         (lambda: chat_params(_chat(modalities=["audio"]), NONE), "modalities must be"),
         (lambda: chat_params(_chat(store=True), NONE), "store must be false"),
     ],

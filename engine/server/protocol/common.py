@@ -14,6 +14,7 @@ import msgspec
 
 from engine.checks import shown
 from engine.errors import RequestError, did_you_mean
+from engine.model_files import excerpt
 from engine.sampling_params import RequestOutputKind, SamplingDefaults, SamplingParams
 from engine.server.protocol.annotations import field_names, hints_at, structs_in, wrong_choice
 from engine.server.protocol.errors import APIError
@@ -323,7 +324,9 @@ def is_given(value: object) -> bool:
 def shown_field(value: object) -> str:
     """Return `shown(value)`; of a field that stays undecoded, the beginning of its JSON."""
     if isinstance(value, msgspec.Raw):
-        return shown(bytes(value)[:_MAX_QUOTED].decode("utf-8", "replace"))
+        data = bytes(value)
+        text = excerpt(data[:_MAX_QUOTED].decode("utf-8", "replace"))
+        return f"{text}..." if len(data) > _MAX_QUOTED else text
     return shown(value)
 
 
