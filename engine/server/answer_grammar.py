@@ -61,6 +61,7 @@ def tool_use(
     *,
     follows_text: bool,
     declared: DeclaredReaders | None = None,
+    allows_auto: bool = True,
 ) -> ToolUse:
     """Return how the answer to a request may call tools.
 
@@ -73,6 +74,8 @@ def tool_use(
         Whether the answer continues a message with text.
     declared : DeclaredReaders, optional
         Readers of answers in the checkpoint's own format, if that is used.
+    allows_auto : bool
+        The server's `enable_auto_tool_choice`.
 
     Raises
     ------
@@ -106,10 +109,12 @@ def tool_use(
     if is_required and calls is None:
         return _calls_as_json(functions, mode, tool_parser, one_call=one_call)
     if tool_parser is None:
-        message = (
-            "tools need a tool parser, and none is known for the model's chat template; "
-            'start the server with --tool-call-parser, or give tool_choice "required"'
+        why = (
+            "none is known for the model's chat template; start the server with --tool-call-parser"
+            if allows_auto
+            else "the server was started with --no-enable-auto-tool-choice; leave that out"
         )
+        message = f'tools need a tool parser, and {why}, or give tool_choice "required"'
         raise APIError(400, message, param="tools")
     make: Callable[[], ToolParser]
     if declared is not None:

@@ -218,7 +218,13 @@ class ChatService:
             is_thought, text = reasoning.last_text(name, continued)
         follows_text = not is_thought and bool(text.strip())
         uses = functools.partial(
-            tool_use, body, self.tool_parser, name, follows_text=follows_text, declared=readers
+            tool_use,
+            body,
+            self.tool_parser,
+            name,
+            follows_text=follows_text,
+            declared=readers,
+            allows_auto=self.config.enable_auto_tool_choice,
         )
         if readers is None:
             use = uses()

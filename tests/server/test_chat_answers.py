@@ -5,8 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 
+import msgspec
 import pytest
 
+from engine.server.answer_grammar import tool_use
+from engine.server.protocol.chat import ChatCompletionRequest
+from engine.server.protocol.errors import APIError
 from engine.server.server_config import ServerConfig
 from engine.structured.references import OWN_DOCUMENT
 from tests.lazily import lazily
@@ -187,12 +191,21 @@ def test_a_response_format_reaches_the_engine():
         assert list(engine.requests[-1][1].structured.choice) == ["x", "y"]
 
 
-def test_tools_without_a_known_format_are_refused():
+def test_tools_without_auto_tool_choice_are_refused():
     with (
         _client("a", config=WITHOUT_PARSER) as (client, _),
-        pytest.raises(openai.BadRequestError, match="--tool-call-parser"),
+        pytest.raises(openai.BadRequestError, match="started with --no-enable-auto-tool-choice"),
     ):
         client.chat.completions.create(**ASK, tools=[ADD])
+
+
+def test_tools_without_a_known_format_are_refused():
+    fields = {"messages": ASK["messages"], "tools": [ADD]}
+    body = msgspec.convert(fields, ChatCompletionRequest)
+    with pytest.raises(
+        APIError, match="none is known .*; start the server with --tool-call-parser"
+    ):
+        tool_use(body, None, None, follows_text=False)
 
 
 @pytest.mark.parametrize("pieces", [1, 5, 100])
