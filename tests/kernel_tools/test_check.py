@@ -761,3 +761,16 @@ def test_the_command_checks_every_op_of_a_file(tmp_path):
     assert status == 1 and "twice.cu:3: error" in text
     status, _, reason = _command(f"{path}:other")
     assert status == 2 and "has no op called 'other'" in reason
+
+
+def test_an_error_in_the_users_python_has_its_line(tmp_path):
+    path = _written(tmp_path)
+    good = path.read_text()
+    for old, new, status, words in (
+        ("2 * x", "x.y", 1, "the reference fails in line 3: AttributeError"),
+        ("call['N'], 256", "len(call), 256", 1, "launch fails in line 4: TypeError"),
+        ("\ntwice", "\nnumbers = [][1]\ntwice", 2, "my_op.py fails in line 2: IndexError"),
+    ):
+        path.write_text(good.replace(old, new))
+        found, *texts = _command(str(path), "--quick", "--arch", "sm_90a")
+        assert found == status and words in "".join(texts)

@@ -203,7 +203,7 @@ def test_tools_without_a_known_format_are_refused():
     fields = {"messages": ASK["messages"], "tools": [ADD]}
     body = msgspec.convert(fields, ChatCompletionRequest)
     with pytest.raises(
-        APIError, match="none is known .*; start the server with --tool-call-parser"
+        APIError, match=r"none is known .*; start the server with --tool-call-parser"
     ):
         tool_use(body, None, None, follows_text=False)
 

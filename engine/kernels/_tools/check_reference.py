@@ -13,6 +13,7 @@ from engine.errors import EngineError
 from engine.kernels._tools.check_cases import Case
 from engine.kernels._tools.check_compare import region
 from engine.kernels._tools.check_report import Finding
+from engine.kernels._user.files import in_line
 from engine.kernels._user.op import Op
 
 __all__ = ["run_reference"]
@@ -39,7 +40,7 @@ def run_reference(
             warnings.simplefilter("ignore")
             returned = op(**arguments)
     except Exception as error:
-        text = str(error) if isinstance(error, EngineError) else _explained(error)
+        text = str(error) if isinstance(error, EngineError) else _explained(op, error)
         return None, [Finding("reference", text + _empty_hint(case))]
     names = [array.name for array in op.signature.outputs]
     outputs = returned if len(names) > 1 else (returned,)
@@ -49,9 +50,10 @@ def run_reference(
     return wanted, list(_not_finite(case, values, wanted))
 
 
-def _explained(error: Exception) -> str:
+def _explained(op: Op, error: Exception) -> str:
     hint = f"\n{_INDEX_HINT}" if isinstance(error, IndexError) else ""
-    return f"the reference fails: {type(error).__name__}: {error}{hint}"
+    where = in_line(op.definition.file, error)
+    return f"the reference fails{where}: {type(error).__name__}: {error}{hint}"
 
 
 def _empty_hint(case: Case) -> str:

@@ -16,6 +16,7 @@ from engine.kernels._tools.check_report import CompiledKernel, Finding
 from engine.kernels._tools.check_sizes import array_shape
 from engine.kernels._user.arguments import LaunchArguments
 from engine.kernels._user.diagnostics import KernelCompileError, read_log
+from engine.kernels._user.files import in_line
 from engine.kernels._user.launch_failure import resource_errors
 from engine.kernels._user.module import UserModule, can_run
 from engine.kernels._user.op import Op
@@ -104,7 +105,8 @@ def _launches(
         except EngineError as error:
             failed.append(Finding("launch", str(error), str(case)))
         except Exception as error:
-            text = f"launch fails: {type(error).__name__}: {error}"
+            where = in_line(op.definition.file, error)
+            text = f"launch fails{where}: {type(error).__name__}: {error}"
             failed.append(Finding("launch", text, str(case)))
     return found, failed
 

@@ -17,6 +17,7 @@ from engine import device
 from engine.errors import DeviceError, EngineError
 from engine.kernels._tools.child import Link, launch_message, read_problem
 from engine.kernels._tools.device_run import Answer, Call, run_call
+from engine.kernels._user.files import in_line
 from engine.kernels._user.op import Op, current_chip
 from engine.kernels._user.problem import Chip
 
@@ -191,7 +192,8 @@ class Worker:
         except EngineError as error:
             return {"error": str(error)}
         except Exception as error:
-            return {"error": f"launch fails: {type(error).__name__}: {error}"}
+            where = in_line(self._op.definition.file, error)
+            return {"error": f"launch fails{where}: {type(error).__name__}: {error}"}
         return {"launches": [launch_message(launch) for launch in launches]}
 
 

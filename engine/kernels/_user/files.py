@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
 from engine.errors import ConfigError, EngineError
 from engine.kernels._user.op import Op
 
-__all__ = ["check_target", "load_name", "load_ops"]
+__all__ = ["check_target", "in_line", "load_name", "load_ops"]
 
 
 def load_ops(target: str) -> dict[str, Op]:
@@ -70,6 +71,13 @@ def load_name(target: str) -> Any:
     return getattr(module, name)
 
 
+def in_line(file: str, error: BaseException) -> str:
+    """Return " in line 12", the last line of `file` that `error` passed; "" if it passed none."""
+    frames = traceback.walk_tb(error.__traceback__)
+    lines = [line for frame, line in frames if frame.f_code.co_filename == file]
+    return f" in line {lines[-1]}" if lines else ""
+
+
 def _parts(target: str) -> tuple[Path, str]:
     path, _, name = target.rpartition(":") if ".py:" in target else (target, "", "")
     if not Path(path).is_file():
@@ -95,7 +103,8 @@ def _run(path: Path) -> Any:
         del sys.modules[key]
         if isinstance(error, EngineError) or not isinstance(error, Exception):
             raise
-        raise ConfigError(f"{path} fails: {type(error).__name__}: {error}") from error
+        where = in_line(str(path), error)
+        raise ConfigError(f"{path} fails{where}: {type(error).__name__}: {error}") from error
     finally:
         sys.path.remove(str(path.parent))
     return module
