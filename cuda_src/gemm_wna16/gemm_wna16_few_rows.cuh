@@ -9,21 +9,18 @@
 #include "gemm_wna16/gemm_wna16_few_rows_loader.cuh"
 #include "gemm_wna16/gemm_wna16_few_rows_rounded.cuh"
 #include "gemm_wna16/gemm_wna16_few_rows_x.cuh"
-#include "gemm_wna16/gemm_wna16_one_row.cuh"
+#include "gemm_wna16/gemm_wna16_group_columns.cuh"
 
 #if ENGINE_DTYPE != 0
-
-template <typename Shape>
-constexpr bool kIsOneRow = kHasOneRowProduct && Shape::kTokens == 1;
 
 #ifdef ROUNDS_WEIGHTS
 template <typename Shape>
 using Product = RoundedProduct<Shape>;
 #else
-template <typename Shape, bool kIsOne = kIsOneRow<Shape>>
+template <typename Shape, bool kHasColumns = kHasGroupColumns<Shape::kTokens>>
 struct Product : StageProduct<Shape> {};
 template <typename Shape>
-struct Product<Shape, true> : OneRowProduct<Shape> {};
+struct Product<Shape, true> : GroupColumnsProduct<Shape> {};
 #endif
 
 // Epilogue operands of an element of out.
@@ -136,7 +133,7 @@ __device__ __forceinline__ void few_rows(const FewRowsParams& p) {
   // Loaded early to hide the latency, and kept in shared memory because registers are scarce.
   __shared__ OutputOperands smem_early[512];
   pdl_trigger();
-  const FewRowsBlock b(p, smem, kTokens > 1);
+  const FewRowsBlock b(p, smem, kTokens);
   if (b.first_work_tile() >= p.num_work_tiles) {  // surplus block: only occupies a multiprocessor
     pdl_wait();
     return;
@@ -165,8 +162,8 @@ __device__ __forceinline__ void few_rows(const FewRowsParams& p) {
     if (is_row)
       row.store(p, b, smem_norm);
     else
-      finish_rows<kNorm, kTokens == 1>(p, b, p.num_stages - (p.uses_pdl != 0 ? p.early_stages : 0),
-                                       smem_norm);
+      finish_rows<kNorm, kTokens>(p, b, p.num_stages - (p.uses_pdl != 0 ? p.early_stages : 0),
+                                  smem_norm);
     smem_early[b.thread] = early;
     __syncthreads();
   }
@@ -176,12 +173,12 @@ __device__ __forceinline__ void few_rows(const FewRowsParams& p) {
   uint32_t x_rows[kTokenTiles];
 #pragma unroll
   for (int i = 0; i < kTokenTiles; ++i) {
-    const int token = min(i * 8 + b.lane_idx % 8, p.m - 1);
-    int own = b.lane_idx / 8 * 16;
-    if constexpr (kIsOneRow<Shape>) own = OneRowProduct<Shape>::x_offset(b.lane_idx);
-    x_rows[i] = smem_address(b.x) + token * b.x_pitch + own +
-                (b.stage_begin * kStageColumns - b.x_begin) * 2;
+    int own = min(i * 8 + b.lane_idx % 8, p.m - 1) * b.x_pitch + b.lane_idx / 8 * 16;
+    if constexpr (kHasGroupColumns<kTokens>)
+      own = GroupColumnsProduct<Shape>::x_offset(b.lane_idx, b.x_pitch, p.m);
+    x_rows[i] = smem_address(b.x) + own + (b.stage_begin * kStageColumns - b.x_begin) * 2;
   }
+  constexpr int kSumRows = kHasGroupColumns<kTokens> ? kTokens : 1;  // sums of x per group
   float* sums = b.sums;
   const unsigned char* stage_at = b.ring;
 #pragma unroll 1
@@ -192,7 +189,8 @@ __device__ __forceinline__ void few_rows(const FewRowsParams& p) {
     uint32_t x_at[kTokenTiles];
 #pragma unroll
     for (int i = 0; i < kTokenTiles; ++i) x_at[i] = x_rows[i];
-    const float* x_sums = b.x_sums + (b.stage_begin * kStageColumns - b.x_begin) / kGroup;
+    const float* x_sums =
+        b.x_sums + (b.stage_begin * kStageColumns - b.x_begin) / kGroup * kSumRows;
 #pragma unroll 1
     for (int stage = b.stage_begin; stage < b.stage_end; ++stage) {
       wait_for_oldest(p.num_stages);
@@ -205,7 +203,7 @@ __device__ __forceinline__ void few_rows(const FewRowsParams& p) {
       }
 #pragma unroll
       for (int i = 0; i < kTokenTiles; ++i) x_at[i] += kStageColumns * 2;
-      x_sums += kStageGroups;
+      x_sums += kStageGroups * kSumRows;
       __syncwarp();  // SAFETY: all lanes have read the stage before it is refilled.
       loader.load();
       stage_at += kStageBytes;
@@ -230,8 +228,18 @@ __device__ __forceinline__ void few_rows(const FewRowsParams& p) {
       name(const __grid_constant__ FewRowsParams p) {      \
     few_rows<tokens, norm>(p);                             \
   }
+#if ENGINE_COLUMN_TOKENS == 4
+#define ENGINE_COLUMN_ENTRIES(op, norm)           \
+  ENGINE_FEW_ROWS_ENTRY(op##_few_2, 2, 512, norm) \
+  ENGINE_FEW_ROWS_ENTRY(op##_few_4, 4, 512, norm)
+#elif ENGINE_COLUMN_TOKENS == 2
+#define ENGINE_COLUMN_ENTRIES(op, norm) ENGINE_FEW_ROWS_ENTRY(op##_few_2, 2, 512, norm)
+#else
+#define ENGINE_COLUMN_ENTRIES(op, norm)
+#endif
 #define ENGINE_FEW_ROWS_ENTRIES(op, norm)         \
   ENGINE_FEW_ROWS_ENTRY(op##_few_1, 1, 512, norm) \
+  ENGINE_COLUMN_ENTRIES(op, norm)                 \
   ENGINE_FEW_ROWS_ENTRY(op##_few_8, 8, 512, norm) \
   ENGINE_FEW_ROWS_ENTRY(op##_few_16, 16, 384, norm)
 

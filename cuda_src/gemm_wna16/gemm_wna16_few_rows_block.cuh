@@ -21,6 +21,13 @@ constexpr bool kRoundsWeights = true;
 #else
 constexpr bool kRoundsWeights = false;
 #endif
+// Most rows of x with a product of their own (gemm_wna16_group_columns.cuh); 0: none has. With
+// groups of 16 values it has, for four rows, as many instructions as the product for eight.
+#if GROUP <= 32 && BITS < 8 && !E2M1 && !defined(ROUNDS_WEIGHTS)
+#define ENGINE_COLUMN_TOKENS (GROUP == 16 ? 2 : 4)
+#else
+#define ENGINE_COLUMN_TOKENS 0
+#endif
 constexpr int kPartTiles = 2;  // kPartSlabs in gemm_wna16_config_sm90.cuh
 
 // Returns the tile of k at which part `index` of `parts` begins.
@@ -39,14 +46,14 @@ struct FewRowsBlock {
   int x_pitch;                 // bytes between rows of x
   unsigned char* ring;         // this warp's ring
   unsigned char* x;            // [token][column]
-  float* x_sums;               // [group] sums of x, for a single row
+  float* x_sums;               // [group][token] sums of x, for a single row or group columns
   float* sums;                 // [buffer][warp][token][row]
 
   bool may_share;  // whether a cluster has more than one block
 
-  __device__ __forceinline__ FewRowsBlock(const FewRowsParams& p, unsigned char* smem,
-                                          bool may_share)
-      : may_share(may_share) {
+  // `tokens`: the kernel's, of which p.m exist.
+  __device__ __forceinline__ FewRowsBlock(const FewRowsParams& p, unsigned char* smem, int tokens)
+      : may_share(tokens > 1) {
     lane_idx = threadIdx.x;
     warp_idx = threadIdx.z * blockDim.y + threadIdx.y;
     num_warps = blockDim.y * blockDim.z;
@@ -70,7 +77,7 @@ struct FewRowsBlock {
     ring = smem + warp_idx * (p.num_stages * kStageBytes);
     x = smem + num_warps * (p.num_stages * kStageBytes);
     x_sums = reinterpret_cast<float*>(x + p.m * x_pitch);
-    sums = x_sums + block_stages * kStageGroups;
+    sums = x_sums + block_stages * kStageGroups * (tokens <= ENGINE_COLUMN_TOKENS ? tokens : 1);
   }
 
   // Sets the ranges along k of this warp's part and of the block's x.

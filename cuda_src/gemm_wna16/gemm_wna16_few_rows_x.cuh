@@ -6,10 +6,13 @@
 #include "gemm_wna16/gemm_wna16_few_rows_block.cuh"
 
 constexpr int kMaxWarps = 16;
-// Whether a single row has a product of its own (gemm_wna16_one_row.cuh). Codes keep their bias
-// there, also where kSumsX is false.
-constexpr bool kHasOneRowProduct = kGroup <= 32 && kBits < 8 && !kIsE2m1 && !kRoundsWeights;
-constexpr bool kNeedsXSums = kHasOneRowProduct || (kSumsX && !kRoundsWeights);
+// Whether these rows have a product of their own (gemm_wna16_group_columns.cuh). Codes keep their
+// bias there, also where kSumsX is false.
+template <int kTokens>
+constexpr bool kHasGroupColumns = kTokens <= ENGINE_COLUMN_TOKENS;
+template <int kTokens>
+constexpr bool kNeedsXSums =
+    kHasGroupColumns<kTokens> || (kTokens == 1 && kSumsX && !kRoundsWeights);
 
 struct NormShared {
   float partials[kMaxWarps];
@@ -27,6 +30,16 @@ __device__ __forceinline__ float sum_of(const Vec<scalar_t, kVec>& v) {
   float sum = 0.0f;
 #pragma unroll
   for (int j = 0; j < kVec; ++j) sum += to_float(v.v[j]);
+  return sum;
+}
+
+// Returns the sum over a group, whose kGroup / kVec vectors are in consecutive lanes.
+__device__ __forceinline__ float sum_of_group(const Vec<scalar_t, kVec>& v) {
+  static_assert(kGroup / kVec <= kWarpSize, "a warp has whole groups");
+  float sum = sum_of(v);
+#pragma unroll
+  for (int lanes = 1; lanes < kGroup / kVec; lanes *= 2)
+    sum += __shfl_xor_sync(kFullMask, sum, lanes);
   return sum;
 }
 
@@ -111,11 +124,8 @@ struct SingleRow {
       Vec<scalar_t, kVec> v = unpack<kVec>(x[j]);
       if constexpr (kNorm) apply_norm(p, v, unpack<kVec>(w[j]), scale);
       if (i < b.x_columns) store_vec(b.x_row(0) + i, v);
-      if constexpr (kNeedsXSums) {  // SAFETY: kGroup / kVec lanes share a group; all lanes are here
-        float sum = sum_of(v);
-#pragma unroll
-        for (int lanes = 1; lanes < kGroup / kVec; lanes *= 2)
-          sum += __shfl_xor_sync(kFullMask, sum, lanes);
+      if constexpr (kNeedsXSums<1>) {  // SAFETY: all lanes are here.
+        const float sum = sum_of_group(v);
         if (i % kGroup == 0 && i < b.x_columns) b.x_sums[i / kGroup] = sum;
       }
     }
@@ -137,20 +147,19 @@ __device__ __forceinline__ void copy_rows(const FewRowsParams& p, const FewRowsB
 }
 
 // Waits for copy_rows, after which `groups` cp.async groups were committed; normalises the rows,
-// and sums a single row's groups. A barrier must follow.
-template <bool kNorm, bool kIsOne>
+// and sums their groups. A barrier must follow.
+template <bool kNorm, int kTokens>
 __device__ __forceinline__ void finish_rows(const FewRowsParams& p, const FewRowsBlock& b,
                                             int groups, NormShared& shared) {
   wait_for_oldest(groups + 1);
   if constexpr (kNorm) normalise(p, b, shared);
-  if constexpr (kIsOne && kNeedsXSums) {
+  if constexpr (kNeedsXSums<kTokens>) {
     __syncthreads();
-    for (int group = b.thread; group < b.x_columns / kGroup; group += b.threads) {
-      float sum = 0.0f;
-#pragma unroll 4
-      for (int i = 0; i < kGroup; i += kVec)
-        sum += sum_of(load_vec<scalar_t, kVec>(b.x_row(0) + group * kGroup + i));
-      b.x_sums[group] = sum;
+    const int vectors = b.x_columns / kVec;  // a multiple of the warp: SAFETY: all lanes are here.
+    for (int index = b.thread; index < kTokens * vectors; index += b.threads) {
+      const int token = index / vectors, i = index % vectors * kVec;
+      const float sum = sum_of_group(load_vec<scalar_t, kVec>(b.x_row(min(token, p.m - 1)) + i));
+      if (i % kGroup == 0) b.x_sums[i / kGroup * kTokens + token] = sum;
     }
   }
 }

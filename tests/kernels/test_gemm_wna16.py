@@ -17,7 +17,7 @@ from engine.testing.tolerances import assert_close
 from engine.weights import FORMATS, unpack_weight
 
 HALVES = ("float16", "bfloat16")
-ROWS = (1, 2, 7, 8, 9, 16, 17, 40)
+ROWS = (1, 2, 3, 4, 5, 8, 9, 16, 17, 40)
 SIZES = ((48, 512), (37, 200), (130, 1096))
 
 
@@ -112,7 +112,7 @@ def test_columns_in_another_order(xp, name, m):
 
 
 @pytest.mark.gpu
-@pytest.mark.grid("m", [1, 6, 16])
+@pytest.mark.grid("m", [1, 2, 3, 6, 16])
 @pytest.mark.grid("name", ["int4_g128", "q4_0", "q4_k", "q6_k", "q8_0"])
 def test_every_way_to_cut(cp, monkeypatch, name, m):
     n, k, form = 608, 2312, FORMATS[name]  # k: more than two warps hold of a row in registers

@@ -20,7 +20,7 @@ def _inputs(m, n, k, dtype):
 
 
 @pytest.mark.grid("dtype", ["float16", "bfloat16"])
-@pytest.mark.grid("m", [1, 2, 8, 15, 20, 0])
+@pytest.mark.grid("m", [1, 2, 3, 8, 15, 20, 0])
 @pytest.mark.grid(("n", "k"), [(48, 512), (70, 1096), (20, 100)])
 @pytest.mark.grid("name", ["int4_g128", "q4_k", "q6_k", "q8_0"])
 def test_matches_mirror(xp, name, n, k, m, dtype):

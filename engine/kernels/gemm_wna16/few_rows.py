@@ -30,7 +30,7 @@ from engine.weights.formats import TILE_COLUMNS, TILE_ROWS
 
 __all__ = ["FewRowsConfig", "all_configs", "choose_few_rows", "few_rows_config", "launch", "specs"]
 
-_TOKENS = (1, 8, 16)
+_TOKENS = (1, 2, 4, 8, 16)
 _PARAMS = (
     "x:ptr x_stride:i64 data:ptr high:ptr scales:ptr supers:ptr norm_weight:ptr eps:f32 "
     "weight_offset:f32 bias:ptr residual:ptr residual_stride:i64 out:ptr out_stride:i64 m:i32 "
@@ -45,7 +45,6 @@ _KERNELS = {
     for tokens in _TOKENS
 }
 
-_MAX_WARPS = {1: 16, 8: 16, 16: 12}  # maximum warps per block, keyed by the kernel's tokens
 _STAGES = (3, 4, 2)  # candidate stages per ring, best first
 _STATIC_BYTES = 7680  # static shared memory and the driver's reserve, in bytes
 # Cost model for an H200: bandwidth of a multiprocessor, time of a warp per stage, time of a work
@@ -126,7 +125,7 @@ def choose_few_rows(
     for cluster in (1, 2, 4):
         if best is not None or cluster > (max_cluster if m > 1 else 1):
             break  # use clusters only if x exceeds a block's shared memory
-        for parts, row_tiles, stages in _ways(_MAX_WARPS[_tokens(m)], is_gated=is_gated):
+        for parts, row_tiles, stages in _ways(_max_warps(m), is_gated=is_gated):
             if sum_parts not in (0, parts * cluster):
                 continue
             config = few_rows_config(
@@ -141,9 +140,20 @@ def choose_few_rows(
     return best
 
 
-def _tokens(m: int) -> int:
+def _column_tokens(form: Format) -> int:
+    """Return ENGINE_COLUMN_TOKENS: most rows with a product of their own; 0: none has."""
+    if form.group > 32 or form.bits == 8 or form.code == "e2m1":
+        return 0
+    return 2 if form.group == 16 else 4
+
+
+def _tokens(m: int, column_tokens: int) -> int:
     """Return the row capacity of the smallest kernel that holds `m` rows."""
-    return next(tokens for tokens in _TOKENS if tokens >= m)
+    return next(n for n in _TOKENS if n >= m and (n <= column_tokens or n in (1, 8, 16)))
+
+
+def _max_warps(m: int) -> int:
+    return 12 if m > 8 else 16
 
 
 def _ways(max_warps: int, *, is_gated: bool) -> Iterator[tuple[int, int, int]]:
@@ -185,7 +195,8 @@ def few_rows_config(
 
     A warp's ring has at most `stages` stages. `rounds_weights`: see `FewRowsConfig`.
     """
-    tokens = _tokens(m)
+    column_tokens = 0 if rounds_weights else _column_tokens(form)
+    tokens = _tokens(m, column_tokens)
     columns = stage_tiles(form) * TILE_COLUMNS
     if rounds_weights:
         bounds = part_bounds(ceil_div(k, TILE_COLUMNS), parts * cluster)
@@ -203,7 +214,8 @@ def few_rows_config(
     buffers = 1 if rounds == 1 else 2
     shared = warps * num_stages * stage_bytes(form)
     shared += m * (parts * part_stages * columns * 2 + 16)
-    shared += parts * part_stages * columns // form.group * 4  # sums of x
+    sum_rows = tokens if tokens <= column_tokens else 1
+    shared += parts * part_stages * columns // form.group * sum_rows * 4  # sums of x
     shared += buffers * warps * tokens * (TILE_ROWS + 4) * 4
     return FewRowsConfig(
         *(tokens, parts, row_tiles, ceil_div(units, rounds), cluster, part_stages),
@@ -215,7 +227,7 @@ def all_configs(m: int, n: int, k: int, form: Format) -> list[FewRowsConfig]:
     """Return several tilings of a problem, for tests and tuning."""
     ways = ((1, 2, 3), (1, 16, 2), (2, 8, 3), (4, 2, 4), (4, 4, 2), (8, 2, 4), (2, 2, 3))
     shared = ((2, 2, 3, 2), (4, 2, 2, 2), (2, 4, 3, 4)) if m > 1 else ()
-    most = _MAX_WARPS[_tokens(m)]
+    most = _max_warps(m)
     fitting = [way for way in (*ways, *shared) if way[0] * way[1] <= most]
     configs = [few_rows_config(m, n, k, form, sms, *way) for way in fitting for sms in (4, 1000)]
     most_bytes = HOPPER.shared_bytes - _STATIC_BYTES
