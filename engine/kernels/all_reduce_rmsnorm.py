@@ -9,6 +9,7 @@ from typing import Any
 
 from engine import reference
 from engine.dtypes import dtype_name
+from engine.kernels import _cpu
 from engine.kernels._contract import FLOATS, Contract
 from engine.kernels._elementwise import VECTOR_BYTES, is_aligned
 from engine.kernels._launch import Kernel
@@ -108,14 +109,15 @@ def all_reduce_rmsnorm(
     residual = call.array("residual", residual, shape, x.dtype)
     weight = call.array("weight", weight, "N", x.dtype)
     call.number("eps", eps, low=0.0)
-    numbers = {
+    numbers: dict[str, Any] = {
         "eps": eps,
         "x_scale": call.number("x_scale", x_scale),
         "weight_offset": call.number("weight_offset", weight_offset),
     }
     if call.on_cpu:
         parts = checked_parts(call, x, peers)
-        y, h = reference.all_reduce_rmsnorm(x, parts, residual, weight, **numbers)
+        total = reference.all_reduce(x, parts)
+        y, h = _cpu.rmsnorm(total, weight, residual=residual, **numbers)
         y_to = call.target(out, y)
         h_to = call.target(residual_out, h, "residual_out")
         return call.fill(y_to, y), call.fill(h_to, h)
