@@ -203,10 +203,11 @@ def copied(value):
     return type(value)(map(copied, value)) if type(value) in (tuple, list) else value
 
 
+@pytest.mark.parametrize("by_name", [False, True])
 @pytest.mark.parametrize(
     ("op", "part"), [(op, part) for op in sorted(CALLS) for part in sorted(all_parts(op))]
 )
-def test_a_fused_op_gives_way_to_an_overridden_part(op, part):
+def test_a_fused_op_gives_way_to_an_overridden_part(op, part, by_name):
     """The part runs in the user's version; with the same formula the result is the same."""
     args, options = CALLS[op]()
     if part in ("silu", "gelu", "relu"):
@@ -226,8 +227,12 @@ def test_a_fused_op_gives_way_to_an_overridden_part(op, part):
     given = copied(args), {name: copied(value) for name, value in options.items()}
     wanted = getattr(kernels, op)(*args, **options)
     runs = ModelKernels()
+    named = dict(zip(inspect.signature(OPS[op]).parameters, given[0], strict=False))
     with runs.active(), kernels.override(part, mine):
-        got = getattr(kernels, op)(*given[0], **given[1])
+        if by_name:
+            got = getattr(kernels, op)(**named, **given[1])
+        else:
+            got = getattr(kernels, op)(*given[0], **given[1])
     assert calls
     assert runs.runs[f"{part}=mine"] == len(calls)
     pairs = zip(flat(wanted), flat(got), strict=True)

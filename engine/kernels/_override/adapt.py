@@ -11,7 +11,14 @@ from engine.checks import shown
 from engine.device import empty_like
 from engine.errors import ConfigError, ContractError
 from engine.kernels._override.arrays import contiguous, copy_into, in_rows, is_same, overlaps
-from engine.kernels._override.dispatch import ACTIVE, OPS, Active, count, refuse_non_arrays
+from engine.kernels._override.dispatch import (
+    ACTIVE,
+    OPS,
+    Active,
+    by_position,
+    count,
+    refuse_non_arrays,
+)
 from engine.kernels._override.fused import SENDERS, Options, Step, stepwise
 from engine.kernels._override.results import (
     RESULTS,
@@ -78,8 +85,7 @@ class Override:
     def __call__(self, *args: Any, **options: Any) -> Any:
         """Call the function with what it accepts, and return what the op would return."""
         refuse_non_arrays(self.op, args, options)
-        names = self._positional[len(args) :]
-        args += tuple(options.pop(name) for name in names if name in options)
+        args, options = by_position(self.op, args, options)
         if self.op in SENDERS:  # the function may change what the catalog's op would have sent
             options.pop("peers", None)
         return stepwise(self.op, self._is_taken_off, self._run, *args, **options)

@@ -21,6 +21,7 @@ __all__ = [
     "OPS",
     "Active",
     "add_runs",
+    "by_position",
     "count",
     "dispatched",
     "recorded_runs",
@@ -127,6 +128,23 @@ def refuse_non_arrays(name: str, args: tuple[Any, ...], options: Mapping[str, An
     ):
         return
     OPS[name](*args, **options)
+
+
+def by_position(
+    name: str, args: tuple[Any, ...], options: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of the op `name`, those at their positions that were given by name."""
+    names = _positional(name)[len(args) :]
+    return (
+        (*args, *(options[key] for key in names if key in options)),
+        {key: value for key, value in options.items() if key not in names},
+    )
+
+
+@functools.cache
+def _positional(name: str) -> tuple[str, ...]:
+    kinds = inspect.signature(OPS[name]).parameters.values()
+    return tuple(p.name for p in kinds if p.kind is not p.KEYWORD_ONLY)
 
 
 def _may_be_array(value: Any) -> bool:

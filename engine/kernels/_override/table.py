@@ -11,7 +11,7 @@ from typing import Any
 from engine.checks import shown_with_type
 from engine.errors import ConfigError, unknown_keyword
 from engine.kernels._override.adapt import Override, name_of
-from engine.kernels._override.dispatch import OPS, count, refuse_non_arrays
+from engine.kernels._override.dispatch import OPS, by_position, count, refuse_non_arrays
 from engine.kernels._override.fused import KEPT, SENDERS, STEPS, WHOLES, Options, Step, stepwise
 from engine.kernels._override.places import load_place, place_of
 from engine.kernels._user.op import Op
@@ -150,6 +150,7 @@ class Overrides:
     def _in_parts(self, op: str, /, *args: Any, **options: Any) -> Any:
         """Run a fused op or attention; parts of it that are overridden run on their own."""
         refuse_non_arrays(op, args, options)
+        args, options = by_position(op, args, options)
         if op in _ATTENTION and self.has_any(_BEFORE_ATTENTION):
             options["pdl"] = False
         if op in SENDERS and self.has_any(_SUMS):
