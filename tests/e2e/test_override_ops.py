@@ -30,6 +30,7 @@ SAMPLES = [
     {"activation": name, "quantize_x": True, "quantize_out": True}
     | {"residual": 0, "q_weight": 0, "k_weight": 0, "q_factors": 0, "dtype": "fp8"}
     | {"deterministic": True}
+    | dict.fromkeys(("k", "v", "positions", "cos_sin", "slot_mapping"), 0)
     for name in ("swiglu", "silu", "gelu", "gelu_tanh", "relu")
 ]
 
@@ -63,6 +64,12 @@ def decode():
     options |= {"q_weight": array(8), "k_weight": array(8), "max_context_len": 16}
     options |= {"quantize_out": True, "return_lse": True}
     return (q[:, None], k_pages, v_pages), options
+
+
+def half_of_a_token():
+    """Arguments of `attention_decode` with a new token that lacks its values."""
+    args, options = decode()
+    return args, options | {"v": None}
 
 
 def routing():
@@ -244,6 +251,30 @@ def test_a_fused_op_gives_way_to_an_overridden_part(op, part, by_name):
         )
 
 
+@pytest.mark.parametrize("op", ["attention_decode", "qk_norm_rope_store"])
+@pytest.mark.parametrize("name", ["q_weight", "k_weight"])
+def test_the_norm_of_queries_or_keys_alone_gives_way(op, name):
+    args, options = CALLS[op]()
+    del options["q_weight" if name == "k_weight" else "k_weight"]
+    weights = []
+
+    def mine(x, weight, **options):
+        weights.append(weight)
+        return OPS["rmsnorm"](x, weight, **options)
+
+    with kernels.override("rmsnorm", mine):
+        getattr(kernels, op)(*args, **options)
+    (weight,) = weights
+    assert weight is options[name]
+
+
+def test_factors_of_no_tokens():
+    (q, k, v, positions, *others, slots), options = heads()
+    args = (q[:0], k[:0], v[:0], positions[:0], *others, slots[:0])
+    with kernels.override("scale_rows", OPS["scale_rows"]):
+        kernels.qk_norm_rope_store(*args, **options)
+
+
 @pytest.mark.parametrize("overridden", ["rmsnorm", "all_reduce", "all_reduce_rmsnorm", "gemm"])
 def test_peers_reach_only_the_catalogs_products_and_sums(overridden, monkeypatch):
     """A user's sum would miss the rows sent, and a user's product may change them."""
@@ -415,6 +446,7 @@ def test_a_wrong_result_is_told_with_both_shapes(function, text):
         ("rmsnorm", (array(2, 4), array(4)), {"out": 3}, "out: must be an array; got int"),
         ("gemm", (array(2, 4), None), {}, "gemm: weight: must be an array; got NoneType"),
         ("rmsnorm_gemm", ("x", array(4), array(2, 4)), {}, "rmsnorm_gemm: x: must be an array"),
+        ("attention_decode", *half_of_a_token(), "attention_decode: v: must be an array: k, v, "),
     ],
 )
 def test_an_argument_that_is_no_array_is_the_ops_own_error(op, args, options, text):

@@ -148,7 +148,10 @@ _SCALES = ("k_scale", "v_scale")
 
 
 def _store_parts(options: Options) -> Collection[str]:
-    norm = () if options.get("q_weight") is None else ("rmsnorm",)
+    if any(options.get(name) is None for name in _NEW_TOKEN):  # the op tells what is missing
+        return ()
+    weights = (options.get("q_weight"), options.get("k_weight"))
+    norm = ("rmsnorm",) if any(weight is not None for weight in weights) else ()
     return ("qk_norm_rope_store", "rope", "kv_store", *norm)
 
 
@@ -378,7 +381,7 @@ def _qk_norm_rope_store(
         normed(q, q_weight, q)
         key = normed(key, k_weight, key)
     if q_factors is not None:
-        rows = q.reshape(len(q), -1)
+        rows = q.reshape(len(q), q.shape[1] * q.shape[2])
         copy_into(q, run("scale_rows", rows, q_factors[positions]).reshape(q.shape))
     scales = {"k_scale": k_scale, "v_scale": v_scale}
     run("kv_store", key, normed(v, v_weight), k_pages, v_pages, slot_mapping, **scales)
