@@ -110,7 +110,7 @@ def moe_route(
         Scores of the experts: softmax of the logits, or the sigmoid of each. With "sparsemixer",
         for at most 32 experts, the largest logits are chosen, and the weight of one is its share
         of a softmax over itself and those of the smaller ones that are close to it. It allows no
-        correction and no groups, and nothing to renormalize.
+        correction, no groups, no shared expert, and nothing to renormalize.
     jitter : float
         With "sparsemixer": logits a and b < a are close if a - b <= 2 jitter max(abs(b), a).
     correction : (E,) array of float32, optional

@@ -54,7 +54,8 @@ def moe_route_backward(
     experts : (T, k) array of int32
         Result of `moe_route`: distinct experts of each token. Groups and a correction only choose
         them and have no gradient.
-    score, renormalize, scale
+    score : "softmax" or "sigmoid"
+    renormalize, scale
         See `moe_route`.
     out : (T, E) array of float32, optional
         Array for the result.

@@ -127,7 +127,8 @@ def rmsnorm_moe_route(
     quantize_out : bool
         Return the normalised tokens also as e4m3 codes with a scale per 128 features, for
         `moe_gemm` with `x_scales`.
-    score, correction, expert_scale, num_groups, top_groups, renormalize, scale : optional
+    score : "softmax" or "sigmoid"
+    correction, expert_scale, num_groups, top_groups, renormalize, scale : optional
     num_shared, slots, load : optional
         See `moe_route`.
     pdl : bool
