@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from engine.dtypes import accumulation_dtype
+from engine.reference._activation import sigmoid
 from engine.reference._state_slots import first_state, state_writes
 from engine.reference.gated_norm import gated_norm
 
@@ -56,7 +57,7 @@ def gated_delta(
     decay = np.exp(_log_decay(a.astype(real) + dt_bias.astype(real), rate, real(gate_bound)))
     width = decay.shape[2] if decay.ndim == 3 else 1
     decay = decay.reshape(*decay.shape[:2], 1, width)  # width: dk with a gate per channel
-    beta = real(beta_scale) / (1 + np.exp(-b.astype(real)))
+    beta = real(beta_scale) * sigmoid(b.astype(real))
     out = np.empty(v.shape, v.dtype)
     for i, (begin, end) in enumerate(itertools.pairwise(cu_seqlens_q)):
         state = first_state(states, state_slots[i], context_lens[i] - (end - begin), real)

@@ -103,4 +103,5 @@ def _gated(z: Array, activation: str | None, alpha: Any, limit: Any) -> Array:
         return np.asarray(_activation.gelu_tanh(gate) * up)
     gate = np.minimum(gate, limit)
     up = np.clip(up, -limit, limit)
-    return np.asarray((up + 1) * (gate / (1 + np.exp(-alpha * gate))))
+    with np.errstate(over="ignore"):  # exp may overflow; gate / inf is 0
+        return np.asarray((up + 1) * (gate / (1 + np.exp(-alpha * gate))))

@@ -355,6 +355,24 @@ def test_no_tokens(xp, num_sequences, has_channel_gate):
     np.testing.assert_array_equal(to_numpy(after), states)
 
 
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_an_update_of_strength_zero(xp, dtype):
+    """exp(1000) overflows, and beta is 0: the state stays 0."""
+    heads = cases.normal((1, 1, 8), dtype, seed=1)
+    gates = np.zeros((1, 1), heads.dtype), np.full((1, 1), -1000, heads.dtype)
+    states = xp.zeros((1, 1, 8, 8), np.float32)
+    got = kernels.gated_delta(
+        *cases.to_module(xp, heads, heads, heads, *gates),
+        a_log=xp.zeros(1, np.float32),
+        dt_bias=xp.zeros(1, np.float32),
+        states=states,
+        state_slots=xp.zeros(1, np.int32),
+        cu_seqlens_q=xp.asarray([0, 1], np.int32),
+        context_lens=xp.ones(1, np.int32),
+    )
+    assert not to_numpy(got).any() and not to_numpy(states).any()
+
+
 def test_an_update_replaces_what_a_key_read():
     """With beta 1 and no decay, a key then reads the value that it wrote: the delta rule."""
     q = cases.normal((2, 1, 8), "float32", seed=1).astype(np.float64)

@@ -9,6 +9,7 @@ import pytest
 
 from engine import kernels, reference
 from engine.device import to_numpy
+from engine.dtypes import np_dtype
 from engine.errors import ContractError, DTypeError, ShapeError
 from engine.kernels.moe_gemm import portable
 from engine.kernels.moe_gemm.operands import MoeOperands
@@ -238,6 +239,17 @@ def test_scatter_without_weights(xp, tier, dtype):
     arrays = (*cases.to_module(xp, x, weight), _on(xp, bare))
     got = kernels.moe_gemm(*arrays, scatter=True, weighted=False)
     assert_close(got, want, reduction=264)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS[1:])
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_gates_whose_exponential_overflows(xp, activation, dtype):
+    """The gates are -1000: their sigmoid is 0."""
+    x = np.ones((1, 8), np_dtype(dtype))
+    weight = np.full((1, 16, 8), -125, x.dtype)
+    routing = _on(xp, reference.moe_route(np.zeros((1, 1), np.float32), 1))
+    arrays = cases.to_module(xp, x, weight)
+    assert not to_numpy(kernels.moe_gemm(*arrays, routing, activation=activation)).any()
 
 
 def test_the_mirror_computes_float64_in_float64():
