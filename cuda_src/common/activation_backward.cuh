@@ -38,7 +38,7 @@ __device__ __forceinline__ Activated silu_backward(float x) {
 __device__ __forceinline__ Activated gelu_tanh_backward(float x) {
   constexpr float kTwiceSqrtTwoOverPi = 1.5957691216057308f;
   constexpr float kCubic = 0.044715f * kTwiceSqrtTwoOverPi;
-  const float square = x * x;
+  const float square = fminf(x * x, 1e4f);  // finite; the sigmoid is 0 or 1 there
   const float z_log2 = x * (kLog2E * kTwiceSqrtTwoOverPi + kLog2E * kCubic * square);
   return times_sigmoid(x, z_log2, kTwiceSqrtTwoOverPi + 3.0f * kCubic * square);
 }

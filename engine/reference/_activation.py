@@ -77,7 +77,7 @@ def gelu_tanh_slope(x: Array) -> Array:
     """Derivative of `gelu_tanh`."""
     factor = 2 * math.sqrt(2 / math.pi)
     with np.errstate(over="ignore"):
-        cubic = 0.044715 * x * x
+        cubic = 0.044715 * np.minimum(x * x, 1e4)  # finite; the sigmoid is 0 or 1 there
         return _slope_of_product(x, factor * x * (1 + cubic), factor * (1 + 3 * cubic))
 
 

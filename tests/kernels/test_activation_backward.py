@@ -54,6 +54,8 @@ def test_views_and_in_place(xp, activation, dtype):
 @pytest.mark.parametrize("activation", _FORWARD)
 def test_extremes(xp, activation, dtype):
     x = extremes(dtype)
+    if dtype != "float16":
+        x = np.append(x, np.array([3e19, -3e19], x.dtype))  # their squares overflow
     dout = np.ones_like(x)
     got = kernels.activation_backward(*cases.to_module(xp, dout, x), activation)
     assert_close(got, reference.activation_backward(dout, x, activation), reduction=2)
