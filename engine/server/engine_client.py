@@ -228,7 +228,7 @@ class ZmqEngineClient(RequestClient):
 
     @property
     def adapters(self) -> tuple[str, ...]:
-        """Names of the engine's LoRA adapters; those of other clients up to half a second late."""
+        """Names of the engine's LoRA adapters; the engine sends changes to every client."""
         return self._adapters
 
     async def add_lora(self, lora_request: LoRARequest, *, load_inplace: bool = False) -> None:

@@ -318,8 +318,10 @@ class EngineLoop:
             value = self._engine.reset_prefix_cache()
         elif call.name == "sleep":
             self._engine.sleep(call.level)
+            self._beat()
         elif call.name == "wake_up":
             self._engine.wake_up()
+            self._beat()
         elif call.name == "is_sleeping":
             value = self._engine.is_sleeping
         return value
@@ -350,11 +352,13 @@ class EngineLoop:
             raise found
         request = LoRARequest(message.name, lora_path=message.path)
         self._engine.add_lora(request, load_inplace=message.load_inplace, adapter=found)
+        self._beat()
         return self._engine.list_loras()
 
     def _remove_adapter(self, client: _Client, message: m.RemoveAdapter) -> None:
         def remove() -> tuple[str, ...]:
             self._engine.remove_lora(message.name)
+            self._beat()
             return self._engine.list_loras()
 
         self._answer(client, message.number, remove)
@@ -491,7 +495,11 @@ class EngineLoop:
         return self._send(client, m.Refused(handle, m.kind_of(error), _text(error)))
 
     def _beat(self) -> None:
-        """Send each client a heartbeat; this also detects clients that have exited."""
+        """Send each client a heartbeat; this also detects clients that have exited.
+
+        Besides at fixed intervals, one is sent before a change of what it says is answered: the
+        next request may come through any client.
+        """
         beat = self._heartbeat()
         for client in list(self._clients.values()):
             if not client.is_behind:

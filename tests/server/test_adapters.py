@@ -129,7 +129,7 @@ def test_loading_and_unloading(server, files):
 def test_an_adapter_that_is_removed_before_its_request_reaches_the_engine(
     server, monkeypatch, stream
 ):
-    """As any unknown model; other API processes learn of a removal up to half a second late."""
+    """As any unknown model; the engine may remove it while the request is on its way."""
     monkeypatch.setattr(AsyncEngine, "adapters", ("a0", "a1", "gone"))
     response = post(server, "/v1/completions", model="gone", prompt=[5], stream=stream)
     assert response.status_code == 404
@@ -247,6 +247,25 @@ def test_an_engine_in_another_process(files):
                 await tokens(one, files, 0, LoRARequest("new"))
             with pytest.raises(RequestError, match="lora_name must be one of the adapters"):
                 await one.remove_lora("new")
+
+    with looped(make_engine(files)) as (_, address):
+        run(main(address))
+
+
+def test_a_change_is_told_to_every_client_at_once(files, monkeypatch):
+    """Not with the next of the regular heartbeats: the next request may come by any client."""
+    monkeypatch.setattr("engine.server.messages.BEAT_SECONDS", 4.0)
+
+    async def main(address):
+        async with connected(address) as one, connected(address) as two:
+            await one.add_lora(LoRARequest("new", 1, files.folders[2]))
+            await eventually(lambda: two.adapters == ("a0", "a1", "new"), 0.5)
+            await two.remove_lora("new")
+            await eventually(lambda: one.adapters == ("a0", "a1"), 0.5)
+            await one.sleep()
+            await eventually(lambda: two.seems_asleep, 0.5)
+            await two.wake_up()
+            await eventually(lambda: not one.seems_asleep, 0.5)
 
     with looped(make_engine(files)) as (_, address):
         run(main(address))
