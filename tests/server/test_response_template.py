@@ -511,6 +511,16 @@ def test_white_space_of_damaged_calls_is_that_of_content(content, size):
     assert answer(spec, text, size, {}) == whole(spec, text, PROMPT, {}) == ("", text, [])
 
 
+@pytest.mark.parametrize("size", [1, 1000])
+def test_one_of_two_fields_of_reasoning_is_read(size):
+    marks = {"thinking": ("<t>", "</t>"), "reasoning": ("<r>", "</r>")}
+    fields = {name: {"open": opens, "close": ends} for name, (opens, ends) in marks.items()}
+    spec = {"fields": {"content": {}} | fields}
+    text = "<r>second</r><t>first</t>Yes"
+    want = ("first", "Yes", [])
+    assert answer(spec, text, size, {}) == whole(spec, text, PROMPT, {}) == want
+
+
 def test_which_templates_are_streamed():
     assert len(STREAMED) > 20
     content = {"content": {}}
@@ -521,6 +531,7 @@ def test_which_templates_are_streamed():
         (content | {"x": {"open": "<x>"}, "y": {"open": "<x>>"}}, False),
         (content | {"x": {"open": "<x>"}, "y": {"open": "<x>"}}, False),
         (content | {"x": {"open": "<x>", "optional": False}}, False),
+        (content | {"thinking": {"open": "<t>"}, "reasoning": {"open": "<r>"}}, False),
         ({"content": {"content": "int"}}, False),
         ({"content": {"open": "<c>", "repeats": True}}, False),
     ):
