@@ -35,7 +35,7 @@ class BatchLine(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Input line: one request."""
 
     custom_id: str
-    method: Literal["POST"] = "POST"
+    method: Literal["POST"] | None = None
     url: str
     body: msgspec.Raw
 

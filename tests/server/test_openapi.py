@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import httpx
+import msgspec
 import pytest
 from openapi_spec_validator import OpenAPIV31SpecValidator, validate
 from starlette.routing import Route
 
 from engine.sampling_params import RANGES
 from engine.server.app import build_app
+from engine.server.protocol.annotations import structs_in
 from engine.server.server_config import ServerConfig, key_hash
 from tests.server.serving import CannedClient, serve
 
@@ -34,6 +36,21 @@ def test_every_endpoint_is_described():
         if route.include_in_schema and not path.startswith(UNDESCRIBED):
             for method in route.methods - {"HEAD"}:
                 assert (method, path) in described
+
+
+def test_null_is_the_default_of_every_field():
+    """In structs within a request, too; a client may send null for what it leaves out."""
+    app = build_app(CannedClient("a"), ServerConfig(admin_key_hashes=(key_hash("k"),)))
+    waiting = [e.request for e in app.state.endpoints if e.request is not None]
+    seen = set()
+    while waiting:
+        for struct in set(structs_in(waiting.pop())) - seen:
+            seen.add(struct)
+            for field in msgspec.structs.fields(struct):
+                waiting.append(field.type)
+                if not field.required:
+                    msgspec.json.decode(b"null", type=field.type)  # raises if it is refused
+    assert len(seen) > 20
 
 
 def test_fields_have_their_ranges():

@@ -111,6 +111,24 @@ def test_null_is_the_default_of_every_field_but_the_prompt():
     assert chat_params(_chat(**dict.fromkeys(names)), NONE) == chat_params(_chat(), NONE)
 
 
+def test_null_in_tools_and_calls_is_the_default():
+    tool = {"type": None, "function": {"name": "add"}}
+    tools = _chat(tools=[tool]).tools
+    chosen = {"mode": None, "tools": [tool]}
+    for given in (
+        {"type": None, "function": {"name": "add"}},
+        {"type": "allowed_tools", "allowed_tools": chosen},
+    ):
+        choice = _chat(tool_choice=given).tool_choice
+        wanted = "named" if given["type"] is None else "auto"
+        assert selected_tools(tools, choice).mode == wanted
+    for arguments in (None, "", "null", "{}", {}):
+        call = {"type": None, "function": {"name": "add", "arguments": arguments}}
+        message = {"role": "assistant", "tool_calls": [call]}
+        [found] = template_messages(_chat(messages=[message]).messages)
+        assert found["tool_calls"][0]["function"]["arguments"] == {}
+
+
 def test_every_number_of_sampling_params_is_a_field():
     fields = {f.name for f in msgspec.structs.fields(SamplingFields)}
     assert set(RANGES) - {"logprobs"} <= fields

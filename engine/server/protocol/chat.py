@@ -69,7 +69,7 @@ class FunctionCall(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Function of an earlier tool call; `arguments` is a JSON object as text."""
 
     name: str
-    arguments: str | dict[str, Any] = "{}"
+    arguments: str | dict[str, Any] | None = None
 
 
 class ToolCallMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -77,7 +77,7 @@ class ToolCallMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     function: FunctionCall
     id: str | None = None
-    type: Literal["function"] = "function"
+    type: Literal["function"] | None = None
     index: int | None = None
 
 
@@ -309,7 +309,7 @@ def _template_part(part: ContentPart, where: str) -> dict[str, Any]:
 
 
 def _template_call(call: ToolCallMessage, where: str) -> dict[str, Any]:
-    arguments = call.function.arguments
+    arguments = call.function.arguments or {}
     if isinstance(arguments, str):
         arguments = _read_arguments(arguments, where)
     function = {"name": call.function.name, "arguments": arguments}
@@ -321,8 +321,8 @@ def _template_call(call: ToolCallMessage, where: str) -> dict[str, Any]:
 
 def _read_arguments(text: str, where: str) -> dict[str, Any]:
     """Return the arguments of an earlier call; if that was cut, those that are complete."""
-    try:  # Clients write no arguments as an empty text or as null, too.
-        return msgspec.json.decode(text or "{}", type=dict[str, Any] | None) or {}
+    try:  # Clients write no arguments as "null", too.
+        return msgspec.json.decode(text, type=dict[str, Any] | None) or {}
     except (msgspec.DecodeError, RecursionError, UnicodeError):
         if begins_json_object(text):
             return complete_values(text)

@@ -94,7 +94,7 @@ def usage_options(options: StreamOptions | None) -> tuple[bool, bool]:
 class JsonSchemaFormat(msgspec.Struct, forbid_unknown_fields=True):
     """`json_schema` of a `response_format`."""
 
-    name: str = ""
+    name: str | None = None
     schema: dict[str, Any] | bool | None = None
     description: str | None = None
     strict: bool | None = None

@@ -37,7 +37,7 @@ class Tool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Tool; only functions are supported."""
 
     function: FunctionDefinition
-    type: Literal["function"] = "function"
+    type: Literal["function"] | None = None
     cache_control: msgspec.Raw = UNREAD
 
 
@@ -51,20 +51,20 @@ class AllowedTool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """One of the tools that an `AllowedTools` names."""
 
     function: ToolName
-    type: Literal["function"] = "function"
+    type: Literal["function"] | None = None
 
 
 class AllowedTools(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The tools that may be called, and whether one has to be."""
 
     tools: list[AllowedTool]
-    mode: Literal["auto", "required"] = "auto"
+    mode: Literal["auto", "required"] | None = None
 
 
 class ToolChoice(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """`tool_choice` that names the tool to call, or those that may be called."""
 
-    type: Literal["function", "allowed_tools"] = "function"
+    type: Literal["function", "allowed_tools"] | None = None
     function: ToolName | None = None
     allowed_tools: AllowedTools | None = None
 
@@ -109,14 +109,15 @@ def selected_tools(defined: Sequence[Tool] | None, chosen: Choice | None) -> Too
     if not isinstance(chosen, ToolChoice):
         return ToolSelection(chosen or "auto", tools)
     given = {name for name in ("function", "allowed_tools") if getattr(chosen, name) is not None}
-    if given != {chosen.type}:
-        message = f"tool_choice must have the field {chosen.type} and no other beside type"
+    kind = chosen.type or "function"
+    if given != {kind}:
+        message = f"tool_choice must have the field {kind} and no other beside type"
         raise APIError(400, message, param="tool_choice")
     if chosen.function is not None:
         return _selection("named", [chosen.function.name], tools)
     assert chosen.allowed_tools is not None  # as its type says
     names = [tool.function.name for tool in chosen.allowed_tools.tools]
-    return _selection(chosen.allowed_tools.mode, names, tools)
+    return _selection(chosen.allowed_tools.mode or "auto", names, tools)
 
 
 def _selection(mode: str, names: Sequence[str], tools: list[tuple[int, Tool]]) -> ToolSelection:

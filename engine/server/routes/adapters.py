@@ -30,7 +30,7 @@ class LoadAdapterRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=Tru
 
     lora_name: str
     lora_path: str
-    load_inplace: bool = False
+    load_inplace: bool | None = None
 
 
 class UnloadAdapterRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -78,7 +78,7 @@ async def load_adapter(request: Request) -> PlainTextResponse:
     root = state.config.lora_root
     path = await asyncio.to_thread(path_inside, root, "--lora-root", body.lora_path, "lora_path")
     adapter = LoRARequest(body.lora_name, lora_path=path)
-    await state.client.add_lora(adapter, load_inplace=body.load_inplace)
+    await state.client.add_lora(adapter, load_inplace=bool(body.load_inplace))
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
 
