@@ -168,7 +168,7 @@ class Batch:
         """Return a line's custom_id, body type, handler and raw body."""
         if len(line) > MAX_LINE:
             raise APIError(400, f"must have at most {MAX_LINE} bytes")
-        found = decode_body(line, BatchLine)
+        found = decode_body(line, BatchLine, "the line")
         if found.custom_id in self._ids:
             raise APIError(400, f"custom_id must be unique; got {shown(found.custom_id)} again")
         if found.url not in self._answers:

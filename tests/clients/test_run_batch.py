@@ -133,8 +133,8 @@ def test_errors_name_the_field_of_the_line():
 @pytest.mark.parametrize(
     ("line", "custom_id", "message"),
     [
-        (b"{", None, "line 2: the body must be JSON"),
-        (b"\xff", None, "line 2: the body must be JSON"),
+        (b"{", None, "line 2: the line must be JSON"),
+        (b"\xff", None, "line 2: the line must be JSON"),
         (b"[" * 100_000, None, "line 2: "),
         (b"7", None, "line 2: "),
         (b"{}", None, "line 2: "),
@@ -144,8 +144,16 @@ def test_errors_name_the_field_of_the_line():
             "'/v1/completion'; did you mean '/v1/completions'?",
         ),
         (_line("good"), "good", "custom_id must be unique; got 'good' again"),
-        (b'{"custom_id": "x", "url": "/v1/completions"}', "x", "line 2: "),
-        (_line("x").replace(b"POST", b"GET"), "x", "line 2: "),
+        (
+            b'{"custom_id": "x", "url": "/v1/completions"}',
+            "x",
+            "line 2: the line must be valid: object missing required field `body`",
+        ),
+        (
+            _line("x").replace(b"POST", b"GET"),
+            "x",
+            "line 2: method must be one of 'POST'; got 'GET'",
+        ),
         (_line("x").replace(b"method", b"methode"), "x", "'methode'; did you mean 'method'?"),
         (b" " * MAX_LINE + b"{}", None, f"must have at most {MAX_LINE} bytes"),
     ],

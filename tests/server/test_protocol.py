@@ -7,7 +7,7 @@ import json
 import msgspec
 import pytest
 
-from engine.errors import EngineError, RequestError
+from engine.errors import EngineError, RequestError, TemplateError
 from engine.outputs import Logprob
 from engine.sampling_params import RANGES, RequestOutputKind, SamplingDefaults
 from engine.scheduler.admission import QueueFullError
@@ -127,6 +127,22 @@ def test_null_in_tools_and_calls_is_the_default():
         message = {"role": "assistant", "tool_calls": [call]}
         [found] = template_messages(_chat(messages=[message]).messages)
         assert found["tool_calls"][0]["function"]["arguments"] == {}
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (RequestError("seed must be a number, or None; got True"), "or null; got true"),
+        (RequestError("x must be False; got {'a': None, 'b': 'None'}"), "{'a': null, 'b': 'None'}"),
+        (
+            RequestError("the model's x must be None; got it's True"),
+            "x must be null; got it's true",
+        ),
+        (TemplateError("None of it is True"), "None of it is True"),
+    ],
+)
+def test_errors_about_requests_have_the_words_of_json(error, words):
+    assert words in api_error(error).message
 
 
 def test_every_number_of_sampling_params_is_a_field():

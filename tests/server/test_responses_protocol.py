@@ -164,7 +164,7 @@ def test_what_asks_for_nothing_is_taken():
         ({"text": {"format": {"type": "xml"}}}, "text.format.type must be one of text, json_obj"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "missing required .*schema"),
         ({"tools": [{"type": "web_search"}]}, r"tools\[0\].type must be one of function; got 'we"),
-        ({"tools": [{"type": "function"}]}, r"tools\[0\] \(function\): .*name"),
+        ({"tools": [{"type": "function"}]}, r"tools\[0\] \(function\) must be valid: .*name"),
         ({"tools": [TOOL], "tool_choice": {"type": "mcp"}}, "tool_choice must be"),
         ({"tool_choice": "required"}, "tool_choice needs tools"),
         (

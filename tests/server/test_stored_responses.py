@@ -393,7 +393,7 @@ def test_a_background_response_must_be_stored():
     with serve(lambda: CannedClient("a")) as server:
         found = post(server, {"input": "Hi", "background": True, "store": False})
         assert found.status_code == 400
-        assert "store must be null or True" in found.json()["error"]["message"]
+        assert "store must be null or true" in found.json()["error"]["message"]
 
 
 def test_without_a_store_everything_that_needs_it_is_refused():

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
-__all__ = ["field_hints", "field_names", "hints_at", "structs_in", "wrong_choice"]
+__all__ = ["field_hints", "field_names", "hints_at", "invalid", "structs_in", "wrong_choice"]
 
 _STEP = re.compile(r"\.([A-Za-z_]\w*)|\[[^\]]*\]")
 _CHOICE = re.compile(r"Invalid enum value ('.*')$", re.DOTALL)
@@ -57,6 +57,17 @@ def hints_at(kind: Any, path: str) -> list[Any]:
             structs = [struct for hint in found for struct in structs_in(hint)]
             found = [field_hints(struct).get(step[1]) for struct in structs]
     return found
+
+
+def invalid(reason: str) -> str:
+    """Return the end of a message about a value that msgspec refuses for this reason.
+
+    Examples
+    --------
+    >>> invalid("Expected `int`, got `str`")
+    'must be valid: expected `int`, got `str`'
+    """
+    return f"must be valid: {reason[:1].lower()}{reason[1:]}"
 
 
 def wrong_choice(reason: str, kind: Any, path: str) -> str:

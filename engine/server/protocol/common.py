@@ -16,8 +16,14 @@ from engine.checks import shown
 from engine.errors import RequestError, did_you_mean
 from engine.model_files import excerpt
 from engine.sampling_params import RequestOutputKind, SamplingDefaults, SamplingParams
-from engine.server.protocol.annotations import field_names, hints_at, structs_in, wrong_choice
-from engine.server.protocol.errors import APIError
+from engine.server.protocol.annotations import (
+    field_names,
+    hints_at,
+    invalid,
+    structs_in,
+    wrong_choice,
+)
+from engine.server.protocol.errors import APIError, in_json_words
 from engine.server.protocol.unknown_fields import without_unknown
 from engine.structured.spec import StructuredOutput
 
@@ -80,7 +86,8 @@ def check_stream_options(options: StreamOptions | None, stream: bool | None) -> 
     """Raise an `APIError` if a request has `stream_options` but is not streamed."""
     if options is not None and not stream:
         given = {name: value for name, value in msgspec.structs.asdict(options).items() if value}
-        message = f"stream_options must be null unless stream is true; got {shown(given)}"
+        got = in_json_words(shown(given))
+        message = f"stream_options must be null unless stream is true; got {got}"
         raise APIError(400, message, param="stream_options")
 
 
@@ -211,8 +218,8 @@ _STRUCTURED = ("structured", *_KINDS)
 # ---- decoding
 
 
-def decode_body(body: bytes, kind: type[T]) -> T:
-    """Decode a JSON request body into a struct of type `kind`.
+def decode_body(body: bytes, kind: type[T], what: str = "the body") -> T:
+    """Decode a JSON request body, or `what` errors call it, into a struct of type `kind`.
 
     Unknown fields are dropped if they are null or `ignore_unknown_fields` is in effect.
 
@@ -222,21 +229,19 @@ def decode_body(body: bytes, kind: type[T]) -> T:
         If the body is not UTF-8 JSON, or a field is unknown or of the wrong type. The message names
         the field, and for an unknown one suggests the closest known field.
     """
-    _check_cost(body)
+    _check_cost(body, what)
     try:
         with _no_garbage_collection():
             return _decode(body, kind)
     except msgspec.ValidationError as error:
-        raise _invalid(str(error), kind) from None
+        raise _invalid(str(error), kind, what) from None
     except RecursionError:
-        raise APIError(400, "the body is nested too deeply") from None
+        raise APIError(400, f"{what} is nested too deeply") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise APIError(
-            400, f"the body must be JSON in UTF-8: {error}", code="invalid_json"
-        ) from None
+        raise APIError(400, f"{what} must be JSON in UTF-8: {error}", code="invalid_json") from None
 
 
-def _check_cost(body: bytes) -> None:
+def _check_cost(body: bytes, what: str) -> None:
     """Refuse what takes much longer to decode than its length suggests.
 
     Decoding cannot be interrupted, so its time has to be bounded. Exact counts take as long, though
@@ -254,10 +259,10 @@ def _check_cost(body: bytes) -> None:
             num_parts += 1
         if num_long > _MAX_LONG_NUMBERS:
             most = f"{_MAX_LONG_NUMBERS} numbers of {_LONG} digits or more"
-            raise APIError(400, f"the body must have at most {most}; got more")
+            raise APIError(400, f"{what} must have at most {most}; got more")
         if num_parts > _MAX_PARTS:
             most = f"{_MAX_PARTS} texts, lists and objects in all"
-            raise APIError(400, f"the body must have at most {most}; got more")
+            raise APIError(400, f"{what} must have at most {most}; got more")
 
 
 def _may_have_long_numbers(body: bytes) -> bool:
@@ -330,7 +335,7 @@ def shown_field(value: object) -> str:
     return shown(value)
 
 
-def _invalid(message: str, kind: Any) -> APIError:
+def _invalid(message: str, kind: Any, what: str) -> APIError:
     unknown = _UNKNOWN.match(message)
     if unknown is None:
         at = _AT.match(message)
@@ -339,16 +344,16 @@ def _invalid(message: str, kind: Any) -> APIError:
             return APIError(400, f"{param} {wanted}", param=param)
         if param is not None and param.startswith("["):  # in a field that is not read
             param = None
-        where = f"{param or 'the body'} must be valid"
+        where = param or what
         if param is None and (missing := _MISSING.match(text)):
             param = missing[1]
-        return APIError(400, f"{where}: {text[:1].lower()}{text[1:]}", param=param)
+        return APIError(400, f"{where} {invalid(text)}", param=param)
     name = unknown[1][:80]
     path = unknown[2] or ""
     structs = [struct for hint in hints_at(kind, path) for struct in structs_in(hint)]
     known = sorted({field for struct in structs for field in field_names(struct)})
     hint = did_you_mean(name, known, f"known fields: {', '.join(known)}")
-    where = f"{path.lstrip('.')} has" if path else "the body has"
+    where = f"{path.lstrip('.')} has" if path else f"{what} has"
     param = f"{path}.{name}".lstrip(".")
     return APIError(400, f"{where} an unknown field {name!r}{hint}", param=param)
 

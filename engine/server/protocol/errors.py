@@ -28,6 +28,7 @@ __all__ = [
     "error_body",
     "error_status",
     "failed_request",
+    "in_json_words",
     "is_anthropic",
     "renamed_params",
 ]
@@ -53,6 +54,10 @@ _ANTHROPIC_STATUS = {503: 529}
 _ITEM = re.compile(r"([a-z_0-9]+)(\[\d+\]): ")  # see `about_item`
 _NAMED = re.compile(rf"(?:{_ITEM.pattern})?(structured(?=:)|[a-z][a-z_0-9]*(?=\[|\.| must| needs))")
 MAX_MESSAGE_CHARS = 2000
+_PYTHON_WORD = re.compile(
+    r"""(?<!\w)'(?:[^'\\]|\\.)*'|(?<!\w)"(?:[^"\\]|\\.)*"|\b(?:None|True|False)\b"""
+)  # or a quoted text, in which it stays
+_JSON_WORDS = {"None": "null", "True": "true", "False": "false"}
 
 _OF_CLIENTS = ("structured output: ", "conflicting options: ")  # beginnings of stop reasons
 
@@ -175,6 +180,8 @@ def api_error(error: BaseException) -> APIError:
     --------
     >>> api_error(RequestError("top_p must be a number in (0.0, 1.0]; got 2")).param
     'top_p'
+    >>> api_error(RequestError("seed must be a whole number, or None; got 'None'")).message
+    "seed must be a whole number, or null; got 'None'"
     >>> api_error(KeyError("secret")).message
     'internal error (KeyError)'
     """
@@ -187,12 +194,30 @@ def api_error(error: BaseException) -> APIError:
     if isinstance(error, UnknownAdapterError):  # it was removed after `check_model`
         message = f"the model does not exist: {error}"
         return APIError(404, message, param="model", code="model_not_found")
-    if isinstance(error, RequestError | TemplateError | UnknownOptionError):
-        named = _NAMED.match(str(error))
-        return APIError(400, str(error), param=named[3] if named else None)
+    if isinstance(error, RequestError):
+        return _refused(in_json_words(str(error)))
+    if isinstance(error, TemplateError | UnknownOptionError):
+        return _refused(str(error))
     if isinstance(error, EngineError):
         return APIError(503, str(error), headers={"Retry-After": "10"})
     return APIError(500, f"internal error ({type(error).__name__})")
+
+
+def in_json_words(message: str) -> str:
+    """Return a message about values of Python with JSON's words for None, True and False.
+
+    Examples
+    --------
+    >>> in_json_words("store must be True, or None; got {'a': False, 'b': 'None'}")
+    "store must be true, or null; got {'a': false, 'b': 'None'}"
+    """
+    message = message[:MAX_MESSAGE_CHARS]
+    return _PYTHON_WORD.sub(lambda found: _JSON_WORDS.get(found[0], found[0]), message)
+
+
+def _refused(message: str) -> APIError:
+    named = _NAMED.match(message)
+    return APIError(400, message, param=named[3] if named else None)
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ import msgspec
 
 from engine.checks import shown
 from engine.errors import RequestError, did_you_mean
-from engine.server.protocol.annotations import wrong_choice
+from engine.server.protocol.annotations import invalid, wrong_choice
 from engine.server.protocol.unknown_fields import is_dropped
 
 __all__ = ["media_hint", "text_of", "typed_item", "typed_items"]
@@ -76,7 +76,7 @@ def typed_item(
         path = path.rstrip("`")
         if wanted := wrong_choice(reason, struct, path):
             raise RequestError(f"{where}{path} {wanted}") from None
-        raise RequestError(f"{where}{path} ({kind}): {reason}") from None
+        raise RequestError(f"{where}{path} ({kind}) {invalid(reason)}") from None
 
 
 def typed_items(items: object, kinds: Mapping[str, type[Any]], where: str) -> list[Any]:

@@ -17,7 +17,7 @@ from engine.server.agent_stream import Answered, begin_chat, chat_request, named
 from engine.server.event_log import EventLog
 from engine.server.limits import check_model, check_query, decoded, read_struct
 from engine.server.openapi import Endpoint
-from engine.server.protocol.annotations import wrong_choice
+from engine.server.protocol.annotations import invalid, wrong_choice
 from engine.server.protocol.chat import ChatCompletionRequest
 from engine.server.protocol.errors import APIError, api_error, renamed_params
 from engine.server.protocol.response_items import ItemPage, ItemQuery, page_of
@@ -304,8 +304,8 @@ def _query(request: Request, kind: type[_T]) -> _T:
         reason, _, path = str(error).partition(" - at `$.")
         name = path.rstrip("`")
         wanted = wrong_choice(reason, kind, f".{name}")
-        message = f"{name} {wanted}" if wanted else f"{name}: {reason}; got {given[name][:50]!r}"
-        raise APIError(400, message, param=name) from None
+        wanted = wanted or f"{invalid(reason)}; got {given[name][:50]!r}"
+        raise APIError(400, f"{name} {wanted}", param=name) from None
 
 
 def _followed(request: Request, log: EventLog, after: int) -> EventStream:
