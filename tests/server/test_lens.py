@@ -66,11 +66,14 @@ def test_the_limits_are_told(http):
     [
         ({}, "exactly one of prompt and messages must be given"),
         ({"prompt": "a", "messages": QUESTION}, "exactly one of prompt and messages"),
-        ({"prompt": [1]}, "token_ids must have 2 to 4096 tokens for the logit lens; got 1 tokens"),
+        ({"prompt": [1]}, "prompt must have 2 to 4096 tokens for the logit lens; got 1 tokens"),
+        ({"prompt": [1, -1]}, "prompt[1] must be a token id in [0, 49152); got -1"),
+        ({"prompt": [1], "token_ids": [-1]}, "token_ids[0] must be a token id in [0, 49152); got"),
+        ({"prompt": [1] * 513}, "your prompt resulted in 513 tokens"),
+        ({"prompt": [1], "token_ids": [1] * 512}, "your token_ids resulted in 513 tokens"),
+        ({"messages": [{"role": "user", "content": "a " * 600}]}, "your messages resulted in"),
         ({"prompt": [1, 2], "num_tokens": 2}, "num_tokens must be an integer in [1, 1]; got 2"),
         ({"prompt": [1, 2], "top": 21}, "top must be an integer in [1, 20]; got 21"),
-        ({"prompt": [1, -1]}, "vocabulary"),
-        ({"prompt": [1] * 513}, "512"),
         ({"prompt": [1, 2], "layers": 3}, "layers"),
     ],
 )

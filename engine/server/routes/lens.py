@@ -12,12 +12,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from engine.async_engine import EngineClient
+from engine.checks import token_ids_of
 from engine.server.field_limits import check_length, check_num_tokens
 from engine.server.limits import check_model, read_struct
 from engine.server.openapi import Endpoint
 from engine.server.prompt_log import log_prompt
 from engine.server.protocol.chat import ChatCompletionRequest, ChatMessage
-from engine.server.protocol.errors import APIError
+from engine.server.protocol.errors import APIError, renamed_params
 from engine.server.protocol.tools import Tool
 from engine.server.sse import unless_disconnected
 from engine.tasks.logit_lens import MAX_LENS_TOKENS, MAX_TOKENS, MAX_TOP, LogitLens
@@ -114,7 +115,7 @@ async def create_lens(request: Request) -> Response:
             "the logit lens supports neither pipeline stages nor layers with several residual "
             "streams, which this model has",
         )
-    ids = await asyncio.to_thread(_token_ids, state, body)
+    ids, field = await asyncio.to_thread(_token_ids, state, body)
     if state.config.log_prompts:
         log_prompt(f"lens-{secrets.token_hex(16)}", str(ids))
     if not hasattr(state, "lens_lock"):
@@ -129,14 +130,17 @@ async def create_lens(request: Request) -> Response:
             )
             return found
 
-    lens = await unless_disconnected(request.receive, compute())
+    with renamed_params({"token_ids": field}):
+        lens = await unless_disconnected(request.receive, compute())
     tokens = await asyncio.to_thread(_tokens, lens, state.client.tokenizer)
     return _json(LensResponse(model, len(ids), tokens))
 
 
-def _token_ids(state: Any, body: LensRequest) -> list[int]:
-    """Return the whole sequence: the tokens of the prompt, and those after it."""
+def _token_ids(state: Any, body: LensRequest) -> tuple[list[int], str]:
+    """Return the whole sequence, prompt and tokens after it, and the field that ends it."""
     client: EngineClient = state.client
+    vocab_size = client.model_info.vocab_size
+    wanted = f"a token id in [0, {vocab_size})"
     if (body.prompt is None) == (body.messages is None):
         raise APIError(400, "exactly one of prompt and messages must be given", param="prompt")
     if body.messages is not None:
@@ -152,10 +156,13 @@ def _token_ids(state: Any, body: LensRequest) -> list[int]:
         check_length(body.prompt, "prompt", client)
         ids = client.tokenizer.encode(body.prompt)
     else:
-        ids = body.prompt
-    found = [*ids, *(body.token_ids or ())]
-    check_num_tokens(len(found), "token_ids", client, num_reserved=0)
-    return found
+        ids = token_ids_of("prompt", body.prompt or [], vocab_size, wanted)
+    field = "prompt" if body.messages is None else "messages"
+    if body.token_ids:
+        field = "token_ids"
+        ids = [*ids, *token_ids_of(field, body.token_ids, vocab_size, wanted)]
+    check_num_tokens(len(ids), field, client, num_reserved=0)
+    return ids, field
 
 
 def _tokens(lens: LogitLens, tokenizer: Any) -> list[LensToken]:
