@@ -54,11 +54,15 @@ def run(arguments: argparse.Namespace) -> int:
         supervisor = importlib.import_module(name)
         importlib.import_module("zmq")
         importlib.import_module("uvicorn.config")
+        files = importlib.import_module("engine.server.option_files")
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"engine serve needs the package {error.name!r}: install rawengine[serve]"
         ) from error
-    status: int = getattr(supervisor, function)(model, server, engine)
+    if not server.nodes:  # a cluster's machines have files of their own
+        files.check_files(server)
+    path = _model_path(model, engine.get("load_format"))
+    status: int = getattr(supervisor, function)(path, server, engine)
     return status
 
 
@@ -71,7 +75,7 @@ def _given(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _split(options: dict[str, Any]) -> tuple[str, ServerConfig, dict[str, Any]]:
-    """Return the model path, the server's options, and the engine's."""
+    """Return the model's name, the server's options, and the engine's."""
     for alias, name in ALIASES.items():
         if alias in options:
             if name in options:
@@ -96,8 +100,7 @@ def _split(options: dict[str, Any]) -> tuple[str, ServerConfig, dict[str, Any]]:
         if not all(isinstance(v, str | int | float) for v in values):
             raise ConfigError(f"{name} must be a text, a number, true or false; got {value!r:.80}")
     server = ServerConfig.from_options({"served_model_name": (model,)} | options | hashes)
-    path = _model_path(model, engine.get("load_format"))
-    return path, server, {"progress": sys.stderr.isatty()} | engine | speculative | overrides
+    return model, server, {"progress": sys.stderr.isatty()} | engine | speculative | overrides
 
 
 def _key_hashes(name: str, options: dict[str, Any]) -> tuple[str, ...]:

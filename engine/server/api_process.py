@@ -12,7 +12,6 @@ import socket
 import ssl
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, cast
 
 import uvicorn
@@ -22,15 +21,15 @@ from engine.async_engine import EngineClient
 from engine.errors import ConfigError, TemplateError
 from engine.loading.download import resolve_model
 from engine.loading.gguf import GgufFile
-from engine.model_files import excerpt, is_present, read_file
+from engine.model_files import is_present
 from engine.server.app import begin_drain, build_app, num_active_requests
-from engine.server.auth import read_keys
 from engine.server.child import ChildConfig, Report
 from engine.server.connection_pool import fitting_pool
 from engine.server.engine_client import ZmqEngineClient
 from engine.server.http_protocol import http_protocol
 from engine.server.listeners import BACKLOG
 from engine.server.logs import configure_logging
+from engine.server.option_files import check_files, read_template
 from engine.server.replicas.client import ReplicaClient
 from engine.server.server_config import ServerConfig
 from engine.server.warm_up import warm_up
@@ -39,7 +38,6 @@ from engine.text.tokenizer import Tokenizer, load_tokenizer
 
 __all__ = ["load_model_tokenizer", "main"]
 
-_MAX_TEMPLATE_BYTES = 1 << 20
 _POLL_SECONDS = 0.02
 _CLOSE_SECONDS = 2  # time for connections to close after the last request
 _log = logging.getLogger("engine.server")
@@ -83,7 +81,7 @@ def main(config: ChildConfig, report: Report) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # texts arrive one at a time
     configure_logging(options.log_level, json_logs=options.json_logs, access_log=options.access_log)
     logging.captureWarnings(True)  # as lines of the log
-    _check_files(options)
+    check_files(options)
     with contextlib.suppress(TemplateError):  # the first chat request raises it again
         template_worker.start()
     tokenizer = load_model_tokenizer(config.model, options.chat_template)
@@ -94,29 +92,6 @@ def main(config: ChildConfig, report: Report) -> None:
         loop = _new_loop()
         asyncio.set_event_loop(loop)
         loop.run_until_complete(_serve(config, options, tokenizer, listeners, report))
-
-
-def _check_files(options: ServerConfig) -> None:
-    """Raise `ConfigError` for invalid files and missing folders before loading the model."""
-    for name in ("lora_root", "weights_root"):
-        folder = getattr(options, name)
-        if folder is not None and not os.path.isdir(folder):
-            raise ConfigError(f"{name} must be a folder that exists; got {excerpt(folder)}")
-    if options.api_key_file is not None:
-        read_keys(options.api_key_file)
-    if options.ssl_certfile is None:
-        return
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    names = "ssl_certfile and ssl_keyfile"
-    files = f"{excerpt(options.ssl_certfile)} and {excerpt(options.ssl_keyfile)}"
-    try:
-        context.load_cert_chain(options.ssl_certfile, options.ssl_keyfile)
-        if options.ssl_ca_certs is not None:
-            names = "ssl_ca_certs"
-            files = excerpt(options.ssl_ca_certs)
-            context.load_verify_locations(options.ssl_ca_certs)
-    except OSError as error:  # OpenSSL errors are OSErrors
-        raise ConfigError(f"{names} must be files in PEM; got {files}: {error}") from error
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:
@@ -132,8 +107,7 @@ def load_model_tokenizer(model: str, chat_template: str | None) -> Tokenizer | N
     source = resolve_model(model)
     template = None
     if chat_template is not None:
-        data = read_file(Path(chat_template), _MAX_TEMPLATE_BYTES)
-        template = data.decode("utf-8", "replace")
+        template = read_template(chat_template)
     if source.kind == "gguf":
         return load_tokenizer(GgufFile(source.path).metadata, chat_template=template)
     if is_present(source.path / "tokenizer.json"):

@@ -16,8 +16,8 @@ from engine.errors import ConfigError, EngineError, RequestError, UnknownAdapter
 from engine.llm_engine import LLMEngine
 from engine.lora_request import LoRARequest
 from engine.sampling_params import RequestOutputKind, SamplingParams
-from engine.server import api_process
 from engine.server.app import build_app
+from engine.server.option_files import check_files
 from engine.server.replicas.client import ReplicaClient
 from engine.server.server_config import ServerConfig, key_hash
 from tests.lora_files import Served
@@ -209,14 +209,14 @@ def test_a_server_without_a_folder_loads_none(files):
 
 @pytest.mark.parametrize("name", ["lora_root", "weights_root"])
 def test_a_folder_that_does_not_exist_ends_the_start(name, tmp_path):
-    api_process._check_files(ServerConfig(**{name: str(tmp_path)}))
+    check_files(ServerConfig(**{name: str(tmp_path)}))
     (tmp_path / "file").touch()
     for wrong in ("nowhere", "file"):
         path = str(tmp_path / wrong)
         with pytest.raises(
             ConfigError, match=f"{name} must be a folder that exists; got .*{wrong}"
         ):
-            api_process._check_files(ServerConfig(**{name: path}))
+            check_files(ServerConfig(**{name: path}))
 
 
 async def tokens(client, files, row, request):

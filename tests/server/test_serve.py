@@ -558,8 +558,8 @@ def test_flags_become_options(model):
         *("--shutdown-timeout", "1.5", "-q", "fp8", "--enable-prefix-caching"),
         *("--admin-api-key", "root", "--lora-modules", "a=b", "--lora-modules", "c=d=e"),
     )
-    path, server, engine = serve._split(given)
-    assert path == model
+    name, server, engine = serve._split(given)
+    assert name == model
     assert server == ServerConfig(
         port=1,
         api_key_hashes=(key_hash("a"), key_hash("b")),
@@ -582,11 +582,22 @@ def test_flags_become_options(model):
 
 
 def test_a_built_in_configuration_is_served_if_random_weights_were_asked_for():
-    path, server, engine = serve._split({"model": "qwen3-0.6b", "load_format": "dummy"})
+    name, server, engine = serve._split({"model": "qwen3-0.6b", "load_format": "dummy"})
+    path = serve._model_path(name, engine["load_format"])
     assert Path(path, "config.json").exists() and engine["load_format"] == "dummy"
     assert server.served_model_name == ("qwen3-0.6b",)
     with pytest.raises(DownloadError, match=r"'qwen3-0\.6b' has no weights here: .*engine plan"):
-        serve._split({"model": "qwen3-0.6b"})
+        serve._model_path("qwen3-0.6b", None)
+
+
+@pytest.mark.parametrize("option", ["chat-template", "lora-root", "api-key-file", "ssl-certfile"])
+def test_files_are_looked_at_before_a_model_is_downloaded(option, monkeypatch):
+    monkeypatch.setattr(serve, "_model_path", lambda *_: pytest.fail("downloaded"))
+    parser = serve.argparse.ArgumentParser()
+    serve.add_arguments(parser)
+    more = ["--ssl-keyfile", "/no/such/key"] if option == "ssl-certfile" else []
+    with pytest.raises(ConfigError, match=f"{option.replace('-', '_')}.*/no/such/file"):
+        serve.run(parser.parse_args(["smollm2", f"--{option}", "/no/such/file", *more]))
 
 
 @pytest.mark.parametrize(
