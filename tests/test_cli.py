@@ -302,6 +302,8 @@ def test_ctrl_c_stops_the_answer_and_not_the_program():
             (("kernels", "--arch", arch), f"like sm_80 or sm_90a; got '{arch}' (compute capability")
             for arch in ("hopper", "sm_75", "sm_60a", "sm_81", "sm_999", "sm_90b", "sm_")
         ),
+        (("quantize",), "(usage: engine quantize [options] --format FORMAT model out)"),
+        (("run-batch",), "(usage: engine run-batch [options] -o OUT file)"),
         (("doctor", "--arch", "sm_75"), "got 'sm_75' (compute capability 8.0 or newer: sm_80, "),
     ],
 )

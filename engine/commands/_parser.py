@@ -70,8 +70,13 @@ class CommandParser(argparse.ArgumentParser):
         self.exit(0)
 
     def error(self, message: str) -> NoReturn:
-        """Print one line, without the usage, and exit with status 2."""
-        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+        """Print one line and exit with status 2; the usage only if an argument is missing.
+
+        Missing options are found before missing positional arguments: the usage has all of both.
+        """
+        is_incomplete = message.startswith("the following arguments are required")
+        hint = f"usage: {self.usage % {'prog': self.prog}}" if is_incomplete and self.usage else ""
+        self.exit(2, f"{self.prog}: {message} ({hint or f'see {self.prog} --help'})\n")
 
     def _short_usage(self) -> str:
         """Return the usage with all positional arguments, and of the options the required ones."""
