@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from engine.errors import ConfigError
@@ -10,21 +9,24 @@ from engine.errors import ConfigError
 __all__ = ["dtype_names", "sizes_of"]
 
 
-def sizes_of(texts: Sequence[str]) -> list[dict[str, Any]] | None:
-    """Return the shapes of "--sizes T=8192,N=4096 --sizes T=1,N=4096"; None without any.
+def sizes_of(text: str) -> dict[str, Any]:
+    """Return the shape of "--sizes T=8192,N=4096".
+
+    Raises
+    ------
+    ConfigError
+        If the text has another form, or a size twice.
 
     Examples
     --------
-    >>> sizes_of(["T=8, N=4"])
-    [{'T': 8, 'N': 4}]
+    >>> sizes_of("T=8, N=4")
+    {'T': 8, 'N': 4}
     """
-    return [_sizes(text) for text in texts] or None
-
-
-def _sizes(text: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for part in text.split(","):
         name, _, value = (word.strip() for word in part.partition("="))
+        if name in found:
+            raise ConfigError(f"--sizes must have each size once; got {name} twice in {text!r}")
         try:
             found[name] = int(value) if value.lstrip("-").isdigit() else float(value)
         except ValueError:

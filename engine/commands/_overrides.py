@@ -44,13 +44,18 @@ def parsed_overrides(options: dict[str, Any]) -> dict[str, Any]:
     Raises
     ------
     ConfigError
-        If a value has another form.
+        If a value has another form, or an op has two kernels.
     """
     parsed: dict[str, Any] = {}
     if "kernels" in options:
         given = options["kernels"]
         pairs = given.items() if isinstance(given, dict) else map(_pair, _texts("kernels", given))
-        parsed["kernels"] = {op: _absolute(f"kernels[{op!r}]", place) for op, place in pairs}
+        places: dict[str, str] = {}
+        for op, place in pairs:
+            if op in places:
+                raise ConfigError(f"kernels must name each op once; got {shown(op)} twice")
+            places[op] = _absolute(f"kernels[{op!r}]", place)
+        parsed["kernels"] = places
     if "logits_processors" in options:
         name = "logits_processors"
         parsed[name] = [_absolute(name, place) for place in _texts(name, options[name])]

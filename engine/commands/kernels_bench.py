@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _own(arguments: argparse.Namespace) -> Iterator[BenchReport]:
     against = dict(_rival(text) for text in arguments.against)
     options: dict[str, Any] = {"warm": arguments.warm, "device": arguments.device}
-    sizes = sizes_of(arguments.sizes)
+    sizes = [sizes_of(text) for text in arguments.sizes] or None
     ops = [*load_ops(arguments.target).values()]
     known = {name for op in ops for name in op.signature.scalar_dtypes}
     for op in ops:

@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from engine import kernels
-from engine.errors import ConfigError
+from engine.commands._kernel_options import sizes_of
 from engine.kernels._tools.check_cases import SPECIAL
 from engine.kernels._tools.sanitizer import TOOLS
 from engine.kernels._user.files import load_ops
@@ -67,13 +67,5 @@ def _options(arguments: argparse.Namespace) -> dict[str, Any]:
     options["special"] = [word for word in arguments.special.split(",") if word]
     options["allow_nondeterministic"] = arguments.allow_nondeterministic
     options["isolate"] = not arguments.in_process
-    options["sizes"] = _sizes(arguments.sizes) if arguments.sizes else None
+    options["sizes"] = sizes_of(arguments.sizes) if arguments.sizes else None
     return options
-
-
-def _sizes(text: str) -> dict[str, int]:
-    try:
-        pairs = (part.split("=") for part in text.split(","))
-        return {name.strip(): int(value) for name, value in pairs}
-    except ValueError:
-        raise ConfigError(f"--sizes must be like T=3,N=5; got {text!r}") from None

@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Profile the ops of the file."""
-    sizes = next(iter(sizes_of([arguments.sizes]) or []), None) if arguments.sizes else None
+    sizes = sizes_of(arguments.sizes) if arguments.sizes else None
     for op in load_ops(arguments.target).values():
         counters = not arguments.no_counters
         print(kernels.profile(op, sizes, arguments.dtype, counters=counters))

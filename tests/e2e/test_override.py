@@ -497,10 +497,14 @@ def test_generate_takes_kernels_and_processors(capsys, monkeypatch, tmp_path):
         assert ended.value.code == 0
         answers.append(capsys.readouterr().out)
     assert len(set(answers)) == 3
-    with pytest.raises(SystemExit) as ended:
-        main([*common, "--kernels", "swiglu"])
-    assert ended.value.code == 2
-    assert "--kernels must be OP=FILE.py:NAME; got 'swiglu'" in capsys.readouterr().err
+    twice = ["--kernels", "swiglu=mine.py:other"]
+    for more, said in (
+        (["--kernels", "swiglu"], "--kernels must be OP=FILE.py:NAME; got 'swiglu'"),
+        (["--kernels", "swiglu=mine.py:half", *twice], "kernels must name each op once; got"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main([*common, *more])
+        assert ended.value.code == 2 and said in capsys.readouterr().err
 
 
 # ---- CUDA

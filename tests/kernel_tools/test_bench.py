@@ -402,6 +402,7 @@ def test_the_command_writes_what_it_measured(file, tmp_path, capsys):
         (["rmsnorm", "--sizes", "T=1"], "are for a kernel of your own"),
         (["FILE", "--sizes", "T=many"], "--sizes must be like T=8192,N=4096"),
         (["FILE", "--sizes", "T=4"], "sizes: must have T, N"),
+        (["FILE", "--sizes", "T=4,N=8,T=5"], "--sizes must have each size once; got T twice"),
         (["FILE", "--dtype", "int8"], "dtypes must be of float32, float16, bfloat16"),
         (["FILE", "--against", "cublas"], "--against must be NAME=FILE.py:FUNCTION"),
         (["FILE", "--plot", "x.png"], "--plot draws the limits of a GPU"),
