@@ -102,8 +102,8 @@ class StepRecovery:
             raise error
         self.num_failures += 1
         self._has_just_failed = True
-        # Log the traceback only once: bisection repeats the failure for every group.
-        trace = None if self._bisection.is_active else error
+        # Log the traceback only once: the retry and bisection repeat the failure.
+        trace = None if self._bisection.num_suspects else error
         _LOG.warning("step %d failed and is undone: %r", failed.step_id, error, exc_info=trace)
         faulty = self._bisection.record_failure(failed.sequences)
         if faulty is None:

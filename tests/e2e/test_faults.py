@@ -129,7 +129,7 @@ def test_the_engine_survives_repeated_separate_failures(model, monkeypatch, late
     assert engine.stats().num_step_failures >= 5
 
 
-def test_requests_of_a_step_that_fails_twice_fail_alone(model, monkeypatch, late):
+def test_requests_of_a_step_that_fails_twice_fail_alone(model, monkeypatch, late, caplog):
     engine = make_engine(model, async_scheduling=late, max_num_seqs=2, max_num_batched_tokens=99)
     prompts = [[96, 5], [96, 6], *PROMPTS[2:]]
     for index, prompt in enumerate(prompts):
@@ -145,6 +145,8 @@ def test_requests_of_a_step_that_fails_twice_fail_alone(model, monkeypatch, late
     # The step, its repetition, and each of its two requests alone.
     outputs = run(engine, num_failures=4)
     monkeypatch.undo()
+    failures = [one for one in caplog.records if "failed and is undone" in one.getMessage()]
+    assert [bool(one.exc_info) for one in failures] == [True, False, False, False]
     for name in ("0", "1"):
         completion = outputs[name].outputs[0]
         assert completion.finish_reason == "error"
