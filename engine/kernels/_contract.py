@@ -317,5 +317,6 @@ class Contract:
                 self._shape_error(name, shape, array.shape, where)
 
     def _shape_error(self, name: str, shape: str, got: tuple[int, ...], where: str) -> None:
-        wanted = "(" + ", ".join(shape.replace("*", "...").split()) + ")"
+        dims = shape.replace("*", "...").split()
+        wanted = f"({', '.join(dims)}{',' if len(dims) == 1 else ''})"
         raise ShapeError(f"{self.op}: {name}: must have shape {wanted}{where}; got {tuple(got)}")

@@ -91,7 +91,7 @@ def test_another_dtype_of_the_weight_is_cast(where):
 def test_bad_input_names_the_argument(where):
     x = _values(3, 64, where=where)
     with pytest.raises(
-        ValueError, match=r"rmsnorm: weight: must have shape \(N\); N = 64 from x; got"
+        ValueError, match=r"rmsnorm: weight: must have shape \(N,\); N = 64 from x; got"
     ):
         ops.rmsnorm(x, _values(63, where=where))
     with pytest.raises(TypeError, match=r"rmsnorm: x: must be float32 .*; got int64"):

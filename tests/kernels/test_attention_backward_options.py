@@ -238,7 +238,7 @@ def test_contract(xp):
     op = kernels.attention_backward
     with pytest.raises(ContractError, match="pattern: must be BlockSparse, Periodic or None; got"):
         op(q, q, q, q, q, lse, **starts, pattern=3)
-    with pytest.raises(ShapeError, match=r"sinks: must have shape \(H\)"):
+    with pytest.raises(ShapeError, match=r"sinks: must have shape \(H,\)"):
         op(q, q, q, q, q, lse, **starts, sinks=lse[0, :1])
     with pytest.raises(ShapeError, match=r"dlse: must have shape \(Tq, H\)"):
         op(q, q, q, q, q, lse, **starts, dlse=lse[:3])

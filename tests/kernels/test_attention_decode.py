@@ -449,7 +449,7 @@ def test_contract(xp):
         op(q, pages.astype(np.float16), pages, **where)
     with pytest.raises(ShapeError, match="v_pages: must have the strides of k_pages"):
         op(q, xp.ones((3, 1, 16, 8), np.float32), pages[:, :1], **where)
-    with pytest.raises(ShapeError, match=r"context_lens: must have shape \(B\); B = 2 from q"):
+    with pytest.raises(ShapeError, match=r"context_lens: must have shape \(B,\); B = 2 from q"):
         op(q, pages, pages, **{**where, "context_lens": xp.ones(3, np.int32)})
     with pytest.raises(DTypeError, match="block_tables: must be int32; got int64"):
         op(q, pages, pages, **{**where, "block_tables": xp.zeros((2, 1), np.int64)})

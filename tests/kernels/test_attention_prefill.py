@@ -256,7 +256,7 @@ def test_contract(xp):
         op(q, k, k, **dense, context_lens=lens)
     with pytest.raises(DTypeError, match="cu_seqlens_k: must be an array; got NoneType"):
         op(q, k, k, cu_seqlens_q=lens)
-    with pytest.raises(ShapeError, match=r"context_lens: must have shape \(B\); B = 1 from block"):
+    with pytest.raises(ShapeError, match=r"context_lens: must have shape \(B,\); B = 1 from block"):
         op(q, pages, pages, **{**paged, "block_tables": tables[:1]})
     with pytest.raises(ContractError, match=r"cu_seqlens_q: must be of length B\+1 = 2, with B fr"):
         op(q, pages, pages, **{**paged, "block_tables": tables[:1], "context_lens": lens[:1]})

@@ -278,7 +278,9 @@ def test_contract(xp):
 
     with pytest.raises(DTypeError, match="q: must be uint8 or float8_e4m3fn; got float32"):
         call(q=arrays["q"].astype(np.float32))
-    with pytest.raises(ShapeError, match=r"q_scale: must have shape \(H\); H = 4 from q; got \(2,"):
+    with pytest.raises(
+        ShapeError, match=r"q_scale: must have shape \(H,\); H = 4 from q; got \(2,"
+    ):
         call(q_scale=arrays["k_scale"])
     with pytest.raises(DTypeError, match="v_scale: must be float32"):
         call(v_scale=arrays["v_scale"].astype(np.float16))

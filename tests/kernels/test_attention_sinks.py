@@ -207,7 +207,7 @@ def test_contract(xp, op):
     arrays, more = (_prefill_inputs if is_prefill else _decode_inputs)(case, "float32")
     arrays, more = _moved(xp, arrays, more)
     sinks = more.pop("sinks")
-    with pytest.raises(ShapeError, match=r"sinks: must have shape \(H\); H = 8 from q; got"):
+    with pytest.raises(ShapeError, match=r"sinks: must have shape \(H,\); H = 8 from q; got"):
         op(*arrays, **more, sinks=sinks[:7])
     with pytest.raises(DTypeError, match=r"sinks: must be float32; got float16"):
         op(*arrays, **more, sinks=sinks.astype(np.float16))

@@ -178,7 +178,7 @@ def test_rows_do_not_depend_on_their_number(cp):
 def test_contract(xp):
     logits, target = xp.ones((2, 8), np.float32), xp.zeros(2, np.int64)
     dloss = xp.ones(2, np.float32)
-    with pytest.raises(ShapeError, match=r"target: must have shape \(N\); N = 2 from logits"):
+    with pytest.raises(ShapeError, match=r"target: must have shape \(N,\); N = 2 from logits"):
         kernels.cross_entropy(logits, target[:1])
     with pytest.raises(DTypeError, match="target: must be int64 or int32; got float32"):
         kernels.cross_entropy(logits, dloss)
@@ -192,7 +192,7 @@ def test_contract(xp):
         kernels.cross_entropy(logits, target, ignore_index=0.5)
     with pytest.raises(ContractError, match="dlogits_out: must be None without dloss"):
         kernels.cross_entropy(logits, target, dlogits_out=logits)
-    with pytest.raises(ShapeError, match=r"dloss: must have shape \(N\)"):
+    with pytest.raises(ShapeError, match=r"dloss: must have shape \(N,\)"):
         kernels.cross_entropy(logits, target, dloss=xp.ones(3, np.float32))
     wide = xp.ones((2, 12), np.float32)
     with pytest.raises(ContractError, match="dlogits_out: must be logits, or apart from it"):

@@ -78,7 +78,7 @@ def test_contract(xp):
     ids, weight = xp.zeros(3, np.int32), xp.zeros((4, 8), np.float32)
     with pytest.raises(DTypeError, match="token_ids: must be int32; got int64"):
         kernels.embedding(ids.astype(np.int64), weight)
-    with pytest.raises(ShapeError, match=r"token_ids: must have shape \(T\); got \(1, 3\)"):
+    with pytest.raises(ShapeError, match=r"token_ids: must have shape \(T,\); got \(1, 3\)"):
         kernels.embedding(ids[None], weight)
     with pytest.raises(ContractError, match="weight: must be a table of at least one row"):
         kernels.embedding(ids, weight[:0])

@@ -466,7 +466,7 @@ def test_contract(xp):
         kernels.gemm(x, weight.astype(np.float16))
     with pytest.raises(ShapeError, match=r"x: must have shape \(M, K\)"):
         kernels.gemm(x[0], weight)
-    with pytest.raises(ShapeError, match=r"bias: must have shape \(N\); N = 3 from weight"):
+    with pytest.raises(ShapeError, match=r"bias: must have shape \(N,\); N = 3 from weight"):
         kernels.gemm(x, weight, bias=xp.ones(8, np.float32))
     with pytest.raises(DTypeError, match="residual: must be float32; got float16"):
         kernels.gemm(x, weight, residual=xp.ones((2, 3), np.float16))

@@ -116,7 +116,7 @@ def test_pages_may_be_read_only():
 def test_contract(xp):
     inputs = cases.to_module(xp, *_inputs((4, 2, 16, 8), "float32", [3, 20]))
     pages, _, tables, lens, cu = inputs
-    with pytest.raises(ShapeError, match=r"cu_seqlens_k: must have shape \(3\); got \(2,\)"):
+    with pytest.raises(ShapeError, match=r"cu_seqlens_k: must have shape \(3,\); got \(2,\)"):
         kernels.kv_gather(pages, pages, tables, lens, cu[:2])
     with pytest.raises(ShapeError, match="context_lens: must have shape"):
         kernels.kv_gather(pages, pages, tables, lens[:1], cu)

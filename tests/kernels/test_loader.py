@@ -291,7 +291,7 @@ def test_sizes_are_bound_by_name():
 @pytest.mark.parametrize(
     ("value", "shape", "message"),
     [
-        (_floats(7), "N", r"op: w: must have shape \(N\); N = 8 from x; got \(7,\)"),
+        (_floats(7), "N", r"op: w: must have shape \(N,\); N = 8 from x; got \(7,\)"),
         (_floats(2, 9), "2 N", r"w: must have shape \(2, N\); N = 8 from x; got \(2, 9\)"),
         (_floats(3, 8), "2 N", r"w: must have shape \(2, N\); got \(3, 8\)"),
         (_floats(8), "M N", r"w: must have shape \(M, N\); got \(8,\)"),

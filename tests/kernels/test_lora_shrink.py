@@ -173,9 +173,9 @@ def test_contract(xp):
         kernels.lora_shrink(x, a[..., :8], order, offsets)
     with pytest.raises(DTypeError, match="a: must be float32; got float16"):
         kernels.lora_shrink(x, a.astype(np.float16), order, offsets)
-    with pytest.raises(ShapeError, match=r"order: must have shape \(T\); T = 5 from x"):
+    with pytest.raises(ShapeError, match=r"order: must have shape \(T,\); T = 5 from x"):
         kernels.lora_shrink(x, a, order[:4], offsets)
-    with pytest.raises(ShapeError, match=r"offsets: must have shape \(3\); got \(2,\)"):
+    with pytest.raises(ShapeError, match=r"offsets: must have shape \(3,\); got \(2,\)"):
         kernels.lora_shrink(x, a, order, offsets[:2])
     with pytest.raises(DTypeError, match="offsets: must be int32"):
         kernels.lora_shrink(x, a, order, offsets.astype(np.int64))

@@ -329,9 +329,9 @@ def test_contract(xp):
         op(x[:2], weight, routing)
     with pytest.raises(ShapeError, match=r"x: must have shape \(P, K\); P = 6 from routing.exp"):
         op(x, weight, routing, scatter=True)
-    with pytest.raises(ShapeError, match=r"routing.offsets: must have shape \(5\); got \(4,\)"):
+    with pytest.raises(ShapeError, match=r"routing.offsets: must have shape \(5,\); got \(4,\)"):
         op(x, weight, routing._replace(offsets=routing.offsets[:4]))
-    with pytest.raises(ShapeError, match=r"routing.order: must have shape \(P\); P = 6"):
+    with pytest.raises(ShapeError, match=r"routing.order: must have shape \(P,\); P = 6"):
         op(x, weight, routing._replace(order=routing.order[:4]))
     with pytest.raises(DTypeError, match=r"routing.weights: must be float32.*; got float16"):
         op(x, weight, routing._replace(weights=routing.weights.astype(np.float16)))

@@ -320,9 +320,9 @@ def test_contract(xp):
         op(xp.zeros((1, 40), np.float32), 17)
     with pytest.raises(ContractError, match=r"score: must be one of .*; got 'relu'"):
         op(logits, 2, score="relu")
-    with pytest.raises(ShapeError, match=r"correction: must have shape \(E\); E = 8 from logits"):
+    with pytest.raises(ShapeError, match=r"correction: must have shape \(E,\); E = 8 from logits"):
         op(logits, 2, correction=xp.zeros(7, np.float32))
-    with pytest.raises(ShapeError, match=r"slots: must have shape \(T\); T = 3 from logits"):
+    with pytest.raises(ShapeError, match=r"slots: must have shape \(T,\); T = 3 from logits"):
         op(logits, 2, slots=xp.zeros(2, np.int64))
     with pytest.raises(DTypeError, match=r"load: must be int64; got int32"):
         op(logits, 2, load=xp.zeros(8, np.int32))
@@ -338,7 +338,7 @@ def test_contract(xp):
         op(logits, 4, num_groups=4, top_groups=1)
     with pytest.raises(ContractError, match=r"num_shared: must be 0 or 1; got 2"):
         op(logits, 2, num_shared=2)
-    with pytest.raises(ShapeError, match=r"load: must have shape \(7\)"):
+    with pytest.raises(ShapeError, match=r"load: must have shape \(7,\)"):
         op(logits, 2, num_shared=1, load=xp.zeros(8, np.int64))
     with pytest.raises(ContractError, match=r"scale: must be a number from .*; got nan"):
         op(logits, 2, scale=float("nan"))

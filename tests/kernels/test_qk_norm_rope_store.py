@@ -241,13 +241,13 @@ def test_contract(xp):
         op(q, k, v, *arrays, *pages, gslots.astype(np.int32))
     with pytest.raises(DTypeError, match="q_weight: must be float32; got float16"):
         op(q, k, v, *arrays, *pages, gslots, q_weight=xp.ones(8, np.float16))
-    with pytest.raises(ShapeError, match=r"k_weight: must have shape \(D\); D = 8 from q"):
+    with pytest.raises(ShapeError, match=r"k_weight: must have shape \(D,\); D = 8 from q"):
         op(q, k, v, *arrays, *pages, gslots, k_weight=xp.ones(7, np.float32))
     with pytest.raises(ContractError, match="weight_offset: must be a number from -inf to inf; go"):
         op(q, k, v, *arrays, *pages, gslots, weight_offset=float("nan"))
     with pytest.raises(ContractError, match=r"cos_sin: must be \(P, R\), R even and at most D = 8"):
         op(q, k, v, arrays[0], arrays[1][:, :7], *pages, gslots)
-    with pytest.raises(ShapeError, match=r"q_factors: must have shape \(P\); P = 97 from cos_sin"):
+    with pytest.raises(ShapeError, match=r"q_factors: must have shape \(P,\); P = 97 from cos_sin"):
         op(q, k, v, *arrays, *pages, gslots, q_factors=xp.ones(96, np.float32))
     with pytest.raises(ShapeError, match="v_pages: must have the strides of k_pages"):
         op(q, k, v, *arrays, pages[0].swapaxes(0, 2).copy().swapaxes(0, 2), pages[1], gslots)

@@ -129,7 +129,7 @@ def test_config_is_a_pure_function():
 
 def test_contract(xp):
     x, weight = xp.ones((2, 8), np.float32), xp.ones(8, np.float32)
-    with pytest.raises(ShapeError, match=r"weight: must have shape \(N\); N = 8 from x; got \(7,"):
+    with pytest.raises(ShapeError, match=r"weight: must have shape \(N,\); N = 8 from x; got \(7,"):
         kernels.rmsnorm(x, weight[:7])
     with pytest.raises(DTypeError, match=r"weight: must be float32; got float16"):
         kernels.rmsnorm(x, weight.astype(np.float16))
@@ -143,7 +143,7 @@ def test_contract(xp):
         kernels.rmsnorm(x, weight, residual=x, x_scale=float("nan"))
     with pytest.raises(ContractError, match="bias: must be None without subtract_mean"):
         kernels.rmsnorm(x, weight, bias=weight)
-    with pytest.raises(ShapeError, match=r"bias: must have shape \(N\)"):
+    with pytest.raises(ShapeError, match=r"bias: must have shape \(N,\)"):
         kernels.rmsnorm(x, weight, bias=weight[:7], subtract_mean=True)
     with pytest.raises(ContractError, match=r"x_scale: must be 1 without residual; got 0\.5"):
         kernels.rmsnorm(x, weight, x_scale=0.5)

@@ -191,7 +191,7 @@ def test_contract(xp):
         kernels.rmsnorm_backward(h[:, :7], h, weight)
     with pytest.raises(DTypeError, match="dy: must be float32; got float16"):
         kernels.rmsnorm_backward(h.astype(np.float16), h, weight)
-    with pytest.raises(ShapeError, match=r"weight: must have shape \(N\); N = 8 from h; got \(7,"):
+    with pytest.raises(ShapeError, match=r"weight: must have shape \(N,\); N = 8 from h; got \(7,"):
         kernels.rmsnorm_backward(h, h, weight[:7])
     with pytest.raises(ShapeError, match="dh: must have shape"):
         kernels.rmsnorm_backward(h, h, weight, dh=h[:1])

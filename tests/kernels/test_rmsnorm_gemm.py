@@ -128,7 +128,7 @@ def test_scaling_a_row_changes_nothing(xp, m):
 
 def test_contract(xp):
     x, norm, weight = (xp.ones(shape, np.float32) for shape in ((2, 8), (8,), (3, 8)))
-    with pytest.raises(ShapeError, match=r"norm_weight: must have shape \(K\); K = 8 from x"):
+    with pytest.raises(ShapeError, match=r"norm_weight: must have shape \(K,\); K = 8 from x"):
         kernels.rmsnorm_gemm(x, norm[:7], weight)
     with pytest.raises(DTypeError, match="weight: must be float32; got float16"):
         kernels.rmsnorm_gemm(x, norm, weight.astype(np.float16))

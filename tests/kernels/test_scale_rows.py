@@ -55,7 +55,9 @@ def test_mirror_is_the_formula():
 
 def test_contract(xp):
     x, factors = xp.ones((2, 8), np.float32), xp.ones(2, np.float32)
-    with pytest.raises(ShapeError, match=r"factors: must have shape \(M\); M = 2 from x; got \(3,"):
+    with pytest.raises(
+        ShapeError, match=r"factors: must have shape \(M,\); M = 2 from x; got \(3,"
+    ):
         kernels.scale_rows(x, xp.ones(3, np.float32))
     with pytest.raises(DTypeError, match="factors: must be float32; got float16"):
         kernels.scale_rows(x, factors.astype(np.float16))

@@ -74,5 +74,5 @@ def test_contract(xp):
         kernels.xielu(x.astype(np.int32), coefficients)
     with pytest.raises(DTypeError, match=r"coefficients: must be float32; got float16"):
         kernels.xielu(x, coefficients.astype(np.float16))
-    with pytest.raises(ShapeError, match=r"coefficients: must have shape \(4\); got \(3,\)"):
+    with pytest.raises(ShapeError, match=r"coefficients: must have shape \(4,\); got \(3,\)"):
         kernels.xielu(x, coefficients[:3])

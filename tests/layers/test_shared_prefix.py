@@ -156,9 +156,9 @@ def test_contract():
         _run(np, shape, arrays, length=9 * 16 + 1)
     good = {"prefix_blocks": tables[0, :9], "block_tables": tables[:, 9:], "context_lens": lens}
     length = np.array([9], np.int32)
-    with pytest.raises(ShapeError, match=r"prefix_len: must have shape \(1\); got \(2,\)"):
+    with pytest.raises(ShapeError, match=r"prefix_len: must have shape \(1,\); got \(2,\)"):
         attention_shared_prefix(q, k, v, prefix_len=np.tile(length, 2), **good)
-    with pytest.raises(ShapeError, match=r"prefix_blocks: must have shape \(NP\); got \(5,"):
+    with pytest.raises(ShapeError, match=r"prefix_blocks: must have shape \(NP,\); got \(5,"):
         attention_shared_prefix(q, k, v, prefix_len=length, **(good | {"prefix_blocks": tables}))
     with pytest.raises(DTypeError, match="prefix_len: must be int32; got int64"):
         attention_shared_prefix(q, k, v, prefix_len=length.astype(np.int64), **good)

@@ -160,7 +160,7 @@ def test_a_call_computes_the_reference_and_rounds_once():
     ("arguments", "error", "words"),
     [
         ((np.ones(3, np.float64),), errors.DTypeError, "x: must be float32 or float16 or bfloat16"),
-        ((np.ones((3, 1), np.float32),), errors.ShapeError, "x: must have shape (N"),
+        ((np.ones((3, 1), np.float32),), errors.ShapeError, "x: must have shape (N,); got (3, 1)"),
         (([1.0],), errors.DTypeError, "x: must be an array; got list"),
         ((), errors.ContractError, "x: must be given"),
         ((np.ones(3, np.float32), 4), errors.ContractError, "takes 1 arguments, x; got 2"),
