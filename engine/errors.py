@@ -28,7 +28,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 __all__ = [
@@ -258,8 +258,12 @@ def did_you_mean(name: str, known: Iterable[str], otherwise: str = "") -> str:
     return f"; {hint}" if hint else ""
 
 
-def unknown_keyword(owner: str, name: str, known: Iterable[str]) -> UnknownOptionError:
+def unknown_keyword(
+    owner: str, name: str, known: Iterable[str], elsewhere: Mapping[str, str] | None = None
+) -> UnknownOptionError:
     """Build the error for keyword `name`, which `owner` does not accept.
+
+    `elsewhere`: names of other libraries -> ours.
 
     Examples
     --------
@@ -267,5 +271,6 @@ def unknown_keyword(owner: str, name: str, known: Iterable[str]) -> UnknownOptio
     "SamplingParams got an unknown keyword 'temprature'; did you mean 'temperature'?"
     """
     known = sorted(known)
-    hint = did_you_mean(name, known, f"known keywords: {', '.join(known) or 'none'}")
+    nearest = (elsewhere or {}).get(name, name)
+    hint = did_you_mean(nearest, known, f"known keywords: {', '.join(known) or 'none'}")
     return UnknownOptionError(f"{owner} got an unknown keyword {name[:80]!r}{hint}")

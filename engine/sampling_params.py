@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 import math
 import numbers
 import operator
@@ -137,9 +138,17 @@ _FLAGS = (
 )
 _BIAS = NumberRange(-100.0, 100.0)
 _TOKEN_ID = NumberRange(0, 2**31 - 1, integer=True)
+_ELSEWHERE = {  # keywords of vLLM, SGLang, transformers and OpenAI's API -> ours
+    **dict.fromkeys(("json", "json_schema", "regex", "choice", "grammar"), "structured"),
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice"), "structured"),
+    **dict.fromkeys(("guided_grammar", "guided_decoding", "response_format"), "structured"),
+    "max_length": "max_tokens",
+    "num_return_sequences": "n",
+    "stop_sequences": "stop",
+}
 
 
-@checks_keywords
+@functools.partial(checks_keywords, elsewhere=_ELSEWHERE)
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How to sample one request and when to end it; immutable, checked on construction.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from typing import Any, TypeVar
 
@@ -43,8 +43,10 @@ def takes_keywords(*parameters: Iterable[inspect.Parameter]) -> Callable[[Functi
     return decorate
 
 
-def checks_keywords(cls: ClassT) -> ClassT:
+def checks_keywords(cls: ClassT, elsewhere: Mapping[str, str] | None = None) -> ClassT:
     """Have a dataclass reject an unknown keyword with the nearest known one.
+
+    `elsewhere`: see `unknown_keyword`.
 
     Raises
     ------
@@ -70,7 +72,7 @@ def checks_keywords(cls: ClassT) -> ClassT:
     def checked(self: Any, *args: Any, **options: Any) -> None:
         for name in options:
             if name not in known:
-                raise unknown_keyword(cls.__name__, name, known)
+                raise unknown_keyword(cls.__name__, name, known, elsewhere)
         construct(self, *args, **options)
 
     cls.__init__ = checked

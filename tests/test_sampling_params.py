@@ -158,7 +158,11 @@ def test_numpy_numbers_are_accepted():
 
 @pytest.mark.parametrize(
     ("given_name", "nearest"),
-    [("temprature", "temperature"), ("max_new_tokens", "max_tokens"), ("stop_strings", "stop")],
+    [
+        *(("temprature", "temperature"), ("max_new_tokens", "max_tokens")),
+        *(("stop_strings", "stop"), ("stop_sequences", "stop"), ("max_length", "max_tokens")),
+        *((name, "structured") for name in ("guided_json", "response_format", "regex")),
+    ],
 )
 def test_unknown_keywords_name_the_nearest(given_name, nearest):
     with pytest.raises(UnknownOptionError, match=f"{given_name}.*did you mean '{nearest}"):
