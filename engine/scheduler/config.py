@@ -149,7 +149,7 @@ class SchedulerConfig:
             value = getattr(self, name)
             _require(self, name, value is None or value >= 0, "at least 0")
         _require(self, "block_size", self.block_size in _BLOCK_SIZES, f"one of {_BLOCK_SIZES}")
-        _require(self, "watermark", 0.0 <= self.watermark < 1.0, "in [0, 1)")
+        _require(self, "watermark", 0.0 <= self.watermark <= 1.0, "in [0, 1]")
         _require(self, "policy", self.policy in POLICIES, f"one of {POLICIES}")
         _require(self, "preemption", self.preemption in PREEMPTIONS, f"one of {PREEMPTIONS}")
         if self.max_num_batched_tokens < self.max_num_seqs:

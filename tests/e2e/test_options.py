@@ -219,7 +219,7 @@ def test_debug_is_an_option_or_a_variable(monkeypatch):
         ({"scheduling_policy": "lifo"}, "scheduling_policy must be one of 'fcfs', 'lpm'"),
         ({"preemption_mode": "drop"}, "preemption_mode must be one of .*; got 'drop'"),
         ({"preemption_mode": "swap"}, "preemption_mode='swap' needs a swap_space_gb above 0"),
-        ({"watermark": 1.0}, r"watermark must be in \[0, 1\)"),
+        ({"watermark": 1.5}, r"watermark must be a number in \[0.0, 1.0\]; got 1.5"),
         ({"watermark": float("nan")}, "watermark must be a number .*; got nan"),
         ({"max_num_queued_requests": 0}, "max_num_queued_requests must be a whole number .* got 0"),
         ({"max_num_seqs": 2**70}, r"max_num_seqs must be a whole number in \[1, 65536\], or None"),
@@ -300,3 +300,11 @@ def test_device_memory_is_free_after_close(monkeypatch, has_draft):
             engine.close()
     finally:
         gc.enable()
+
+
+def test_a_watermark_of_all_blocks_runs_one_request_at_a_time(model):
+    engine = make_engine(model, watermark=1.0)
+    for name in "ab":
+        engine.add_request(name, LONG[:5], SHORT)
+    assert _order_of_ends(engine) == ["a", "b"]
+    assert engine.stats().request_success == {"length": 2}
