@@ -209,6 +209,14 @@ def test_show_downloads_nothing(caches, command):
     assert "is not known" in command("show", "smolm2")[2]
 
 
+def test_a_name_that_is_not_known_is_answered_with_each_model_once(caches, command, monkeypatch):
+    here = ("smollm2", "org/other")
+    models = [SimpleNamespace(name=name) for name in here]
+    monkeypatch.setattr("engine.commands.show.cached_models", lambda: models)
+    err = command("show", "llama-3.1-8b")[2]
+    assert [err.count(name) for name in here] == [1, 1]
+
+
 # Running servers.
 
 

@@ -66,7 +66,7 @@ def _source_here(name: str) -> ModelSource:
     if name in models:
         return models[name].source
     if os.path.exists(os.path.expanduser(name)) or not (is_hub_id(name) or name in wheel_names()):
-        return resolve_model(name, others=[*models])
+        return resolve_model(name, others=sorted(models.keys() - wheel_names()))
     hint = did_you_mean(name, models, f"engine pull {name} fetches it")
     raise DownloadError(f"model {name!r:.120} is not on this machine{hint}")
 
