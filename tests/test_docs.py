@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from engine import env
+
 ROOT = Path(__file__).parents[1]
 BENCHMARKS = ROOT / "docs" / "benchmarks"
 FOLDERS = ("docs", "cuda_src", "engine", "examples", "tests", ".github")
@@ -161,3 +163,9 @@ def test_a_benchmark_file_is_shown_and_what_is_shown_exists():
 def test_pictures_are_small():
     for picture in BENCHMARKS.glob("*.png"):
         assert picture.stat().st_size < 120 << 10, picture.name
+
+
+def test_the_page_names_every_environment_variable():
+    page = (ROOT / "docs" / "command_line.md").read_text()
+    named = re.findall(r"^\| `(ENGINE_\w+)` \|", page, re.MULTILINE)
+    assert sorted(named) == sorted(variable.name for variable in env.VARIABLES)
