@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -40,8 +40,7 @@ def moves_from_arrays(arrays: Sequence[Any]) -> Moves:
     count = len(_NAMES)
     slots = SlotMoves(**dict(zip(_SLOT_NAMES, lists[count:], strict=True)))
     blocks = dict(zip(_NAMES, lists[:count], strict=True))
-    moves: Any = SimpleNamespace(**blocks, slot_moves=slots)
-    return moves  # type: ignore[no-any-return]
+    return cast(Moves, SimpleNamespace(**blocks, slot_moves=slots))
 
 
 def _pair(item: Any) -> Any:

@@ -7,7 +7,7 @@ the user-visible state; the scheduler's state stays in `Request`.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from engine.checks import shown_with_type
@@ -270,14 +270,13 @@ class OutputStream:
         assert self._detokenizer is not None
         self._text += [self._stop.flush(), self._detokenizer.finish()]
 
-    def _guarded(self, part: Any) -> End | None:
+    def _guarded(self, part: Callable[[], End | None]) -> End | None:
         """Call `part`; if the tokenizer raises, stop decoding and fail the request."""
         try:
-            end: End | None = part()
+            return part()
         except Exception as error:
             self._detokenizer = None
             return End("error", f"the tokenizer raised {type(error).__name__}: {error}")
-        return end
 
     def _new_text(self) -> str:
         """Return the text to report; each piece is joined once, so streaming takes linear time."""
@@ -334,7 +333,7 @@ class OutputGroup:
         prompt: str | None,
         params: SamplingParams,
         arrival_time: float,
-        tokenizer: Any = None,
+        tokenizer: Any,
     ) -> None:
         self.request_id = request_id
         self.prompt = prompt
@@ -454,7 +453,9 @@ class OutputGroup:
         every = not self._is_delta
         return [s.completion(i) for i, s in own if every or s.has_news()]
 
-    def _shown_prompt_logprobs(self, request: Request) -> Any:
+    def _shown_prompt_logprobs(
+        self, request: Request
+    ) -> Sequence[dict[int, Logprob] | None] | None:
         """Return the prompt's log-probabilities; in DELTA mode, only with the first output."""
         if self._is_delta and self._is_prompt_sent:
             return None

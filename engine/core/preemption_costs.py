@@ -13,13 +13,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from engine.cache.kv_cache import KVCache
 from engine.cache.swap import SwapSpace
 from engine.core.resolve import ResolvedConfig
 from engine.device import Device
 from engine.layers.batch import ForwardBatch
+from engine.runner.model_runner import RunnableModel
 
 __all__ = ["measure_recompute", "measure_swap", "with_measured_costs"]
 
@@ -31,7 +30,7 @@ _SECONDS = 0.5
 
 
 def with_measured_costs(
-    config: ResolvedConfig, model: Any, kv: KVCache, swap: SwapSpace | None
+    config: ResolvedConfig, model: RunnableModel, kv: KVCache, swap: SwapSpace | None
 ) -> ResolvedConfig:
     """Return `config` with any missing preemption costs measured.
 
@@ -48,9 +47,9 @@ def with_measured_costs(
         Not yet in use; its blocks are overwritten.
     """
     limits = config.scheduler
-    reasons = dict(config.reasons)
     if swap is None or limits.preemption != "auto":
         return config
+    reasons = dict(config.reasons)
     per_token = limits.recompute_us_per_token
     per_block = limits.swap_us_per_block
     if per_token is None:
@@ -64,11 +63,11 @@ def with_measured_costs(
     return replace(config, scheduler=limits, reasons=reasons)
 
 
-def measure_recompute(model: Any, kv: KVCache, num_tokens: int) -> float:
+def measure_recompute(model: RunnableModel, kv: KVCache, num_tokens: int) -> float:
     """Measure prefill, in microseconds per prompt token; overwrites the first blocks."""
     size = kv.geometry.block_size
     table = list(range(-(-num_tokens // size)))
-    ids = np.arange(num_tokens, dtype=np.int32) % model.config.vocab_size
+    ids = [token % model.config.vocab_size for token in range(num_tokens)]
     slots = kv.first_slots(1)
     batch = ForwardBatch.build([ids], [0], [table], size, state_slots=slots).to(model.device)
     return _microseconds(lambda: model.forward(batch, kv.layers), model.device) / num_tokens
