@@ -78,8 +78,6 @@ class BlockPlan:
     """The number of blocks to allocate, and the reason for it."""
 
     num_blocks: int
-    num_tokens: int
-    num_bytes: int
     reason: str
 
 
@@ -139,7 +137,7 @@ def plan_num_blocks(
         why = f"as many as fit into {format_bytes(budget.left)}"
     tokens = chosen * geometry.block_size
     text = f"{chosen} blocks ({tokens} tokens, {format_bytes(chosen * size)}): {why}"
-    return BlockPlan(chosen, tokens, chosen * size, text)
+    return BlockPlan(chosen, text)
 
 
 def _does_not_fit(

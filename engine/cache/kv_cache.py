@@ -346,7 +346,7 @@ class KVCache:
             for slab in self.state_slabs:
                 slab[:, self.device.xp.asarray(slots)] = math.nan
 
-    def check_blocks(self, blocks: Sequence[int], what: str = "block table") -> None:
+    def check_blocks(self, blocks: Sequence[int], what: str) -> None:
         """Check that all ids are in the pool (debug mode, before a launch).
 
         Raises
@@ -360,7 +360,7 @@ class KVCache:
                     f"{what} must hold block ids in [0, {self.num_blocks}); got {block}"
                 )
 
-    def check_slots(self, slots: Sequence[int], what: str = "state slots") -> None:
+    def check_slots(self, slots: Sequence[int], what: str) -> None:
         """Check that all ids of state slots are in the pool (debug mode).
 
         Raises

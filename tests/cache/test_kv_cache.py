@@ -134,10 +134,10 @@ def test_poison_fills_exactly_the_freed_blocks(xp):
 
 def test_block_tables_are_checked():
     cache = build(np)
-    cache.check_blocks([0, 4])
+    cache.check_blocks([0, 4], "copies")
     for block in (-1, 5):
-        with pytest.raises(ContractError, match=rf"must hold block ids in \[0, 5\); got {block}"):
-            cache.check_blocks([0, block])
+        with pytest.raises(ContractError, match=rf"^copies must .* in \[0, 5\); got {block}"):
+            cache.check_blocks([0, block], "copies")
 
 
 def test_close_returns_the_memory():
@@ -181,12 +181,13 @@ def test_the_plan_is_what_fits_or_what_can_be_used():
     assert LARGE.bytes_per_block == 2 << 20
     plan = plan_num_blocks(budget(), LARGE, max_model_len=131072, max_num_seqs=256)
     assert plan.num_blocks == (int(140 * GIB * 0.9) - 19 * GIB) // (2 << 20)
-    assert plan.num_tokens == plan.num_blocks * 16
+    assert f"({plan.num_blocks * 16} tokens, 107.00 GiB)" in plan.reason
     assert "as many as fit into 107.00 GiB" in plan.reason
     plan = plan_num_blocks(budget(), LARGE, max_model_len=1000, max_num_seqs=4)
     assert plan.num_blocks == 4 * 63 and "4 requests of 1000 tokens" in plan.reason
     plan = plan_num_blocks(budget(), LARGE, max_model_len=1000, max_num_seqs=4, num_blocks=7)
-    assert (plan.num_blocks, plan.num_bytes) == (7, 14 << 20) and "as asked for" in plan.reason
+    assert plan.reason == "7 blocks (112 tokens, 14.00 MiB): as asked for"
+    assert plan.num_blocks == 7
 
 
 def test_out_of_memory_lists_the_budget_and_what_would_fit():
