@@ -268,17 +268,13 @@ class RankWorker:
 
     def _capture(self, numbers: list[int], arrays: list[Any]) -> None:
         self._group.set_doing("capturing graphs")
-        num_rows, max_blocks, block_size, max_model_len, *query_lens = numbers
-        self._graphs = WorkerGraphs(
+        pages = self._the_pages()
+        self._graphs = WorkerGraphs.of_numbers(
             self._model,
-            self._the_pages().layers,
-            num_rows,
-            max_blocks,
-            block_size,
-            max_model_len,
-            sorted(set(query_lens)),
-            arrays[0].tolist(),
-            has_states=self._the_pages().num_slots > 0,
+            pages.layers,
+            numbers,
+            arrays[0].tolist(),  # rank 0's layers: every rank takes part in their all-reduce
+            has_states=pages.num_slots > 0,
         )
         self._graphs.capture()
 

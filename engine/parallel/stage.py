@@ -46,7 +46,7 @@ from engine.parallel.adapters import HeldAdapters
 from engine.parallel.rank import batch_from_message, fingerprint, shared_pages
 from engine.parallel.tensor import load_ranks
 from engine.runner.graph_keys import GraphKey
-from engine.runner.stage_graphs import StageGraphs, stage_graphs
+from engine.runner.stage_graphs import StageGraphs
 from engine.runner.transfer import HostToDeviceCopy
 from engine.text import child_process
 from engine.weights import Stage
@@ -334,7 +334,7 @@ class StageWorker:
         model.device.activate()
         with model.kernels.loading(), model.kernels.active():
             has_states = self._pages.num_slots > 0
-            self._graphs = stage_graphs(
+            self._graphs = StageGraphs.of_numbers(
                 model.local_model,
                 self._pages.layers,
                 numbers,

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -29,7 +29,9 @@ from engine.runner.static_inputs import NUM_BUFFERS, StagingBuffer
 from engine.runner.transfer import DeviceToHostCopy
 from engine.scheduler.output import ScheduleOutput
 
-__all__ = ["StageGraphs", "StagedStep", "stage_graphs"]
+__all__ = ["StageGraphs", "StagedStep"]
+
+G = TypeVar("G", bound="StageGraphs")
 
 Entering = tuple[Any, Any]
 """(delta, residual) of `ForwardBatch.entering`."""
@@ -91,6 +93,56 @@ class StageGraphs(DecodeGraphs):
             size: [self._guessed(key) for key in keys] for size, keys in self._by_size.items()
         }
         self._keys = [self._guessed(key) for key in self._keys]
+
+    @classmethod
+    def of_numbers(
+        cls: type[G],
+        model: Any,
+        kv_pages: Sequence[tuple[Any, ...]],
+        numbers: Sequence[int],
+        feature_layers: Sequence[int],
+        *,
+        has_states: bool,
+        last_ids: Any = None,
+    ) -> G:
+        """Return the graphs of a process that does not sample, not captured yet.
+
+        Parameters
+        ----------
+        model : Model
+        kv_pages : sequence of tuple of array
+            `KVCache.layers`.
+        numbers : sequence of int
+            Request rows, blocks per row, block size and longest sequence of the engine, and the
+            lengths to capture.
+        feature_layers : sequence of int
+            Layers of this process whose inputs are kept.
+        has_states : bool
+            Whether any stage has recurrent layers.
+        last_ids : array, optional
+            `Links.last_ids`; without it, the host sends all ids.
+        """
+        num_rows, max_blocks, block_size, max_model_len, *query_lens = numbers
+        table = RequestRows(
+            num_rows,
+            max_blocks,
+            block_size,
+            model.device,
+            has_states=has_states,
+            has_adapters=model.num_adapter_slots > 0,
+        )
+        if last_ids is not None:
+            table.last_ids = last_ids
+        return cls(
+            model,
+            kv_pages,
+            table,
+            SamplingTable(1, model.config.vocab_size, (), model.device),
+            block_size=block_size,
+            max_model_len=max_model_len,
+            query_lens=sorted(set(query_lens)),
+            new_features=FeatureTap(model, feature_layers).new_for_graphs,
+        )
 
     @cached_property
     def _staging(self) -> GraphInputs:
@@ -244,53 +296,3 @@ class StageGraphs(DecodeGraphs):
     def _guessed(self, key: GraphKey) -> GraphKey:
         is_fused = getattr(self._model.decoder.layers[0], "is_fused", lambda num_tokens: False)
         return replace(key, has_delta=not is_fused(key.num_tokens))
-
-
-def stage_graphs(
-    model: Any,
-    kv_pages: Sequence[tuple[Any, ...]],
-    numbers: Sequence[int],
-    feature_layers: Sequence[int],
-    *,
-    has_states: bool,
-    last_ids: Any = None,
-) -> StageGraphs:
-    """Return the graphs of a stage that is not the last one, not captured yet.
-
-    Parameters
-    ----------
-    model : Model
-    kv_pages : sequence of tuple of array
-        `KVCache.layers`.
-    numbers : sequence of int
-        Request rows, blocks per row, block size and longest sequence of the engine, and the
-        lengths to capture.
-    feature_layers : sequence of int
-        The stage's layers whose inputs are kept.
-    has_states : bool
-        Whether any stage has recurrent layers.
-    last_ids : array, optional
-        `Links.last_ids`; without it, the host sends all ids.
-    """
-    num_rows, max_blocks, block_size, max_model_len, *query_lens = numbers
-    table = RequestRows(
-        num_rows,
-        max_blocks,
-        block_size,
-        model.device,
-        has_states=has_states,
-        has_adapters=model.num_adapter_slots > 0,
-    )
-    if last_ids is not None:
-        table.last_ids = last_ids
-    sampling = SamplingTable(1, model.config.vocab_size, (), model.device)
-    return StageGraphs(
-        model,
-        kv_pages,
-        table,
-        sampling,
-        block_size=block_size,
-        max_model_len=max_model_len,
-        query_lens=sorted(set(query_lens)),
-        new_features=FeatureTap(model, feature_layers).new_for_graphs,
-    )
