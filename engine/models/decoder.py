@@ -17,6 +17,7 @@ from engine import kernels
 from engine.config import ModelConfig, RopeConfig
 from engine.device import array_module, to_numpy
 from engine.errors import ConfigError, OutOfMemoryError, WeightsError
+from engine.kernels._memory import address
 from engine.kernels._override.scope import ModelKernels
 from engine.layers.arrays import arrays_of
 from engine.layers.attention import Attention, AttentionParams, SharedAttention
@@ -929,8 +930,3 @@ class Decoder:
 def caches_address(caches: Pages) -> int:
     """Return the address of the first array of the layers' caches, which identifies them."""
     return address(next(array for arrays in caches for array in arrays))
-
-
-def address(array: Any) -> int:
-    """Return the address of the array's first element."""
-    return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr)

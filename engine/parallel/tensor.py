@@ -31,6 +31,7 @@ from engine.distributed.processes import RankProcesses
 from engine.dtypes import np_dtype
 from engine.engine_config import EngineConfig
 from engine.errors import ConfigError, RankError, RequestError, WeightsError
+from engine.kernels._memory import address
 from engine.kernels._override.places import place_of
 from engine.kernels._override.scope import forbid_override
 from engine.kernels._override.table import Overrides
@@ -44,7 +45,7 @@ from engine.loading.lora import LoraAdapter
 from engine.loading.model_config import load_config
 from engine.loading.page_calibration import checked_sequences
 from engine.model import Model, load
-from engine.models.decoder import Decoder, Pages, address
+from engine.models.decoder import Decoder, Pages
 from engine.models.draft_heads import DraftTarget
 from engine.models.sharding import local_config
 from engine.models.trace import Trace
