@@ -10,6 +10,7 @@ import numpy as np
 
 from engine.layers.batch import ForwardBatch
 from engine.request import Request
+from engine.runner.model_runner import ModelRunner
 from engine.runner.sampling import SamplingSpec
 from engine.sampling_params import SamplingParams
 from engine.scheduler.output import ScheduledSequence, ScheduleOutput
@@ -77,7 +78,7 @@ class StepCosts:
 
 
 def measure_step_costs(
-    runner: Any, query_lens: Sequence[int], max_num_seqs: int, max_num_batched_tokens: int
+    runner: ModelRunner, query_lens: Sequence[int], max_num_seqs: int, max_num_batched_tokens: int
 ) -> StepCosts:
     """Time decode steps of a runner before its first request; overwrites its first blocks.
 
@@ -99,7 +100,7 @@ def measure_step_costs(
     return StepCosts([1], lens, [[_forward_seconds(runner, n) for n in lens]])
 
 
-def measure_propose_costs(runner: Any, max_num_seqs: int, num_blocks: int) -> StepCosts:
+def measure_propose_costs(runner: ModelRunner, max_num_seqs: int, num_blocks: int) -> StepCosts:
     """Time a draft model's whole steps, from launch to read-back, before its first request.
 
     Overwrites its first blocks.
@@ -127,7 +128,7 @@ def _dummy_request(block: int) -> Request:
     return request
 
 
-def _step_seconds(runner: Any, requests: Sequence[Request], query_len: int) -> float:
+def _step_seconds(runner: ModelRunner, requests: Sequence[Request], query_len: int) -> float:
     sequences = [ScheduledSequence(request, 0, query_len, True, 0) for request in requests]
     are_decodes = query_len == 1 or runner.graphs is not None
     step = ScheduleOutput(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from engine.cache.kv_cache import KVGeometry
 from engine.errors import ConfigError
 from engine.loading.download import resolve_model
@@ -56,7 +54,7 @@ def load_draft(config: SpeculativeConfig | None, target: Model) -> Model | Loade
     return draft
 
 
-def _check_caches(draft: Any) -> None:
+def _check_caches(draft: Model) -> None:
     """Reject a draft model with recurrent layers: its states cannot be rolled back."""
     if KVGeometry.of_model(draft.config, draft.dtype).has_states:
         raise ConfigError(
@@ -65,7 +63,7 @@ def _check_caches(draft: Any) -> None:
         )
 
 
-def check_vocabulary(draft: Any, target: Any) -> None:
+def check_vocabulary(draft: Model, target: Model) -> None:
     """Check that two models use the same token ids.
 
     The embeddings may have more rows than the tokenizer has ids. At least 512 evenly spaced ids and
@@ -99,7 +97,7 @@ def check_vocabulary(draft: Any, target: Any) -> None:
             raise _differs(draft, target, f"id {token_id} is {tokens[0]!r} and {tokens[1]!r}")
 
 
-def _differs(draft: Any, target: Any, what: str) -> ConfigError:
+def _differs(draft: Model, target: Model, what: str) -> ConfigError:
     return ConfigError(
         f"speculative_config.model must have the vocabulary of the model, {target.name!r}; got "
         f"{draft.name!r}: {what}"

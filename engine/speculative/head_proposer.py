@@ -33,6 +33,7 @@ from engine.runner.transfer import DeviceToHostCopy
 from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.output import ScheduleOutput
 from engine.speculative.costs import StepCosts
+from engine.speculative.draft_pages import num_spare_blocks
 from engine.speculative.head_pages import HeadPages, HeadSequence
 
 __all__ = ["HeadProposer"]
@@ -94,9 +95,9 @@ class HeadProposer:
         self._device = runner.model.device
         self._tap: FeatureTap = runner.features
         self._last_position = limits.max_model_len - 1
-        self._num_scratch = -(-num_drafts // size)
+        self._num_spare = num_spare_blocks(size, num_drafts)
         self._num_blocks = limits.num_blocks
-        num_blocks = limits.num_blocks + self._num_scratch * limits.max_num_seqs
+        num_blocks = limits.num_blocks + self._num_spare * limits.max_num_seqs
         if c.mla is None:
             geometry = KVGeometry.uniform(1, c.num_kv_heads, c.head_dim, size, runner.model.dtype)
         else:
@@ -290,17 +291,17 @@ class HeadProposer:
     ) -> ForwardBatch:
         """Return a batch with some tokens per request; rope uses `positions`, not key indices."""
         tables = [
-            [*self._sequences[work.request].table, *self._scratch(number)]
+            [*self._sequences[work.request].table, *self._spare(number)]
             for number, work in enumerate(works)
         ]
         batch = ForwardBatch.build(ids, starts, tables, self.kv_cache.geometry.block_size)
         rope_positions = np.concatenate(positions).astype(np.int32)
         return replace(batch, rope_positions=rope_positions)
 
-    def _scratch(self, number: int) -> range:
-        """Return the scratch blocks that follow the table of sequence `number` of a batch."""
-        first = self._num_blocks + number * self._num_scratch
-        return range(first, first + self._num_scratch)
+    def _spare(self, number: int) -> range:
+        """Return the spare blocks that follow the table of sequence `number` of a batch."""
+        first = self._num_blocks + number * self._num_spare
+        return range(first, first + self._num_spare)
 
     # ---- costs
 
@@ -314,7 +315,7 @@ class HeadProposer:
         device = self._device
         xp = self._device.xp
         times = []
-        tables = [self._scratch(number) for number in range(size)]
+        tables = [self._spare(number) for number in range(size)]
         shape = (size, width)
         dtype = np_dtype(self.kv_cache.geometry.dtype)
         features = [xp.zeros(shape, dtype) for _ in self._head.feature_layers]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
 
+from engine.model import Model
+from engine.runner.model_runner import ModelRunner
 from engine.scheduler.scheduler import Scheduler
 from engine.speculative.config import SpeculativeConfig
 from engine.speculative.controller import Controller
@@ -24,8 +25,8 @@ __all__ = ["make_speculation"]
 def make_speculation(
     config: SpeculativeConfig | None,
     scheduler: Scheduler,
-    runner: Any,
-    draft: Any = None,
+    runner: ModelRunner,
+    draft: Model | LoadedHead | None = None,
     *,
     overlaps: bool = False,
     is_pipelined: bool = False,
@@ -62,7 +63,10 @@ def make_speculation(
 
 
 def _make_proposer(
-    config: SpeculativeConfig, scheduler: Scheduler, runner: Any, draft: Any
+    config: SpeculativeConfig,
+    scheduler: Scheduler,
+    runner: ModelRunner,
+    draft: Model | LoadedHead | None,
 ) -> Proposer:
     limits = scheduler.config
     if callable(config.proposer):

@@ -96,8 +96,8 @@ class Speculation:
         scheduler: Scheduler,
         controller: Controller,
         *,
-        overlaps: bool = False,
-        is_pipelined: bool = False,
+        overlaps: bool,
+        is_pipelined: bool,
     ) -> None:
         self.is_active = not is_pipelined
         self._is_pipelined = is_pipelined
