@@ -365,8 +365,8 @@ class EngineClient(ABC):
     @abstractmethod
     def _start(
         self, request_id: str, prompt: Prompt | PromptInput, params: SamplingParams, **options: Any
-    ) -> Any:
-        """Send a request to the engine, and return it as an `OutputSource`.
+    ) -> OutputSource:
+        """Send a request to the engine, and return it.
 
         `options` are the priority, cache_salt, timeout and lora_request of `generate`.
         """

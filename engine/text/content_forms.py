@@ -44,7 +44,6 @@ _FAILED = 1 << 20
 
 _Message = dict[str, Any]
 _Render = Callable[[Mapping[str, Any]], str]
-_Tried = Callable[[list[_Message], bool], str | None]
 
 
 @dataclass
