@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from engine.commands._parser import option_name
+
 __all__ = [
     "EXPERT_HELP",
     "LAYERS_HELP",
@@ -34,7 +36,7 @@ EXPERT_HELP = "expert parallelism: distribute experts over the ranks instead of 
 def add_parallel_argument(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     for name, (flag, kind, text) in PARALLEL_OPTIONS.items():
-        parser.add_argument(flag, "--" + name.replace("_", "-"), type=kind, default=1, help=text)
+        parser.add_argument(flag, option_name(name), type=kind, default=1, help=text)
     parser.add_argument("--pipeline-layers", metavar="N,N", help=LAYERS_HELP)
     parser.add_argument("--enable-expert-parallel", action="store_true", help=EXPERT_HELP)
 

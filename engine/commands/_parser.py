@@ -12,7 +12,14 @@ from typing import Any, NoReturn
 from engine.commands._help import HELP_TEXT, HelpFormatter, matching_help
 from engine.errors import ConfigError, did_you_mean
 
-__all__ = ["MODEL_HELP", "CommandParser", "add_positional_model", "chosen_model", "split_kind"]
+__all__ = [
+    "MODEL_HELP",
+    "CommandParser",
+    "add_positional_model",
+    "chosen_model",
+    "option_name",
+    "split_kind",
+]
 
 MODEL_HELP = "name, folder, .gguf file or hub id"
 
@@ -87,7 +94,12 @@ class CommandParser(argparse.ArgumentParser):
         return f"%(prog)s [options]{words}"
 
 
-def add_positional_model(parser: Any, help: str = MODEL_HELP) -> None:
+def option_name(name: str) -> str:
+    """Return the option of an argument: "--max-len" of "max_len"."""
+    return "--" + name.replace("_", "-")
+
+
+def add_positional_model(parser: Any, help: str) -> None:
     """Declare the positional MODEL of a command that also has `--model`; see `chosen_model`."""
     parser.add_argument("named_model", nargs="?", metavar="MODEL", help=help)
 

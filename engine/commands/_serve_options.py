@@ -9,6 +9,7 @@ from typing import Any
 
 from engine.commands._overrides import KERNELS_HELP, PROCESSORS_HELP
 from engine.commands._parallel import EXPERT_HELP, LAYERS_HELP, PARALLEL_OPTIONS
+from engine.commands._parser import option_name
 from engine.commands._speculation import SPECULATION_HELP
 from engine.server.server_config import RANGES, ServerConfig
 
@@ -197,7 +198,7 @@ def shown_defaults() -> Mapping[str, Any]:
 
 def _add(group: Any, name: str, kind: type, text: str) -> None:
     """Declare an option."""
-    flag = "--" + name.replace("_", "-")
+    flag = option_name(name)
     if kind is bool:
         group.add_argument(flag, action=argparse.BooleanOptionalAction, help=text)
     elif kind is tuple:

@@ -11,7 +11,13 @@ from typing import Any
 
 from engine.commands._overrides import add_override_arguments
 from engine.commands._parallel import add_parallel_argument, parallel_option
-from engine.commands._parser import MODEL_HELP, add_positional_model, chosen_model, split_kind
+from engine.commands._parser import (
+    MODEL_HELP,
+    add_positional_model,
+    chosen_model,
+    option_name,
+    split_kind,
+)
 from engine.commands._quantization import add_quantization_argument, quantization_option
 from engine.commands._record import check_output_file, write_record
 from engine.commands._speculation import add_speculation_argument
@@ -120,11 +126,11 @@ def _check(arguments: argparse.Namespace) -> None:
         most = _MAX_REPEATS if name == "repeats" else _MAX_COUNT
         if value is not None and not least <= value <= most:
             raise ConfigError(
-                f"{_option(name)} must be from {least} to {most}; got {excerpt(value)}"
+                f"{option_name(name)} must be from {least} to {most}; got {excerpt(value)}"
             )
     for name, kinds in _MEANT_FOR.items():
         if getattr(arguments, name) and kind not in kinds:
-            raise ConfigError(f"{_option(name)} applies to {', '.join(kinds)}; got {kind}")
+            raise ConfigError(f"{option_name(name)} applies to {', '.join(kinds)}; got {kind}")
     if arguments.compare:
         # Imported lazily: a child process times the import of the engine itself.
         from engine.commands import _bench_compare
@@ -132,10 +138,6 @@ def _check(arguments: argparse.Namespace) -> None:
         _bench_compare.check(arguments)
     if arguments.json is not None:
         check_output_file(arguments.json)
-
-
-def _option(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def _sizes(arguments: argparse.Namespace) -> tuple[int, int, int]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.commands._http import Server, api_key
+from engine.commands._parser import option_name
 from engine.commands._record import check_output_file, write_record
 from engine.commands.bench_serve.driver import Target, run_load
 from engine.commands.bench_serve.figures import describe, parse_goodput, summarize, table
@@ -177,12 +178,12 @@ def _check(arguments: argparse.Namespace) -> None:
         for value in given if isinstance(given, list) else [given]:
             if value is not None and not least <= value <= most:
                 raise ConfigError(
-                    f"{_option(name)} must be from {least} to {most}; got {excerpt(value)}"
+                    f"{option_name(name)} must be from {least} to {most}; got {excerpt(value)}"
                 )
     for name in ("request_rate", "burstiness", "timeout"):
         value = getattr(arguments, name)
         if not value > 0 or (name == "timeout" and math.isinf(value)):
-            raise ConfigError(f"{_option(name)} must be above 0; got {value}")
+            raise ConfigError(f"{option_name(name)} must be above 0; got {value}")
     if not 0 <= arguments.random_range_ratio < 1:
         raise ConfigError(
             f"--random-range-ratio must be in [0, 1); got {arguments.random_range_ratio}"
@@ -207,10 +208,6 @@ def _check_files(arguments: argparse.Namespace) -> None:
         from engine.commands.bench_serve import plot
 
         plot.check(arguments.plot)
-
-
-def _option(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def _metadata(given: Sequence[str]) -> dict[str, str]:
