@@ -255,7 +255,7 @@ class StateSlots:
         state.slot = kept
         state.drafted = ()
 
-    def keep_snapshots(self, request: Request, *, leaving: bool = False) -> None:
+    def keep_snapshots(self, request: Request, *, leaving: bool) -> None:
         """Move the snapshots of committed tokens to the tree.
 
         One taken while decoding goes there only when the request is `leaving`: later ones replace

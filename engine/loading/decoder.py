@@ -53,8 +53,8 @@ def load_decoder(
     collectives: Collectives | None = None,
     *,
     stage: Stage = ALL_LAYERS,
-    model_kernels: ModelKernels | None = None,
-    patterns: Mapping[int, Any] | None = None,
+    model_kernels: ModelKernels,
+    patterns: Mapping[int, Any],
     progress: bool = False,
 ) -> Decoder:
     """Return a decoder with a checkpoint's weights and KV cache scales.
@@ -70,9 +70,9 @@ def load_decoder(
         Collectives of the tensor-parallel group; this rank loads only its shard.
     stage : Stage
         The layers to load.
-    model_kernels : ModelKernels, optional
+    model_kernels : ModelKernels
         Overrides of ops.
-    patterns : mapping of int to (BlockSparse or Periodic), optional
+    patterns : mapping of int to (BlockSparse or Periodic)
         Layer -> its attention pattern.
     progress : bool
         Show progress bars on stderr.

@@ -109,7 +109,7 @@ class PipelinedModel(Model):
         Layer of another stage -> its input in the last step computed here; see `keep_features`.
     """
 
-    def __init__(self, own: Model, group: StageGroup, *, can_link: bool = False) -> None:
+    def __init__(self, own: Model, group: StageGroup, *, can_link: bool) -> None:
         super().__init__(own.decoder, own.load_config, own.source)
         self.own = own
         self.group = group

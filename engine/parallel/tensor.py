@@ -537,9 +537,7 @@ def load_ranks(
         raise
 
 
-def check_shards(
-    name: str, loading: Mapping[str, Any], size: int, stages: Iterable[Stage] = (ALL_LAYERS,)
-) -> None:
+def check_shards(name: str, loading: Mapping[str, Any], size: int, stages: Iterable[Stage]) -> None:
     """Verify, before starting any process, that the model can be divided: by heads, by features.
 
     Raises

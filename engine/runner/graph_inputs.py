@@ -26,8 +26,6 @@ __all__ = ["Columns", "GraphInputs", "Tokens"]
 
 IntArray = np.ndarray[Any, np.dtype[Any]]
 
-NO_ARRAYS: Mapping[str, IntArray] = {}
-
 
 class Tokens(NamedTuple):
     """Tokens of a decode step, `query_len` per sequence; every array is (T,)."""
@@ -130,7 +128,7 @@ class GraphInputs:
         size: int,
         tokens: Tokens,
         stops: IntArray,
-        states: Mapping[str, IntArray] = NO_ARRAYS,
+        states: Mapping[str, IntArray],
     ) -> StagingBuffer:
         """Return the next staging buffer, filled except for the block tables.
 
@@ -172,7 +170,7 @@ class GraphInputs:
         query_len: int,
         tokens: Tokens,
         stops: IntArray,
-        states: Mapping[str, IntArray] = NO_ARRAYS,
+        states: Mapping[str, IntArray],
     ) -> StagingBuffer:
         """Return the next staging buffer, filled for a graph that ends with the logits."""
         buffer = self.static.next_buffer()

@@ -71,8 +71,8 @@ class RequestRows:
         block_size: int,
         device: Device,
         *,
-        has_states: bool = False,
-        has_adapters: bool = False,
+        has_states: bool,
+        has_adapters: bool,
     ) -> None:
         self._block_size = block_size
         self.owners: list[Request | None] = [None] * num_rows

@@ -34,10 +34,7 @@ def chunk_size(
 
 
 def add_chunk(
-    request: Request,
-    output: ScheduleOutput,
-    num_new: int,
-    drafts: Drafts | None = None,
+    request: Request, output: ScheduleOutput, num_new: int, drafts: Drafts | None
 ) -> None:
     """Schedule the next `num_new` tokens of `request`, and update all counts.
 

@@ -75,7 +75,7 @@ class RequestQueues:
         if not is_resumed:
             self._set_leader(request, siblings)
 
-    def add_fork(self, parent: Request, child: Request, *, is_resumed: bool = False) -> None:
+    def add_fork(self, parent: Request, child: Request, *, is_resumed: bool) -> None:
         """Add `child`: running on the blocks of `parent` if possible, otherwise queued.
 
         `is_resumed`: see `add`.

@@ -166,9 +166,7 @@ class Grammar:
         Why the grammar is unusable; "" if it is usable.
     """
 
-    def __init__(
-        self, compile_one: Callable[[], Any], masks: MaskStore, num_chars: int = 0
-    ) -> None:
+    def __init__(self, compile_one: Callable[[], Any], masks: MaskStore, num_chars: int) -> None:
         self.num_chars = num_chars
         self._compile_one = compile_one
         self._masks = masks
@@ -233,7 +231,7 @@ class GrammarState:
         "prefix", "unread",
     )  # fmt: skip
 
-    def __init__(self, start: Any, tree: PrefixTree, masks: MaskStore, group: int = 0) -> None:
+    def __init__(self, start: Any, tree: PrefixTree, masks: MaskStore, group: int) -> None:
         self.matcher = start.deep_copy()
         self.masks = masks
         self.group = group

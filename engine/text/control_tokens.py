@@ -32,7 +32,7 @@ _MAX_TAKEN = 1 << 16  # ids beyond the vocabulary's size, in a vocabulary with g
 
 
 def control_tokens(
-    backend: tokenizers.Tokenizer, literals: Iterable[str], listed: Collection[str] = ()
+    backend: tokenizers.Tokenizer, literals: Iterable[str], listed: Collection[str]
 ) -> frozenset[str]:
     """Return the tokens that only a template may write.
 
