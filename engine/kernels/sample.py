@@ -165,14 +165,14 @@ def sample(
     history : (B, L) array of int32, optional
         Ids so far: row b has ``history_lens[b]`` of them, of which the first ``prompt_lens[b]`` are
         the prompt. Ids outside [0, V) are skipped.
-    history_lens, prompt_lens : (B,) array of int32
+    history_lens, prompt_lens : (B,) array of int32, optional
         Required with `history`.
     repetition_penalty, presence_penalty, frequency_penalty : (B,) array of float32, optional
         Require `history`; neutral at 1, 0 and 0.
     logit_bias_ids, logit_bias_values : (M,) array of int32 and float32, optional
         Row b's entries are [cu_logit_bias[b], cu_logit_bias[b+1]); the ids of a row are distinct.
         A value may be -inf.
-    cu_logit_bias : (B+1,) array of int32
+    cu_logit_bias : (B+1,) array of int32, optional
         Required with the logit biases.
     allowed : (B or A, ceil(V/32)) array of int32, optional
         Bit i of word w allows id 32 w + i. One row per row of logits; with `allowed_rows`, any

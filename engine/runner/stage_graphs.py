@@ -220,7 +220,7 @@ class StageGraphs(DecodeGraphs):
         key : GraphKey
         data : (n,) uint8
             `StagedStep.data`.
-        entering : (array or None, array), optional
+        entering : (array or None, array), or None
             Activations (num_tokens, N) of the previous stage; None in the first stage.
         num_tokens : int
 

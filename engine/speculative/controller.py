@@ -65,7 +65,7 @@ class Controller:
     ----------
     costs : StepCosts
         Measured seconds of a step.
-    graph_lens : sequence of int, optional
+    graph_lens : sequence of int or None
         Query lengths for which graphs were captured; None: any number of drafts per sequence.
     is_adaptive : bool
         False: verify every proposed draft.

@@ -61,7 +61,7 @@ class Panels:
         ----------
         codes : (N, K) array of int8
         scales : (N, G) array of float32
-        offsets : (N, G) array of float32, optional
+        offsets : (N, G) array of float32, or None
         bits : int
             8, or 4 for codes from -8 to 7 in groups of an even number.
 

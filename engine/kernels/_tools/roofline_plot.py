@@ -38,7 +38,7 @@ def draw(
         Bytes per second of a copy.
     found : sequence of Measurement
         Cases that count their operations.
-    file : path, optional
+    file : path or None
     """
     figure, axes = plt.subplots(figsize=(9, 5.5), layout="constrained")
     axes.set_xscale("log")

@@ -139,10 +139,11 @@ def attention_decode(
         following arguments (norm of q and k, rotation of features i and i + R/2, k and v stored
         to the pages). On Hopper this is one kernel if D is 64 or 128, R = D, H / K <= 16 and all
         rows are 16-byte aligned; else two. `q` may be overwritten by the rotated queries.
-    positions, cos_sin : (B,) array of int32, (P, R) array of float32
-    slot_mapping : (B,) array of int64
-        Slot of each token's k and v: the slot of its sequence's last key, in a page that no other
-        sequence shares. -1 stores nothing.
+    positions, cos_sin : (B,) array of int32, (P, R) array of float32, optional
+        Required with `k`.
+    slot_mapping : (B,) array of int64, optional
+        Required with `k`. Slot of each token's k and v: the slot of its sequence's last key, in a
+        page that no other sequence shares. -1 stores nothing.
     q_weight, k_weight : (D,) arrays of q's dtype, optional
     eps, weight_offset : float
     scale : float, optional

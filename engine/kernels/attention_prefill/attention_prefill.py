@@ -144,12 +144,12 @@ def attention_prefill(
         Dense values, which may be narrower than keys (V <= D), or pages; V is then D.
     cu_seqlens_q : (B+1,) array of int32
         Sequence b's queries are ``q[cu_seqlens_q[b]:cu_seqlens_q[b + 1]]``; rises from 0 to Tq.
-    cu_seqlens_k : (B+1,) array of int32
-        Likewise for the rows of dense `k` and `v`; not combined with `block_tables`.
-    block_tables : (B, NB) array of int32
-        Ids of each sequence's pages. Entries beyond its length are never read.
-    context_lens : (B,) array of int32
-        Number of keys of each sequence in pages, including the query tokens' keys.
+    cu_seqlens_k : (B+1,) array of int32, optional
+        Required with dense `k` and `v`, for their rows; not combined with `block_tables`.
+    block_tables : (B, NB) array of int32, optional
+        Required with pages. Ids of each sequence's pages. Entries beyond its length are never read.
+    context_lens : (B,) array of int32, optional
+        Required with pages. Number of keys of each sequence, including the query tokens' keys.
     causal : bool
         Query i of n sees keys 0 to len - n + i. Otherwise every query sees all keys.
     scale : float, optional

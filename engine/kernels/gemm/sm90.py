@@ -684,7 +684,7 @@ def launch_tiles(
         Read weight and bias before the preceding kernel has ended.
     is_split : bool
         A gated weight has all gate rows before the up rows; otherwise they alternate by eights.
-    sending : Sending, optional
+    sending : Sending or None
         Needs a module that sends, `out` contiguous and 16-bit, and neither activation nor residual.
     """
     (m, k) = x.shape
