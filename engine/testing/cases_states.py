@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from engine.device import to_numpy
+from engine.dtypes import dtype_name
 from engine.testing.cases import normal, to_module
 from engine.testing.cases_attention import cu_seqlens
+from engine.testing.tolerances import assert_close
 
-__all__ = ["STATE_BATCHES", "StateBatch"]
+__all__ = ["STATE_BATCHES", "StateBatch", "assert_recurrence"]
 
 Array = np.ndarray[Any, Any]
 
@@ -114,3 +118,21 @@ STATE_BATCHES = (
     StateBatch((4, 20, 1, 70, 6), (30, 0, 9, 64, 1), "drafts", (0, 20, 0, 64, 0)),
 )
 """One token each; drafts to verify; prefill from the start, in chunks, and beside decodes."""
+
+
+def assert_recurrence(got: Any, states: Any, want: Array, want_states: Array, longest: int) -> None:
+    """Compare outputs and states; a state is as exact as its operands.
+
+    Chunks, which sequences of more than 8 tokens take (`longest`), round the matrices between
+    their products.
+    """
+    reduction = 257 if longest <= 8 or got.dtype == np.float32 else math.inf
+    assert_close(got, want, reduction=reduction)
+    error = to_numpy(got).astype(np.float64) - want.astype(np.float64)
+    limit = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 8e-3}[dtype_name(got.dtype)]
+    assert np.linalg.norm(error) <= limit * np.linalg.norm(want.astype(np.float64))
+    names = (dtype_name(got.dtype), dtype_name(states.dtype))
+    coarser = max(names, key=("float32", "float16", "bfloat16").index)
+    for slot in range(len(want_states)):
+        pair = states[slot], want_states[slot]
+        assert_close(*pair, reduction=reduction, name=f"state {slot}", dtype=coarser)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,13 +10,12 @@ import pytest
 
 from engine import kernels, reference
 from engine.device import to_numpy
-from engine.dtypes import dtype_name
 from engine.errors import ContractError, DTypeError, ShapeError
 from engine.kernels._chip import HOPPER, PORTABLE
 from engine.kernels.mamba2 import chunks
 from engine.testing import cases
 from engine.testing.cases_attention import cu_seqlens
-from engine.testing.cases_states import STATE_BATCHES, StateBatch
+from engine.testing.cases_states import STATE_BATCHES, StateBatch, assert_recurrence
 from engine.testing.tolerances import assert_close
 
 
@@ -65,23 +63,6 @@ def _case(batch, heads, dtype, state_dtype):
     return _inputs(batch.num_tokens, heads, dtype), batch.states(shape, state_dtype, slots), slots
 
 
-def _compare(got, states, want, want_states, longest):
-    """Compare outputs and states; a state is as exact as its operands.
-
-    Chunks, which sequences of more than 8 tokens take, round M, the scaled X and S.
-    """
-    reduction = 257 if longest <= 8 or got.dtype == np.float32 else math.inf
-    assert_close(got, want, reduction=reduction)
-    error = to_numpy(got).astype(np.float64) - want.astype(np.float64)
-    limit = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 8e-3}[dtype_name(got.dtype)]
-    assert np.linalg.norm(error) <= limit * np.linalg.norm(want.astype(np.float64))
-    names = (dtype_name(got.dtype), dtype_name(states.dtype))
-    coarser = max(names, key=("float32", "float16", "bfloat16").index)
-    for slot in range(len(want_states)):
-        pair = states[slot], want_states[slot]
-        assert_close(*pair, reduction=reduction, name=f"state {slot}", dtype=coarser)
-
-
 @pytest.mark.grid("dtype", cases.DTYPES)
 @pytest.mark.grid("state_dtype", ["float32", "bfloat16"])
 @pytest.mark.grid("heads", HEADS, ids=str)
@@ -104,7 +85,7 @@ def test_matches_mirror(xp, batch, heads, state_dtype, dtype):
         out=out,
     )
     assert got is out
-    _compare(got, states, want, want_states, max(batch.lens))
+    assert_recurrence(got, states, want, want_states, max(batch.lens))
     assert bool(xp.isnan(buffer[:64]).all()) and bool(xp.isnan(buffer[-64:]).all())
 
 
@@ -124,7 +105,7 @@ def test_views(xp, dtype):
     moved = {name: xp.asarray(arrays[name]) for name in ("a_log", "d", "dt_bias")}
     slab = xp.asarray(np.stack([states, states], axis=1))
     got = kernels.mamba2(**views, **moved, states=slab[:, 1], **batch.on(xp, slots))
-    _compare(got, slab[:, 1], want, want_states, max(batch.lens))
+    assert_recurrence(got, slab[:, 1], want, want_states, max(batch.lens))
     np.testing.assert_array_equal(to_numpy(slab[:, 0]), states)
 
 
@@ -234,7 +215,7 @@ def test_decays_of_zero(cp, heads):
     states = cp.asarray(states)
     moved = {name: cp.asarray(array) for name, array in arrays.items()}
     got = kernels.mamba2(**moved, states=states, **batch.on(cp, slots))
-    _compare(got, states, want, want_states, max(batch.lens))
+    assert_recurrence(got, states, want, want_states, max(batch.lens))
 
 
 def _chunked(x, b, c, g, step, state, chunk):
