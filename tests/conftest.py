@@ -171,6 +171,16 @@ def cp():
     return _cupy_or_skip()
 
 
+@pytest.fixture
+def hopper(cp):
+    """CuPy, on a Hopper GPU."""
+    from engine.kernels._module import current_architecture
+
+    if current_architecture(cp.cuda.runtime.getDevice()) != "sm_90a":
+        pytest.skip("not a Hopper GPU")
+    return cp
+
+
 def _cupy_or_skip():
     chosen, reason = device.resolve_device("auto")
     if not chosen.is_cuda:

@@ -46,14 +46,6 @@ CONFIGS = [
 GATED = [p for p in CONFIGS if p.values[0].gates]
 
 
-@pytest.fixture
-def hopper(cp):
-    """CuPy, on a device that runs these kernels."""
-    if _module.current_architecture(cp.cuda.runtime.getDevice()) != "sm_90a":
-        pytest.skip("not a Hopper GPU")
-    return cp
-
-
 def _force(monkeypatch, config):
     monkeypatch.setattr(gemm_launch, "choose_config", lambda *_, **__: config)
 

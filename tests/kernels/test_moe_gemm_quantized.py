@@ -11,7 +11,6 @@ import pytest
 from engine import kernels, reference
 from engine.device import to_numpy
 from engine.errors import ContractError, DTypeError, ShapeError
-from engine.kernels import _module
 from engine.kernels.moe_gemm import codes_sm90, few_tokens, quantized_sm90, scratch
 from engine.reference import Routing
 from engine.reference._products import values_of_codes
@@ -45,14 +44,6 @@ CONFIGS = [
 CODES_CONFIGS = [
     pytest.param(c, id=f"{c.warpgroups}x{c.tokens}x{c.depth}") for c in codes_sm90.CODES_CONFIGS
 ]
-
-
-@pytest.fixture
-def hopper(cp):
-    """CuPy, on a device that runs these kernels."""
-    if _module.current_architecture(cp.cuda.runtime.getDevice()) != "sm_90a":
-        pytest.skip("not a Hopper GPU")
-    return cp
 
 
 def _rounded_rows(x):

@@ -7,7 +7,6 @@ import pytest
 
 from engine import kernels, reference
 from engine.device import to_numpy
-from engine.kernels import _module
 from engine.kernels.moe_gemm import sm90
 from engine.reference import Routing
 from engine.testing import cases
@@ -15,14 +14,6 @@ from engine.testing.cases_moe import distinct_logits
 from engine.testing.tolerances import assert_close
 
 CONFIGS = [pytest.param(c, id=f"{c.warpgroups}x{c.tokens}x{c.depth}") for c in sm90.MOE_CONFIGS]
-
-
-@pytest.fixture
-def hopper(cp):
-    """CuPy, on a device that runs these kernels."""
-    if _module.current_architecture(cp.cuda.runtime.getDevice()) != "sm_90a":
-        pytest.skip("not a Hopper GPU")
-    return cp
 
 
 def _on_gpu(cp, routing):
