@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -82,10 +82,12 @@ class TensorReader:
         self.is_interleaved = kind.gguf_interleaved_rope if is_gguf else config.interleaved_rope
         self._norm_offset = config.norm_weight_offset if is_gguf else 0.0
 
-    def placements(self, shard: Shard, *, is_partial: bool = False) -> list[Placement]:
+    def placements(
+        self, shard: Shard, *, is_partial: bool = False, undivided: Container[str] = ()
+    ) -> list[Placement]:
         """Return the parts of tensors that a shard needs, in checkpoint order.
 
-        `is_partial`: tensors may be missing.
+        `is_partial`: tensors may be missing; of a weight in `undivided` all or none.
 
         Raises
         ------
@@ -101,7 +103,14 @@ class TensorReader:
             return name.startswith(self._skipped) or self.checkpoint.is_spare_bias(name)
 
         places = place_tensors(
-            where, self._config, self._names, found, shard, is_spare=is_spare, is_partial=is_partial
+            where,
+            self._config,
+            self._names,
+            found,
+            shard,
+            is_spare=is_spare,
+            is_partial=is_partial,
+            undivided=undivided,
         )
         is_tied = self._config.tie_word_embeddings
         return [p for p in places if shard.stage.has(str(p.target), is_tied=is_tied)]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from itertools import islice
 
 import numpy as np
 
@@ -774,6 +775,7 @@ def place_tensors(
     *,
     is_spare: Callable[[str], bool] = lambda name: False,
     is_partial: bool = False,
+    undivided: Container[str] = (),
 ) -> list[Placement]:
     """Return the placements of a checkpoint's tensors, in checkpoint order.
 
@@ -791,6 +793,8 @@ def place_tensors(
         Predicate on tensor names: may this tensor be present, and ignored, if the model lacks it?
     is_partial : bool
         Whether tensors may be missing.
+    undivided : container of str
+        Quantized weights: of each, all tensors may be missing, but not some.
 
     Raises
     ------
@@ -820,7 +824,11 @@ def place_tensors(
                 f"{where}: tensor {name!r} must have shape {shape}, as the config says; "
                 f"got {found[name]}"
             )
-    return [place for name in found if name in wanted for place in wanted[name][1]()]
+    places = [place for name in found if name in wanted for place in wanted[name][1]()]
+    begun = {name for name in (str(place.target) for place in places) if name in undivided}
+    if begun:
+        _refuse_parts(where, begun, {n: each for n, each in wanted.items() if n not in found})
+    return places
 
 
 def expected_tensors(
@@ -876,9 +884,26 @@ def _is_identity(config: ModelConfig, name: str) -> bool:
 
 def _refuse(where: str, fault: str, names: list[str]) -> None:
     if names:
-        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
         count = f"{len(names)} tensors are" if len(names) > 1 else "a tensor is"
-        raise WeightsError(f"{where}: {count} {fault}: {', '.join(names[:4])}{more}")
+        raise WeightsError(f"{where}: {count} {fault}: {_listed(names)}")
+
+
+def _refuse_parts(where: str, begun: Container[str], missing: _Wanted) -> None:
+    """Refuse a weight in `begun` some of whose tensors are missing."""
+    names: dict[str, list[str]] = {}
+    for name, (_, places) in missing.items():
+        for place in islice(places(), 1):
+            names.setdefault(str(place.target), []).append(name)
+    for target in filter(begun.__contains__, names):
+        raise WeightsError(
+            f"{where}: weight {target!r}, which is quantized, must be updated whole: its tensors "
+            f"must include {_listed(names[target])}"
+        )
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return f"{', '.join(names[:4])}{more}"
 
 
 # Tensor -> its shape, and a function that returns its placements. Placements are lazy because a

@@ -63,11 +63,11 @@ def open_update(
     """
     tensors = ArrayTensors(source, new_name) if isinstance(source, Mapping) else Path(source)
     reader = TensorReader(tensors, config)
-    places: dict[str, list[Placement]] = {}
-    for place in reader.placements(shard, is_partial=True):
-        places.setdefault(str(place.target), []).append(place)
     form = FORMATS.get(quantization or "")
     formats = {} if form is None else quantized_formats(config, form, shard)
+    places: dict[str, list[Placement]] = {}
+    for place in reader.placements(shard, is_partial=True, undivided=formats):
+        places.setdefault(str(place.target), []).append(place)
     if config.tie_word_embeddings and "lm_head" in formats and "embed" in places:
         places.setdefault("lm_head", places["embed"])  # a rounded copy
     shapes = weight_shapes(config, shard)
@@ -110,7 +110,7 @@ class WeightUpdate:
         """
         if not self._places:
             raise WeightsError("an update must hold weights of the model; got none")
-        for name, places in self._places.items():
+        for name in self._places:
             weight = self._weights.get(name)
             if weight is None:
                 raise WeightsError(f"weight {shown(name)} is not one that the model holds")
@@ -119,12 +119,6 @@ class WeightUpdate:
                     f"weight {shown(name)} is stored in {weight.format.name}: only dense weights, "
                     "and those that the option `quantization` quantized, can be updated; "
                     'quantization="none" loads dense ones'
-                )
-            count = sum(place.num_rows for place in places)
-            if name in self._formats and count != _num_rows(weight.shape):
-                raise WeightsError(
-                    f"weight {shown(name)}, which is quantized, must be updated whole: its tensors "
-                    f"have {_num_rows(weight.shape)} rows; got {count}"
                 )
 
     def write(self) -> None:
@@ -150,7 +144,8 @@ class WeightUpdate:
     def _write_rounded(self, name: str, weight: Weight, places: Iterable[Placement]) -> None:
         """Quantize new numbers, and copy codes and scales over the old ones."""
         dtype = self._dtype(name)
-        array = self._device.xp.empty(weight.shape, dtype)
+        # No tensor fills the rows of a padded vocabulary, or between the heads of narrow values.
+        array = self._device.xp.zeros(weight.shape, f"u{dtype.itemsize}").view(dtype)
         for place in places:
             _assign(self._rows_of(name, array, place), self._values(place, dtype))
         new = rounded(array, self._formats[name], self._device, dtype.name)
@@ -185,11 +180,6 @@ class WeightUpdate:
                     rows = rows.astype(np.float32) * np.float32(place.factor)
                 return rows.astype(dtype, copy=False)
         return self._reader.dense_rows(place, np.dtype(dtype).name)
-
-
-def _num_rows(shape: tuple[int, ...]) -> int:
-    """Return the rows of a matrix, or of all matrices of a stack."""
-    return int(np.prod(shape[:-1])) if len(shape) > 1 else shape[0]
 
 
 def _assign(target: Any, values: Any) -> None:
