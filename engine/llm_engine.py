@@ -420,6 +420,8 @@ class LLMEngine:
         ------
         RequestError
             If they do not fit the model, or it has pipeline stages; then nothing changes.
+        EngineError
+            If writing fails: some weights may be new. Cached prefixes are dropped then, too.
         """
         if self.model.num_stages > 1:
             raise RequestError(
@@ -430,6 +432,9 @@ class LLMEngine:
             names = self.model.update_weights(source)
         except (ConfigError, WeightsError) as error:
             raise RequestError(str(error)) from error
+        except BaseException:
+            self.scheduler.reset_prefix_cache()  # some weights may be new
+            raise
         self.scheduler.reset_prefix_cache()
         return names
 

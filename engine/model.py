@@ -428,7 +428,10 @@ class Model:
         Raises
         ------
         WeightsError
-            If a tensor is not the model's or has another shape; then nothing is written.
+            If a tensor is not the model's, has another shape or, in float16, infinite values; then
+            nothing is written.
+        EngineError
+            If the files cannot be read any more while the weights are written.
         """
         if self.classifier is not None:
             raise WeightsError("the weights of a model with a classification head cannot change")
@@ -436,8 +439,10 @@ class Model:
 
     def write_update(self, update: WeightUpdate) -> tuple[str, ...]:
         """Write checked weights, and return their names. See `update_weights`."""
-        update.write()
-        self.decoder.refresh(update.names)
+        try:
+            update.write()
+        finally:
+            self.decoder.refresh(update.names)
         return update.names
 
     def opened_update(self, source: str | PathLike[str] | Mapping[str, Any]) -> WeightUpdate:

@@ -162,11 +162,16 @@ class TensorReader:
                 rows = rows.astype(np.float32) * np.float32(place.factor)
             part = out[first - place.first : last - place.first]
             _cast_into(part, rows.reshape(part.shape))
-            if part.dtype == np.float16 and not np.isfinite(part).all():
-                raise WeightsError(
-                    f"{self.checkpoint.path}: tensor {place.name!r} must have finite values up to "
-                    "65504 for dtype float16; it has others. Use bfloat16 or float32"
-                )
+            if part.dtype == np.float16:
+                self.check_finite(place, part)
+
+    def check_finite(self, place: Placement, rows: Any) -> None:
+        """Refuse rows of `place`, a NumPy or CuPy array of float16, that are not all finite."""
+        if not array_module(rows).isfinite(rows).all():
+            raise WeightsError(
+                f"{self.checkpoint.path}: tensor {place.name!r} must have finite values up to "
+                "65504 for dtype float16; it has others. Use bfloat16 or float32"
+            )
 
     def dense_rows(self, place: Placement, dtype: str) -> Array:
         """Return the rows of `place` in `dtype`."""

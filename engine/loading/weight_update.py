@@ -13,7 +13,7 @@ from engine.checks import shown
 from engine.config import ModelConfig
 from engine.device import Device, array_module, is_cupy_array
 from engine.dtypes import np_dtype
-from engine.errors import WeightsError
+from engine.errors import EngineError, WeightsError
 from engine.loading.array_tensors import ArrayTensors
 from engine.loading.tensor_reader import TensorReader, half_split
 from engine.loading.weight_memory import quantized_formats, weight_dtype
@@ -101,7 +101,7 @@ class WeightUpdate:
         return tuple(self._places)
 
     def check(self) -> None:
-        """Check that every weight can be written.
+        """Check that every weight can be written, and its values read.
 
         Raises
         ------
@@ -120,12 +120,27 @@ class WeightUpdate:
                     "and those that the option `quantization` quantized, can be updated; "
                     'quantization="none" loads dense ones'
                 )
+        if self._dtype("") == np.float16 or self._reader.checkpoint.scheme is not None:
+            for name, places in self._places.items():
+                for place in places:  # reading refuses infinities, and damaged codes
+                    self._values(place, self._dtype(name))
 
     def write(self) -> None:
-        """Write the weights, after earlier work on the current stream; wait until that is done."""
+        """Write the weights, after earlier work on the current stream; wait until that is done.
+
+        Raises
+        ------
+        EngineError
+            If they cannot be read any more: the model has some of them.
+        """
         self._device.activate()
         try:
             self._write()
+        except Exception as error:
+            raise EngineError(
+                f"{error}. Some of the new weights have been written, others not: update all "
+                "again, or load the model again"
+            ) from error
         finally:
             if self._device.is_cuda:
                 # SAFETY: the caller may now change or free the arrays, on streams of its own.
@@ -178,7 +193,10 @@ class WeightUpdate:
                     rows = half_split(rows, place.rotated)
                 if place.factor != 1.0:
                     rows = rows.astype(np.float32) * np.float32(place.factor)
-                return rows.astype(dtype, copy=False)
+                rows = rows.astype(dtype, copy=False)
+                if rows.dtype == np.float16:
+                    self._reader.check_finite(place, rows)
+                return rows
         return self._reader.dense_rows(place, np.dtype(dtype).name)
 
 

@@ -10,7 +10,8 @@ from safetensors.numpy import load_file
 
 from engine import LLM
 from engine.async_engine import AsyncEngine
-from engine.errors import RequestError
+from engine.errors import EngineError, RequestError
+from engine.loading.tensor_reader import TensorReader
 from tests.lora_files import GREEDY, Served, tokens_of
 
 
@@ -52,6 +53,28 @@ def test_a_running_request_goes_on_and_shares_nothing(served):
         assert tokens["new"] == served.want[longest, 1] and cached["new"] == 0
         assert len(tokens["old"]) == 12
         assert tokens["old"][0] == served.want[longest, -1][0]
+
+
+def test_files_that_fail_while_they_are_written_over_the_model(served, monkeypatch):
+    """The error says that some weights are new, and no prefix of the old ones is used."""
+    prompt = {"prompt_token_ids": (served.prompts[0] * 4)[:40]}
+    read = TensorReader.dense_rows
+
+    def fail_at_the_end(reader, place, dtype):
+        if place.target.kind == "final_norm":
+            raise OSError("input/output error")
+        return read(reader, place, dtype)
+
+    with LLM(str(served.base), device="cpu", dtype="float32") as llm:
+        llm.generate([prompt], GREEDY)
+        assert llm.generate([prompt], GREEDY)[0].num_cached_tokens
+        with monkeypatch.context() as patch:
+            patch.setattr(TensorReader, "dense_rows", fail_at_the_end)
+            with pytest.raises(EngineError, match=r"output error\. Some of the new weights have"):
+                llm.update_weights(served.base.parent / "merged1")
+        assert llm.generate([prompt], GREEDY)[0].num_cached_tokens == 0
+        llm.update_weights(served.base.parent / "merged1")
+        assert tokens_of(llm, served.prompts[:2], None) == [served.want[row, 1] for row in (0, 1)]
 
 
 def test_the_thread_that_calls_exports_the_arrays(served):

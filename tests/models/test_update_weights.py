@@ -213,3 +213,37 @@ def test_what_is_refused_changes_nothing(golden, source, message):
         model.update_weights(source)
     error = np.abs(_logits(model, want.prompt) - want.logits).max() / want.logits.std()
     assert error < LIMIT
+
+
+def test_values_beyond_float16_change_nothing(golden):
+    want = golden("qwen3")
+    model = want.load(dtype="float16")
+    before = _logits(model, want.prompt)
+    stored = load_file(want.directory / "model.safetensors")
+    new = {name: tensor * 2 for name, tensor in stored.items()}
+    new[Q][-1] = 7e4
+    with pytest.raises(WeightsError, match=r"q_proj\.weight' must have finite values up to 65504"):
+        model.update_weights(new)
+    assert np.array_equal(_logits(model, want.prompt), before)
+
+
+def test_a_damaged_quantized_folder_changes_nothing(golden, tmp_path):
+    want = golden("qwen3")
+    model = want.load()
+    stored = load_file(want.directory / "model.safetensors")
+    new = {name: tensor * 2 for name, tensor in stored.items()}
+    new[Q] = new[Q].astype(np.int8)
+    new[f"{Q}_scale"] = np.full((len(new[Q]), 1), np.nan, np.float32)
+    group = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
+    scheme = {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": group}},
+    }
+    config = want.config | {"quantization_config": scheme}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file(new, tmp_path / "model.safetensors")
+    with pytest.raises(WeightsError, match=r"q_proj\.weight_scale"):
+        model.update_weights(tmp_path)
+    error = np.abs(_logits(model, want.prompt) - want.logits).max() / want.logits.std()
+    assert error < LIMIT
