@@ -24,7 +24,7 @@ from engine.loading.gguf_checkpoint import GgufCheckpoint
 from engine.loading.hf_config import load_hf_config
 from engine.loading.safetensors import SafetensorsDirectory, SafetensorsFile
 from engine.loading.safetensors_writer import DTYPE_NAMES, SafetensorsWriter
-from engine.loading.text_model import open_model, text_values
+from engine.loading.text_model import open_model, text_values, wrapper_of
 from engine.loading.weight_memory import is_quantized
 from engine.loading.weight_table import Placement, place_tensors
 from engine.model_files import excerpt, is_present, read_file, read_json
@@ -184,6 +184,8 @@ def write_folder(plan: FolderPlan, out: Path, calibrated: Iterable[tuple[str, Co
             # The text model alone: the checkpoint has its tensors, under its names.
             values = read_json(plan.source / "config.json", root=plan.source)
             config = dict(text_values(values, str(plan.source / "config.json")))
+            if wrapper_of(plan.source) is not None:  # the tensors told, not config.json
+                config["tie_word_embeddings"] = plan.config.tie_word_embeddings
             for path in _companions(plan.source):
                 (folder / path.name).write_bytes(read_file(path, _MAX_COPIED_BYTES, plan.source))
             _write_generation_config(plan.source, folder)
@@ -289,7 +291,12 @@ def _check_matrices(plan: FolderPlan, places: Mapping[str, list[Placement]]) -> 
                 f"ignore must have all parts of {target} or none, because they are one product; "
                 f"it has {_module(name)!r}"
             )
-    for name in plan.matrices:
+    for name, own in plan.matrices.items():
+        if any(place.factor != 1.0 for place in own):  # `TensorReader` refuses the folder
+            raise WeightsError(
+                f"tensor {name!r} must not be quantized in a folder, since config.json multiplies "
+                "it. Ignore it, or quantize the model when it is loaded"
+            )
         fault = layout_fault(plan.form, plan.checkpoint.shape(name))
         if fault:
             raise WeightsError(

@@ -116,3 +116,10 @@ def test_a_part_that_cuts_a_block_is_refused_by_name(tmp_path):
     with pytest.raises(WeightsError, match=wanted):
         engine.load(tmp_path, device="cpu", dtype="float32")
     assert engine.load(tmp_path, device="cpu", dtype="float32", quantization="none")
+
+
+def test_matrices_that_the_config_multiplies_are_not_quantized_in_a_folder(golden, tmp_path):
+    """Falcon-H1's multipliers: the reader refuses such folders."""
+    folder = golden("falcon_h1").directory
+    with pytest.raises(WeightsError, match=r"down_proj\.weight' must not be quantized in a folder"):
+        engine.quantize(folder, tmp_path / "out", format="int8")
