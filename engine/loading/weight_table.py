@@ -7,6 +7,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import islice
+from typing import Any
 
 import numpy as np
 
@@ -14,7 +15,7 @@ from engine.config import GatedDeltaConfig, Mamba2Config, MlaConfig, ModelConfig
 from engine.errors import WeightsError
 from engine.loading.kv_scales import is_kv_scale
 from engine.models.family import SECOND, TensorName, WeightName
-from engine.models.tensor_layout import ROWS, Layout
+from engine.models.tensor_layout import ROWS, Layout, scales_name
 from engine.weights import WHOLE, Shard
 
 __all__ = [
@@ -824,11 +825,9 @@ def place_tensors(
                 f"{where}: tensor {name!r} must have shape {shape}, as the config says; "
                 f"got {found[name]}"
             )
-    places = [place for name in found if name in wanted for place in wanted[name][1]()]
-    begun = {name for name in (str(place.target) for place in places) if name in undivided}
-    if begun:
-        _refuse_parts(where, begun, {n: each for n, each in wanted.items() if n not in found})
-    return places
+    if is_partial:
+        _refuse_parts(where, wanted, found, undivided)
+    return [place for name in found if name in wanted for place in wanted[name][1]()]
 
 
 def expected_tensors(
@@ -888,17 +887,28 @@ def _refuse(where: str, fault: str, names: list[str]) -> None:
         raise WeightsError(f"{where}: {count} {fault}: {_listed(names)}")
 
 
-def _refuse_parts(where: str, begun: Container[str], missing: _Wanted) -> None:
-    """Refuse a weight in `begun` some of whose tensors are missing."""
-    names: dict[str, list[str]] = {}
-    for name, (_, places) in missing.items():
+def _refuse_parts(
+    where: str, wanted: _Wanted, found: Mapping[str, Any], undivided: Container[str]
+) -> None:
+    """Refuse codes without their scales, or scales alone, and a part of an `undivided` weight."""
+    missing: dict[str, list[str]] = {}
+    begun = set()
+    for name, (_, places) in wanted.items():
         for place in islice(places(), 1):
-            names.setdefault(str(place.target), []).append(name)
-    for target in filter(begun.__contains__, names):
-        raise WeightsError(
-            f"{where}: weight {target!r}, which is quantized, must be updated whole: its tensors "
-            f"must include {_listed(names[target])}"
-        )
+            if place.layout.mxfp4:
+                absent = {name, scales_name(name)} - found.keys()
+                _refuse(where, "missing", [*absent] if len(absent) == 1 else [])
+            target = str(place.target)
+            if name in found:
+                begun.add(target)
+            else:
+                missing.setdefault(target, []).append(name)
+    for target, names in missing.items():
+        if target in begun and target in undivided:
+            raise WeightsError(
+                f"{where}: weight {target!r}, which is quantized, must be updated whole: its "
+                f"tensors must include {_listed(names)}"
+            )
 
 
 def _listed(names: list[str]) -> str:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from engine.device import CPU
 from engine.errors import ConfigError, WeightsError
 from engine.loading.dummy import dummy_weights
 from engine.loading.hf_config import config_from_dict
@@ -17,6 +18,7 @@ from engine.loading.quantized.mxfp4 import dequantize_mxfp4
 from engine.loading.safetensors import SafetensorsFile
 from engine.loading.weight_memory import weight_bytes
 from engine.loading.weight_table import shard_axis, weight_shapes
+from engine.loading.weight_update import open_update
 from engine.loading.weights import load_weights
 from engine.weights import WHOLE, Shard, unpack_weight
 
@@ -251,6 +253,18 @@ def test_whole_experts_of_shards(make, monkeypatch, case, count):
             if parts:
                 shards[0][name] = replace(parts[0], data=np.concatenate([p.data for p in parts]))
     _assert_experts(shards[0], layers)
+
+
+@pytest.mark.parametrize("end", ["blocks", "scales"])
+def test_new_weights_need_codes_with_their_scales(make, end):
+    """In MXFP4. Nothing is written over a dense model, whose other tensors may be left out."""
+    path, config, _ = make("gpt_oss mxfp4", _gpt_oss_mxfp4)
+    weights = load_weights(path, config)
+    open_update(path, config, weights, CPU)
+    name = f"model.layers.1.mlp.experts.down_proj_{end}"
+    make("gpt_oss mxfp4", _gpt_oss_mxfp4, lambda tensors: tensors.pop(name))
+    with pytest.raises(WeightsError, match=f"a tensor is missing: {name}"):
+        open_update(path, config, weights, CPU)
 
 
 def test_shared_experts(make):
