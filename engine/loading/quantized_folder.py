@@ -291,8 +291,8 @@ def _check_matrices(plan: FolderPlan, places: Mapping[str, list[Placement]]) -> 
                 f"ignore must have all parts of {target} or none, because they are one product; "
                 f"it has {_module(name)!r}"
             )
-    for name, own in plan.matrices.items():
-        if any(place.factor != 1.0 for place in own):  # `TensorReader` refuses the folder
+    for name, parts in plan.matrices.items():
+        if any(part.factor != 1.0 for part in parts):  # `TensorReader` refuses the folder
             raise WeightsError(
                 f"tensor {name!r} must not be quantized in a folder, since config.json multiplies "
                 "it. Ignore it, or quantize the model when it is loaded"
