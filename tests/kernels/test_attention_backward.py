@@ -285,7 +285,7 @@ def test_contract(xp):
         op(q, q, k, k, q, lse, **starts, scale=0)
     with pytest.raises(ContractError, match="max_seqlen_k: must be an int of 0 or more; got -1"):
         op(q, q, k, k, q, lse, **starts, max_seqlen_k=-1)
-    with pytest.raises(ShapeError, match=r"cu_seqlens_k: must have shape \(B\+1\)"):
+    with pytest.raises(ShapeError, match=r"cu_seqlens_k: must have shape \(B\+1,\)"):
         op(q, q, k, k, q, lse, cu_seqlens_q=lens, cu_seqlens_k=lens[:2])
     with pytest.raises(TypeError):
         op(q, q, k, k, q, lse, **starts, dropout=0.1)
