@@ -670,7 +670,7 @@ def test_ten_thousand_requests_leak_nothing():
     [
         ("num_blocks", 0),
         ("block_size", 8),
-        ("watermark", 1.0),
+        ("watermark", 1.5),
         ("watermark", float("nan")),
         ("policy", "random"),
         ("preemption", "never"),

@@ -50,7 +50,7 @@ def test_a_conversation(client, expected, extra):
 
 def test_both_at_once_are_refused(client):
     extra = {"continue_final_message": True, "add_generation_prompt": True}
-    with pytest.raises(openai.BadRequestError, match="needs add_generation_prompt to be Fal") as e:
+    with pytest.raises(openai.BadRequestError, match="add_generation_prompt to be false") as e:
         client.chat.completions.create(messages=MESSAGES, extra_body=extra, **GREEDY)
     assert e.value.param == "continue_final_message"
 

@@ -61,6 +61,9 @@ def test_tokenize_and_detokenize(http):
     text = http.post("/detokenize", json={"tokens": ids}).json()["prompt"]
     assert text == "Hi\nassistant: "
     assert http.post("/tokenize", json={}).status_code == 400
+    for name, value in (("add_generation_prompt", True), ("chat_template_kwargs", {"a": 1})):
+        error = _error(http.post("/tokenize", json={"prompt": "ab", name: value}))
+        assert error["param"] == name and "needs messages" in error["message"]
 
 
 @pytest.mark.parametrize("token_id", [-1, 1 << 16, 10**30])

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from engine.errors import ConfigError
+from engine.server.json_response import JsonResponse
 from engine.server.limits import check_query
 from engine.server.openapi import Endpoint
 from engine.server.protocol.errors import APIError
@@ -62,7 +61,7 @@ def routes() -> list[Route]:
 async def reset_prefix_cache(request: Request) -> Response:
     """Handle POST /reset_prefix_cache, which takes neither a body nor parameters."""
     check_query(request)
-    return _json(PrefixCacheReset(await request.app.state.client.reset_prefix_cache()))
+    return JsonResponse(PrefixCacheReset(await request.app.state.client.reset_prefix_cache()))
 
 
 async def sleep(request: Request) -> Response:
@@ -75,21 +74,17 @@ async def sleep(request: Request) -> Response:
         await request.app.state.client.sleep(int(given))
     except ConfigError as error:  # an engine of this kind cannot sleep
         raise APIError(400, str(error)) from None
-    return _json(SleepState(True))
+    return JsonResponse(SleepState(True))
 
 
 async def wake_up(request: Request) -> Response:
     """Handle POST /wake_up."""
     check_query(request)
     await request.app.state.client.wake_up()
-    return _json(SleepState(False))
+    return JsonResponse(SleepState(False))
 
 
 async def is_sleeping(request: Request) -> Response:
     """Handle GET /is_sleeping."""
     check_query(request)
-    return _json(SleepState(await request.app.state.client.is_sleeping()))
-
-
-def _json(answer: Any) -> Response:
-    return Response(msgspec.json.encode(answer), media_type="application/json")
+    return JsonResponse(SleepState(await request.app.state.client.is_sleeping()))

@@ -18,6 +18,7 @@ from starlette.routing import Route
 
 from engine.server.auth import isolate
 from engine.server.chat_stream import ChatPiece, ChatStream
+from engine.server.json_response import JsonResponse
 from engine.server.limits import check_model, read_struct
 from engine.server.openapi import Endpoint
 from engine.server.protocol.chat import (
@@ -96,7 +97,7 @@ async def create_chat_completion(request: Request) -> Response:
     has_logprobs = chat.params.logprobs is not None or chat.params.prompt_logprobs is not None
     encode = msgspec.json.encode
     data = await asyncio.to_thread(encode, answer) if has_logprobs else encode(answer)
-    return Response(data, media_type="application/json")
+    return JsonResponse(data)
 
 
 def usage_of(stream: ChatStream) -> Usage:

@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from engine.server.json_response import JsonResponse
 from engine.server.limits import check_model, read_struct
 from engine.server.openapi import Endpoint
 from engine.server.protocol.common import Usage
@@ -82,4 +83,4 @@ async def create_classification(request: Request) -> Response:
     count = sum(map(len, ids))
     request_id = f"classify-{secrets.token_hex(16)}"
     found = ClassificationResponse(request_id, int(time.time()), model, data, Usage(count, count))
-    return Response(msgspec.json.encode(found), media_type="application/json")
+    return JsonResponse(found)

@@ -30,6 +30,7 @@ from engine.server.field_limits import (
     check_text_of,
     text_of_ids,
 )
+from engine.server.json_response import JsonResponse
 from engine.server.limits import check_model, read_struct
 from engine.server.openapi import Endpoint
 from engine.server.prompt_log import log_prompt
@@ -83,7 +84,7 @@ async def create_completion(request: Request) -> Response:
     answer = await unless_disconnected(request.receive, answer_completion(job))
     encode = msgspec.json.encode
     data = await asyncio.to_thread(encode, answer) if job.has_logprobs else encode(answer)
-    return Response(data, media_type="application/json")
+    return JsonResponse(data)
 
 
 @dataclasses.dataclass(frozen=True)

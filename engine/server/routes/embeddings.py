@@ -14,6 +14,7 @@ from starlette.routing import Route
 
 from engine.errors import map_items
 from engine.server.field_limits import check_length, check_num_tokens
+from engine.server.json_response import JsonResponse
 from engine.server.limits import check_model, read_struct
 from engine.server.openapi import Endpoint
 from engine.server.protocol.common import Usage
@@ -80,7 +81,7 @@ async def create_embeddings(request: Request) -> Response:
     work = embed(state.client, body, model, state.config)
     answer = await unless_disconnected(request.receive, work)
     data = await asyncio.to_thread(msgspec.json.encode, answer)
-    return Response(data, media_type="application/json")
+    return JsonResponse(data)
 
 
 async def embed(

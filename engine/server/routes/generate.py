@@ -24,6 +24,7 @@ from engine.server.field_limits import (
     check_num_tokens,
     limited_timeout,
 )
+from engine.server.json_response import JsonResponse
 from engine.server.limits import check_model, read_struct
 from engine.server.openapi import Endpoint
 from engine.server.prompt_log import log_prompt
@@ -77,7 +78,7 @@ async def create_generation(request: Request) -> Response:
     answer = await unless_disconnected(request.receive, job.answer())
     encode = msgspec.json.encode
     data = await asyncio.to_thread(encode, answer) if job.has_logprobs else encode(answer)
-    return Response(data, media_type="application/json")
+    return JsonResponse(data)
 
 
 class _Job:

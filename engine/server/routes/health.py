@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
+from engine.server.json_response import JsonResponse
 from engine.server.openapi import Endpoint
 from engine.server.protocol.errors import APIError
 from engine.server.replicas.client import ReplicaClient
@@ -41,7 +42,7 @@ async def health(request: Request) -> Response:
     if not client.is_responsive:
         raise APIError(503, _STUCK)
     if isinstance(client, ReplicaClient):
-        return JSONResponse({"replicas": client.replicas})
+        return JsonResponse({"replicas": client.replicas})
     return Response()
 
 
@@ -58,4 +59,4 @@ async def ready(request: Request) -> Response:
         raise APIError(503, "the engine is asleep")
     if isinstance(state.client, ReplicaClient) and not state.client.has_replica:
         raise APIError(503, "no replica is ready; new requests wait until one is")
-    return JSONResponse({"status": "ready"})
+    return JsonResponse({"status": "ready"})

@@ -14,6 +14,7 @@ from starlette.routing import Route
 from engine.async_engine import EngineClient
 from engine.checks import token_ids_of
 from engine.server.field_limits import check_length, check_num_tokens
+from engine.server.json_response import JsonResponse
 from engine.server.limits import check_model, read_struct
 from engine.server.openapi import Endpoint
 from engine.server.prompt_log import log_prompt
@@ -101,7 +102,7 @@ async def get_limits(request: Request) -> Response:
     """Handle GET: tell whether the lens supports the model, and its limits."""
     info = request.app.state.client.model_info
     most = min(MAX_TOKENS, info.max_model_len)
-    return _json(LensLimits(info.num_lens_layers, most, MAX_LENS_TOKENS, MAX_TOP))
+    return JsonResponse(LensLimits(info.num_lens_layers, most, MAX_LENS_TOKENS, MAX_TOP))
 
 
 async def create_lens(request: Request) -> Response:
@@ -133,7 +134,7 @@ async def create_lens(request: Request) -> Response:
     with renamed_params({"token_ids": field}):
         lens = await unless_disconnected(request.receive, compute())
     tokens = await asyncio.to_thread(_tokens, lens, state.client.tokenizer)
-    return _json(LensResponse(model, len(ids), tokens))
+    return JsonResponse(LensResponse(model, len(ids), tokens))
 
 
 def _token_ids(state: Any, body: LensRequest) -> tuple[list[int], str]:
@@ -181,7 +182,3 @@ def _tokens(lens: LogitLens, tokenizer: Any) -> list[LensToken]:
         LensToken(token_id, text(token_id), [layer(i, at) for i in range(len(lens.ranks))])
         for at, token_id in enumerate(lens.token_ids.tolist())
     ]
-
-
-def _json(answer: Any) -> Response:
-    return Response(msgspec.json.encode(answer), media_type="application/json")

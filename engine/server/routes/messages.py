@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from engine.server.agent_stream import Answered, begin_chat, chat_request, named_frame
+from engine.server.json_response import JsonResponse
 from engine.server.limits import check_model, read_struct
 from engine.server.openapi import Endpoint
 from engine.server.protocol.anthropic import CountTokensRequest, MessagesRequest, to_chat
@@ -64,7 +65,7 @@ async def create_message(request: Request) -> Response:
         )
     await unless_disconnected(request.receive, _whole(answered, builder))
     data = msgspec.json.encode(builder.message)
-    return Response(data, media_type="application/json")
+    return JsonResponse(data)
 
 
 async def count_tokens(request: Request) -> Response:
@@ -74,7 +75,7 @@ async def count_tokens(request: Request) -> Response:
     chat = await _chat(request, body)
     prompt = await asyncio.to_thread(request.app.state.chat.render, chat)
     count = TokenCount(len(prompt["prompt_token_ids"]))
-    return Response(msgspec.json.encode(count), media_type="application/json")
+    return JsonResponse(count)
 
 
 async def _chat(request: Request, body: CountTokensRequest) -> ChatCompletionRequest:

@@ -9,10 +9,10 @@ from datetime import datetime, timezone
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from engine import __version__
+from engine.server.json_response import JsonResponse
 from engine.server.limits import check_model
 from engine.server.openapi import Endpoint
 
@@ -35,24 +35,24 @@ def routes() -> list[Route]:
     ]
 
 
-async def list_models(request: Request) -> JSONResponse:
+async def list_models(request: Request) -> JsonResponse:
     """List all names of the model, and its LoRA adapters."""
     state = request.app.state
     cards = [_card(name, request) for name in (*state.model_names, *state.client.adapters)]
     if _is_anthropic(request):
         ends = {"first_id": cards[0]["id"], "last_id": cards[-1]["id"]}
-        return JSONResponse({"data": cards, "has_more": False, **ends})
-    return JSONResponse({"object": "list", "data": cards})
+        return JsonResponse({"data": cards, "has_more": False, **ends})
+    return JsonResponse({"object": "list", "data": cards})
 
 
-async def get_model(request: Request) -> JSONResponse:
+async def get_model(request: Request) -> JsonResponse:
     """Return the entry for one name of the model."""
-    return JSONResponse(_card(check_model(request.path_params["model"], request), request))
+    return JsonResponse(_card(check_model(request.path_params["model"], request), request))
 
 
-async def version(request: Request) -> JSONResponse:
+async def version(request: Request) -> JsonResponse:
     """Return the engine's version."""
-    return JSONResponse({"version": __version__})
+    return JsonResponse({"version": __version__})
 
 
 def _card(name: str, request: Request) -> dict[str, Any]:

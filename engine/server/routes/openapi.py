@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from engine.server.json_response import JsonResponse
 from engine.server.openapi import Endpoint, document
 
 __all__ = ["ENDPOINTS", "routes"]
@@ -23,4 +23,4 @@ async def openapi(request: Request) -> Response:
     """Return the OpenAPI document of all endpoints."""
     state = request.app.state
     found = document(state.endpoints, has_keys=state.config.needs_key, model=state.model_names[0])
-    return Response(msgspec.json.encode(found), media_type="application/json")
+    return JsonResponse(found)

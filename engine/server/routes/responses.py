@@ -15,6 +15,7 @@ from starlette.routing import Route
 
 from engine.server.agent_stream import Answered, begin_chat, chat_request, named_frame, num_tokens
 from engine.server.event_log import EventLog
+from engine.server.json_response import JsonResponse
 from engine.server.limits import check_model, check_query, decoded, read_struct
 from engine.server.openapi import Endpoint
 from engine.server.protocol.annotations import invalid, wrong_choice
@@ -130,14 +131,16 @@ async def create_response(request: Request) -> Response:
     if body.background:
         assert keep is not None  # `to_chat` refuses a background response that is not stored
         stored = keep.start(answer, streams=bool(body.stream))
-        return _json(stored.body) if stored.log is None else _followed(request, stored.log, -1)
+        return (
+            JsonResponse(stored.body) if stored.log is None else _followed(request, stored.log, -1)
+        )
     if body.stream:
         interval = request.app.state.config.sse_keep_alive
         frames = answer.frames()
         error_frame = answer.error_frame
         return EventStream(frames, keep_alive=interval, error_frame=error_frame, last=b"")
     await unless_disconnected(request.receive, answer.whole())
-    return _json(msgspec.json.encode(builder.response))
+    return JsonResponse(builder.response)
 
 
 async def count_input_tokens(request: Request) -> Response:
@@ -147,7 +150,7 @@ async def count_input_tokens(request: Request) -> Response:
     chat, _ = await _chat(request, body)
     with renamed_params(_FIELDS):
         prompt = await asyncio.to_thread(request.app.state.chat.render, chat)
-    return _json(msgspec.json.encode(InputTokens(len(prompt["prompt_token_ids"]))))
+    return JsonResponse(InputTokens(len(prompt["prompt_token_ids"])))
 
 
 async def _chat(
@@ -200,7 +203,7 @@ async def get_response(request: Request) -> Response:
         if fields.starting_after != -1:
             message = f"starting_after needs stream=true; got {fields.starting_after}"
             raise APIError(400, message, param="starting_after")
-        return _json(stored.body)
+        return JsonResponse(stored.body)
     if stored.log is None:
         message = f"the response {stored.id!r} was not made with background and stream"
         raise APIError(400, f"{message}, so it has no events", param="stream")
@@ -222,7 +225,7 @@ async def list_input_items(request: Request) -> Response:
     num_output = len(msgspec.json.decode(stored.body, type=_Output).output)
     if stored.is_finished:
         items = items[: len(items) - num_output]
-    return _json(msgspec.json.encode(page_of(items, stored.id, fields)))
+    return JsonResponse(page_of(items, stored.id, fields))
 
 
 async def delete_response(request: Request) -> Response:
@@ -230,7 +233,7 @@ async def delete_response(request: Request) -> Response:
     stored = _stored(request)
     await _cancel(stored)
     request.app.state.responses.delete(request.state.key, stored.id)
-    return _json(msgspec.json.encode(DeletedResponse(stored.id)))
+    return JsonResponse(DeletedResponse(stored.id))
 
 
 async def cancel_response(request: Request) -> Response:
@@ -240,7 +243,7 @@ async def cancel_response(request: Request) -> Response:
         message = f"the response {stored.id!r} was not made with background and has finished"
         raise APIError(400, message, param="response_id")
     await _cancel(stored)
-    return _json(stored.body)
+    return JsonResponse(stored.body)
 
 
 def _stored(request: Request) -> StoredResponse:
@@ -317,10 +320,6 @@ def _followed(request: Request, log: EventLog, after: int) -> EventStream:
 
     interval = request.app.state.config.sse_keep_alive
     return EventStream(log.follow(after), keep_alive=interval, error_frame=error_frame, last=b"")
-
-
-def _json(data: bytes) -> Response:
-    return Response(data, media_type="application/json")
 
 
 class _Keeper:

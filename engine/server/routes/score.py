@@ -5,13 +5,12 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Sequence
-from typing import Any
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from engine.server.json_response import JsonResponse
 from engine.server.limits import check_model, read_struct
 from engine.server.openapi import Endpoint
 from engine.server.prompt_log import log_prompt
@@ -62,7 +61,7 @@ async def create_scores(request: Request) -> Response:
     found, count = await _scores(request, body, pairs, ("text_1", "text_2"), request_id)
     data = [ScoreItem(index, score) for index, score in enumerate(found)]
     usage = Usage(count, count)
-    return _json(ScoreResponse(request_id, int(time.time()), model, data, usage))
+    return JsonResponse(ScoreResponse(request_id, int(time.time()), model, data, usage))
 
 
 async def create_ranking(request: Request) -> Response:
@@ -82,7 +81,7 @@ async def create_ranking(request: Request) -> Response:
     if body.return_documents is not False:
         for each in results:
             each.document = RerankDocument(texts[each.index])
-    return _json(RerankResponse(request_id, model, results, Usage(count, count)))
+    return JsonResponse(RerankResponse(request_id, model, results, Usage(count, count)))
 
 
 async def _scores(
@@ -105,7 +104,3 @@ async def _scores(
     )
     found: tuple[list[float], int] = await unless_disconnected(request.receive, work)
     return found
-
-
-def _json(answer: Any) -> Response:
-    return Response(msgspec.json.encode(answer), media_type="application/json")

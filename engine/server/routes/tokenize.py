@@ -17,6 +17,7 @@ from engine.server.field_limits import (
     check_text_of,
     text_of_ids,
 )
+from engine.server.json_response import JsonResponse
 from engine.server.limits import check_model, read_struct
 from engine.server.openapi import Endpoint
 from engine.server.protocol.chat import ChatCompletionRequest, ChatMessage
@@ -71,6 +72,10 @@ class DetokenizeResponse(msgspec.Struct):
     prompt: str
 
 
+_OF_CONVERSATIONS = (
+    *("tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"),
+)
+
 ENDPOINTS = (
     Endpoint("post", "/tokenize", "Tokenize a prompt", TokenizeRequest, TokenizeResponse),
     Endpoint("post", "/detokenize", "The text of tokens", DetokenizeRequest, DetokenizeResponse),
@@ -94,6 +99,9 @@ async def tokenize(request: Request) -> Response:
     if (body.prompt is None) == (body.messages is None):
         raise APIError(400, "exactly one of prompt and messages must be given", param="prompt")
     if body.prompt is not None:
+        for name in _OF_CONVERSATIONS:
+            if getattr(body, name):
+                raise APIError(400, f"{name} needs messages; prompt was given", param=name)
         check_length(body.prompt, "prompt", state.client)
         with_special = body.add_special_tokens is not False
         ids = await asyncio.to_thread(tokenizer.encode, body.prompt, with_special)
@@ -114,7 +122,7 @@ async def tokenize(request: Request) -> Response:
         texts = await asyncio.to_thread(lambda: [tokenizer.id_to_token(i) or "" for i in ids])
     answer = TokenizeResponse(len(ids), state.client.model_info.max_model_len, ids, texts)
     data = await asyncio.to_thread(msgspec.json.encode, answer)
-    return Response(data, media_type="application/json")
+    return JsonResponse(data)
 
 
 async def detokenize(request: Request) -> Response:
@@ -124,7 +132,7 @@ async def detokenize(request: Request) -> Response:
     _tokenizer(request)
     state = request.app.state
     text = await asyncio.to_thread(_text, state.client, body, state.config)
-    return Response(msgspec.json.encode(DetokenizeResponse(text)), media_type="application/json")
+    return JsonResponse(DetokenizeResponse(text))
 
 
 def _text(client: EngineClient, body: DetokenizeRequest, config: ServerConfig) -> str:

@@ -10,6 +10,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from engine.server.admin_paths import path_inside
+from engine.server.json_response import JsonResponse
 from engine.server.limits import read_struct
 from engine.server.openapi import Endpoint
 
@@ -59,4 +60,4 @@ async def update_weights(request: Request) -> Response:
     )
     names = await state.client.update_weights(path)
     answer = WeightsUpdated(True, "the weights have been updated", len(names))
-    return Response(msgspec.json.encode(answer), media_type="application/json")
+    return JsonResponse(answer)
