@@ -216,7 +216,7 @@ class ScanWarp {
   __device__ __forceinline__ void stage_output(const float (&out)[kTokenTiles][4], Stage& stage) {
     uint32_t packed[kTokenSteps][4];
     pack_operand(packed, out);
-    __syncwarp();  // the lanes have read v
+    __syncwarp();  // SAFETY: all lanes have read v, which the output replaces.
 #pragma unroll
     for (int step = 0; step < kTokenSteps; ++step)
       Products::store_transposed(stage.v, step * 16, feature_, packed[step]);

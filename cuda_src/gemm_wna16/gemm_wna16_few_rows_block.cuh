@@ -21,8 +21,8 @@ constexpr bool kRoundsWeights = true;
 #else
 constexpr bool kRoundsWeights = false;
 #endif
-// Most rows of x with a product of their own (gemm_wna16_group_columns.cuh); 0: none has. With
-// groups of 16 values it has, for four rows, as many instructions as the product for eight.
+// Most rows of x for which GroupColumnsProduct is used; 0: never. With groups of 16 values its
+// product for four rows takes as many instructions as the other one for eight.
 #if GROUP <= 32 && BITS < 8 && !E2M1 && !defined(ROUNDS_WEIGHTS)
 #define ENGINE_COLUMN_TOKENS (GROUP == 16 ? 2 : 4)
 #else

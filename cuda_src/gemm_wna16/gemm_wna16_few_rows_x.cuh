@@ -155,11 +155,12 @@ __device__ __forceinline__ void finish_rows(const FewRowsParams& p, const FewRow
   if constexpr (kNorm) normalise(p, b, shared);
   if constexpr (kNeedsXSums<kTokens>) {
     __syncthreads();
-    const int vectors = b.x_columns / kVec;  // a multiple of the warp: SAFETY: all lanes are here.
-    for (int index = b.thread; index < kTokens * vectors; index += b.threads) {
+    const int vectors = b.x_columns / kVec, count = kTokens * vectors;
+    const int padded = (count + kWarpSize - 1) / kWarpSize * kWarpSize;
+    for (int index = b.thread; index < padded; index += b.threads) {  // SAFETY: by whole warps.
       const int token = index / vectors, i = index % vectors * kVec;
       const float sum = sum_of_group(load_vec<scalar_t, kVec>(b.x_row(min(token, p.m - 1)) + i));
-      if (i % kGroup == 0) b.x_sums[i / kGroup * kTokens + token] = sum;
+      if (index < count && i % kGroup == 0) b.x_sums[i / kGroup * kTokens + token] = sum;
     }
   }
 }

@@ -49,6 +49,7 @@ class StepRecovery:
         self._is_debug = is_debug
         self._bisection = FaultBisection()
         self._has_just_failed = False
+        self._traced = ""  # the failure that was logged last
         self._abandoned: list[LaunchedStep] = []
 
     @property
@@ -103,7 +104,9 @@ class StepRecovery:
         self.num_failures += 1
         self._has_just_failed = True
         # Log the traceback only once: the retry and bisection repeat the failure.
-        trace = None if self._bisection.num_suspects else error
+        is_repeated = self._bisection.num_suspects > 0 and repr(error) == self._traced
+        trace = None if is_repeated else error
+        self._traced = repr(error)
         _LOG.warning("step %d failed and is undone: %r", failed.step_id, error, exc_info=trace)
         faulty = self._bisection.record_failure(failed.sequences)
         if faulty is None:

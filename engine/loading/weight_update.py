@@ -138,8 +138,8 @@ class WeightUpdate:
             self._write()
         except Exception as error:
             raise EngineError(
-                f"{error}. Some of the new weights have been written, others not: update all "
-                "again, or load the model again"
+                f"{str(error) or type(error).__name__}. Some of the new weights have been written, "
+                "others not: update all again, or load the model again"
             ) from error
         finally:
             if self._device.is_cuda:

@@ -11,7 +11,7 @@ __all__ = ["JsonResponse"]
 
 
 class JsonResponse(Response):
-    """A struct, or what else msgspec encodes; bytes are JSON already."""
+    """A response with a body that msgspec encodes; bytes are sent as they are."""
 
     media_type = "application/json"
 

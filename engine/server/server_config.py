@@ -63,7 +63,7 @@ _PATTERNS = {
         "origins as browsers send them, such as https://example.com, or *",
     ),
 }
-"""Forms of a text: in any other, it would equal no header."""
+"""Accepted forms; a value of another form never matches a header."""
 
 _FLAGS = (
     *("allow_credentials", "enable_auto_tool_choice", "enable_page", "enable_metrics"),

@@ -129,6 +129,16 @@ def test_the_engine_survives_repeated_separate_failures(model, monkeypatch, late
     assert engine.stats().num_step_failures >= 5
 
 
+def test_a_failure_of_another_kind_is_logged_with_its_traceback(model, monkeypatch, late, caplog):
+    engine = _engine(model, async_scheduling=late)
+    errors = [MemoryError("m"), MemoryError("m"), RuntimeError("n")]
+    _break(monkeypatch, engine.runner, "launch", dict(enumerate(errors, 2)))
+    while engine.has_unfinished_requests():
+        engine.step()
+    failures = [one for one in caplog.records if "failed and is undone" in one.getMessage()]
+    assert [bool(one.exc_info) for one in failures] == [True, False, True]
+
+
 def test_requests_of_a_step_that_fails_twice_fail_alone(model, monkeypatch, late, caplog):
     engine = make_engine(model, async_scheduling=late, max_num_seqs=2, max_num_batched_tokens=99)
     prompts = [[96, 5], [96, 6], *PROMPTS[2:]]

@@ -682,3 +682,12 @@ def test_a_partial_is_called_like_its_function():
     with runs.active(), kernels.override("silu", functools.partial(lambda x, y: x + y, y=1)):
         kernels.silu(array(2, 8))
     assert runs.runs == {"silu=<lambda>": 1}
+
+
+def test_a_missing_argument_is_not_taken_from_a_later_one():
+    q = np.zeros((1, 2, 64), np.float32)
+    with (
+        kernels.override(rope=kernels.rope),
+        pytest.raises(TypeError, match="k_pages"),
+    ):
+        kernels.attention_decode(q, v_pages=q)

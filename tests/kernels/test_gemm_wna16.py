@@ -113,7 +113,7 @@ def test_columns_in_another_order(xp, name, m):
 
 @pytest.mark.gpu
 @pytest.mark.grid("m", [1, 2, 3, 6, 16])
-@pytest.mark.grid("name", ["int4_g128", "q4_0", "q4_k", "q6_k", "q8_0"])
+@pytest.mark.grid("name", ["int4_g128", "q4_0", "q4_k", "q6_k", "q8_0", "int8_g128_zp"])
 def test_every_way_to_cut(cp, monkeypatch, name, m):
     n, k, form = 608, 2312, FORMATS[name]  # k: more than two warps hold of a row in registers
     weight, x = random_weight(name, n, k), cases.normal((m, k), "bfloat16", seed=1)

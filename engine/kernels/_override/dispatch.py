@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any, TypeVar
@@ -133,12 +134,10 @@ def refuse_non_arrays(name: str, args: tuple[Any, ...], options: Mapping[str, An
 def by_position(
     name: str, args: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of the op `name`, those at their positions that were given by name."""
-    names = _positional(name)[len(args) :]
-    return (
-        (*args, *(options[key] for key in names if key in options)),
-        {key: value for key, value in options.items() if key not in names},
-    )
+    """Move arguments of the op `name` to their positions, up to the first that is missing."""
+    names = [*itertools.takewhile(options.__contains__, _positional(name)[len(args) :])]
+    rest = {key: value for key, value in options.items() if key not in names}
+    return (*args, *(options[key] for key in names)), rest
 
 
 @functools.cache

@@ -73,7 +73,10 @@ class DetokenizeResponse(msgspec.Struct):
 
 
 _OF_CONVERSATIONS = (
-    *("tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"),
+    "tools",
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template_kwargs",
 )
 
 ENDPOINTS = (

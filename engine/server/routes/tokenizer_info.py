@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse
 from starlette.routing import Route
 
+from engine.server.json_response import JsonResponse
 from engine.server.openapi import Endpoint
 from engine.server.protocol.errors import APIError
 
@@ -27,7 +27,7 @@ def routes() -> list[Route]:
     return [Route("/tokenizer_info", tokenizer_info, methods=["GET"])]
 
 
-async def tokenizer_info(request: Request) -> JSONResponse:
+async def tokenizer_info(request: Request) -> JsonResponse:
     """Handle GET /tokenizer_info; a special token that the model lacks is null."""
     client = request.app.state.client
     tokenizer = client.tokenizer
@@ -42,4 +42,4 @@ async def tokenizer_info(request: Request) -> JSONResponse:
         "model_max_length": client.model_info.max_model_len,
         "chat_template": tokenizer.chat_template,
     }
-    return JSONResponse(found)
+    return JsonResponse(found)
