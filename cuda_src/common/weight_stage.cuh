@@ -17,7 +17,7 @@ constexpr int kStageHigh = kStageTiles * kHighBytes;
 constexpr int kStageScales = kStageGroups * kScaleTileBytes;
 constexpr int kHighAt = kStageData, kScalesAt = kHighAt + kStageHigh;
 constexpr int kSupersAt = kScalesAt + kStageScales;
-// Whole lines of shared memory: 32 lanes' copies then write to four of them, not to five.
+// Whole rows of shared memory's banks: a copy by 32 lanes then writes to four rows, not to five.
 constexpr int kStageBytes = (kSupersAt + kStageSupers * kSuperTileBytes + 127) / 128 * 128;
 static_assert(kStageData == 2048, "four copies of a warp");
 

@@ -46,7 +46,7 @@ struct FewRowsBlock {
   int x_pitch;                 // bytes between rows of x
   unsigned char* ring;         // this warp's ring
   unsigned char* x;            // [token][column]
-  float* x_sums;               // [group][token] sums of x, for a single row or group columns
+  float* x_sums;               // [group][token] sums of x, if kNeedsXSums
   float* sums;                 // [buffer][warp][token][row]
 
   bool may_share;  // whether a cluster has more than one block

@@ -6,8 +6,8 @@
 #include "gemm_wna16/gemm_wna16_few_rows_block.cuh"
 
 constexpr int kMaxWarps = 16;
-// Whether these rows have a product of their own (gemm_wna16_group_columns.cuh). Codes keep their
-// bias there, also where kSumsX is false.
+// Whether GroupColumnsProduct is used (gemm_wna16_group_columns.cuh). Its codes keep their bias,
+// also where kSumsX is false.
 template <int kTokens>
 constexpr bool kHasGroupColumns = kTokens <= ENGINE_COLUMN_TOKENS;
 template <int kTokens>

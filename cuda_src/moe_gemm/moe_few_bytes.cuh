@@ -14,7 +14,8 @@
 
 constexpr int kStageColumns = 128, kRowBytes = kStageColumns;
 constexpr int kStageCodes = kWeightRows * kRowBytes;
-constexpr int kStageBytes = (kStageCodes + kWeightRows * 4 + 127) / 128 * 128;  // whole lines
+constexpr int kStageBytes =
+    (kStageCodes + kWeightRows * 4 + 127) / 128 * 128;  // as in weight_stage.cuh
 constexpr int kXPitch = kStageColumns * 2 + 16;  // bytes per row of x, padded: no bank conflicts
 constexpr bool kIsE4m3 = IS_E4M3;
 // Rows and columns per scale; 0: all columns.

@@ -15,7 +15,7 @@ from engine.weights import FORMATS, Format, Weight
 from engine.weights.formats import TILE_COLUMNS, TILE_ROWS
 
 __all__ = ["SAMPLE", "check_planes", "check_weight", "format_spec", "format_specs", "planes"]
-__all__ += ["scale_dtype", "stage_bytes", "stage_tiles"]
+__all__ += ["scale_dtype", "stage_tiles", "weight_stage_bytes"]
 
 _OFFSETS = ("", "zero", "min")
 _SCALE_TYPES = {"float16": 0, "bfloat16": 1}
@@ -62,7 +62,7 @@ def stage_tiles(form: Format) -> int:
     return 2 if form.bits == 8 else 4
 
 
-def stage_bytes(form: Format) -> int:
+def weight_stage_bytes(form: Format) -> int:
     """Return the bytes per stage: codes, scales and super-scales, in whole lines of 128."""
     columns = stage_tiles(form) * TILE_COLUMNS
     codes = TILE_ROWS * columns * form.bits // 8

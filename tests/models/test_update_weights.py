@@ -146,15 +146,21 @@ def test_an_array_on_a_stream_of_its_own(cp, golden, is_slow):
     assert np.abs(_logits(model, want.prompt) - expected).max() / expected.std() < LIMIT
 
 
-@pytest.mark.parametrize("form", ["fp8", "int8", "int4"])
-def test_quantized_weights_are_quantized_anew(golden, form, tmp_path):
-    want = golden("qwen3")
-    other = _other(want.directory, tmp_path / "other")
+def _updated_as_fresh(want, form, folder):
+    """Return other weights, updated to those of `want`, after a comparison with loading these."""
+    other = _other(want.directory, folder / "other")
     options = {"device": "cpu", "dtype": "float32", "progress": False, "quantization": form}
     model = engine.load(other, **options)
     model.update_weights(want.directory)
     fresh = engine.load(want.directory, **options)
     assert np.array_equal(_logits(model, want.prompt), _logits(fresh, want.prompt))
+    return model
+
+
+@pytest.mark.parametrize("form", ["fp8", "int8", "int4"])
+def test_quantized_weights_are_quantized_anew(golden, form, tmp_path):
+    want = golden("qwen3")
+    model = _updated_as_fresh(want, form, tmp_path)
     value = Q.replace("q_proj", "v_proj")
     part = {value: load_file(want.directory / "model.safetensors")[value]}
     with pytest.raises(WeightsError, match=r"'layers\.0\.qkv', which .*q_proj.*k_proj\.weight$"):
@@ -164,13 +170,7 @@ def test_quantized_weights_are_quantized_anew(golden, form, tmp_path):
 @pytest.mark.parametrize("form", ["fp8_block", "int4_g32"])
 def test_quantized_rows_that_no_tensor_fills(golden, form, tmp_path):
     """They are zeros, as after loading: narrow values leave rows between the heads."""
-    want = golden("mimo_v2_flash")
-    other = _other(want.directory, tmp_path / "other")
-    options = {"device": "cpu", "dtype": "float32", "progress": False, "quantization": form}
-    model = engine.load(other, **options)
-    model.update_weights(want.directory)
-    fresh = engine.load(want.directory, **options)
-    assert np.array_equal(_logits(model, want.prompt), _logits(fresh, want.prompt))
+    _updated_as_fresh(golden("mimo_v2_flash"), form, tmp_path)
 
 
 def test_the_rounded_output_layer_of_a_padded_vocabulary(tmp_path):

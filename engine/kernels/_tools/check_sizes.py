@@ -73,7 +73,9 @@ def checked_sizes(op: Op, sizes: Mapping[str, Any]) -> Sizes:
     needed = [symbol for symbol in symbols if symbol not in defaults]
     known = {*symbols, *(scalar.name for scalar in scalars)}
     if not set(needed) <= set(given) <= known:
-        raise ConfigError(f"{op.name}: sizes: must have {', '.join(needed)}; got {given}")
+        others = ", ".join(sorted(known - set(needed)))
+        also = f", and may have {others}" if others else ""
+        raise ConfigError(f"{op.name}: sizes: must have {', '.join(needed)}{also}; got {given}")
     complete = defaults | given
     for name in symbols:
         if not is_integer(complete[name]) or complete[name] < 0:

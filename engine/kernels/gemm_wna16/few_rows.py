@@ -20,8 +20,8 @@ from engine.kernels._packed import (
     format_specs,
     planes,
     scale_dtype,
-    stage_bytes,
     stage_tiles,
+    weight_stage_bytes,
 )
 from engine.kernels.gemm.operands import SWIGLU, Norm, Operands, activation_number, row_stride
 from engine.kernels.gemm_wna16.sm90 import num_parts, part_bounds
@@ -153,6 +153,7 @@ def _tokens(m: int, column_tokens: int) -> int:
 
 
 def _max_warps(m: int) -> int:
+    """Return the most warps per block, as in ENGINE_FEW_ROWS_ENTRIES."""
     return 12 if m > 8 else 16
 
 
@@ -171,7 +172,7 @@ def _estimate(config: FewRowsConfig, n: int, form: Format, shared_limit: int) ->
     rounds = ceil_div(units, config.clusters)
     warps = config.parts * config.row_tiles
     own = rounds * config.part_stages
-    memory = own * warps * stage_bytes(form) / _BYTES_PER_NS
+    memory = own * warps * weight_stage_bytes(form) / _BYTES_PER_NS
     is_alone = 2 * (config.shared_bytes + _STATIC_BYTES) > shared_limit + RESERVED_BYTES
     if config.num_stages == 2 and own > 2:  # too few bytes are in flight
         memory *= 1.1
@@ -212,7 +213,7 @@ def few_rows_config(
     early_stages = num_stages if num_stages == rounds * part_stages else 1
     warps = parts * row_tiles
     buffers = 1 if rounds == 1 else 2
-    shared = warps * num_stages * stage_bytes(form)
+    shared = warps * num_stages * weight_stage_bytes(form)
     shared += m * (parts * part_stages * columns * 2 + 16)
     sum_rows = tokens if tokens <= column_tokens else 1
     shared += parts * part_stages * columns // form.group * sum_rows * 4  # sums of x

@@ -13,8 +13,7 @@ from engine.dtypes import dtype_name
 from engine.kernels._chip import HOPPER, HOPPER_DTYPES, limits, sm_count
 from engine.kernels._launch import Kernel, ceil_div, round_up
 from engine.kernels._module import ModuleSpec
-from engine.kernels._packed import stage_bytes as packed_bytes
-from engine.kernels._packed import stage_tiles
+from engine.kernels._packed import stage_tiles, weight_stage_bytes
 from engine.kernels.moe_gemm.formats import base_of, bases, kind, weight_arrays
 from engine.kernels.moe_gemm.operands import MoeOperands, Summed
 from engine.weights import FORMATS, Format
@@ -107,7 +106,9 @@ def stage_columns(form: Format) -> int:
 
 def weight_bytes(form: Format) -> int:
     """Return the bytes per stage: codes and scales."""
-    return packed_bytes(form) if form.is_packed else round_up(TILE_ROWS * (_ROW_BYTES + 4), 128)
+    if form.is_packed:
+        return weight_stage_bytes(form)
+    return round_up(TILE_ROWS * (_ROW_BYTES + 4), 128)
 
 
 def stage_bytes(tokens: int, form: Format) -> int:

@@ -63,7 +63,7 @@ class Regions:
         fields = [_field(name, field) for name, field in spec["fields"].items()]
         found = [field for field in fields if field is not None]
         num_thoughts = sum(field.name in THOUGHTS for field in found)
-        if len(found) < len(fields) or num_thoughts > 1:  # of several, one is the reasoning
+        if len(found) < len(fields) or num_thoughts > 1:  # an answer has one reasoning
             return None
         explicit = tuple(field for field in found if field.opening)
         implicit = next((field for field in found if not field.opening), None)
