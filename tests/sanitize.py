@@ -43,6 +43,8 @@ _TOO_LARGE = (
     "large",
     "thousands",
 )
+# Wrong offsets, whose experts overlap and write the same tile of shared memory: each a valid one.
+_RACING = "of_wrong_routings"
 
 
 class _FewCases:
@@ -103,10 +105,13 @@ def _share(options: argparse.Namespace) -> int:
     """Run the cases of each test function in a separate process, under the tool."""
     plugin = _FewCases(options.per_test)
     pytest.main([*_OPTIONS, "-qq", "--collect-only", *options.tests], plugins=[plugin])
+    functions = plugin.functions
+    if options.tool == "racecheck":
+        functions = [name for name in functions if _RACING not in name]
     launched: collections.Counter[str] = collections.Counter()
     num_failed = 0
     with ThreadPoolExecutor(options.jobs) as pool:
-        for status, text in pool.map(lambda name: _check(name, options), plugin.functions):
+        for status, text in pool.map(lambda name: _check(name, options), functions):
             num_failed += status != 0
             print(text, flush=True)
             for line in text.splitlines():
@@ -116,7 +121,7 @@ def _share(options: argparse.Namespace) -> int:
     for name, count in sorted(launched.items()):
         print(f"launched {count:6} times  {name}")
     print(
-        f"{options.tool}: {len(plugin.functions)} test functions, {num_failed} failed; "
+        f"{options.tool}: {len(functions)} test functions, {num_failed} failed; "
         f"{len(launched)} kernels were launched {launched.total()} times"
     )
     idle = _idle_ops(launched) if options.tests == [_ALL] else []

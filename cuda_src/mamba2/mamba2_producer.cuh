@@ -6,7 +6,7 @@
 #include "common/named_barrier.cuh"
 #include "mamba2/mamba2_chunk.cuh"
 
-constexpr int kProducerBarrier = 1;
+constexpr int kProducerBarrier = 1, kChunkBarrier = 2;
 
 template <int kStages>
 class ChunkProducer {
