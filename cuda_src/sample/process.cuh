@@ -55,6 +55,9 @@ struct RowChanges {
     const bool has_mask = p.allowed && mask_row >= 0 && mask_row < p.num_allowed;
     mask = has_mask ? p.allowed + mask_row * ((p.vocab + 31) / 32) : nullptr;
   }
+  __device__ __forceinline__ bool allows(int id) const {
+    return mask == nullptr || (static_cast<uint32_t>(mask[id / 32]) >> (id % 32) & 1u);
+  }
 };
 
 // Writes the processed logits [begin, begin + size) of row b to `changed`. Ends with a block
@@ -66,17 +69,14 @@ __device__ __forceinline__ void change_chunk(const SampleScanParams& p, const Ro
   for (int i = threadIdx.x; i < size; i += kScanThreads) {
     const int id = begin + i;
     const float x = row[id];
-    const bool stays =
-        !changes.mask || (static_cast<uint32_t>(changes.mask[id / 32]) >> (id % 32) & 1u);
-    changed[i] = stays || is_bad(x) ? x : minus_inf();  // NaN is reported even if masked
+    changed[i] = changes.allows(id) || is_bad(x) ? x : minus_inf();  // a masked NaN is reported
     counts[i] = 0;
   }
   __syncthreads();
   for (int i = changes.bias_begin + threadIdx.x; i < changes.bias_end; i += kScanThreads) {
-    const int at = p.logit_bias_ids[i] - begin;
-    if (p.logit_bias_ids[i] >= 0 && at >= 0 && at < size) {
-      changed[at] = __fadd_rn(changed[at], p.logit_bias_values[i]);
-    }
+    const int id = p.logit_bias_ids[i], at = id - begin;
+    if (id < 0 || at < 0 || at >= size || !changes.allows(id)) continue;
+    changed[at] = __fadd_rn(changed[at], p.logit_bias_values[i]);
   }
   __syncthreads();
   if (changes.has_penalty) {

@@ -472,6 +472,23 @@ def test_a_single_allowed_id_is_taken(xp):
         assert (want.token_ids == 4098).all()
 
 
+@pytest.mark.parametrize("bias", [100.0, np.inf, np.nan])
+def test_a_bias_does_not_allow_a_masked_id(xp, bias):
+    """Nor does one that is no number spoil the row of an id that is not allowed."""
+    logits = cases_sample.logits("normal", 2, 3000, seed=6)
+    allowed = np.full((2, 94), -1, np.int32)
+    allowed[:, 3] = ~(1 << 5)  # all but id 101
+    biases = {
+        "logit_bias_ids": np.array([101, 101, 7], np.int32),
+        "logit_bias_values": np.array([bias, bias, 50], np.float32),
+        "cu_logit_bias": np.array([0, 1, 3], np.int32),
+    }
+    got = _check(xp, logits, **parameters(2, temperature=0), **biases, allowed=allowed)
+    assert (got.status == 0).all()
+    logits[:, 101] = -np.inf
+    assert got.token_ids.tolist() == [np.argmax(logits[0]), 7]
+
+
 def test_config_is_a_pure_function():
     assert choose_config(1, 151936, num_sms=132) == Config(149, 0, 1187, 75)
     assert choose_config(128, 151936, num_sms=132) == Config(149, 0, 1187, 1)
