@@ -20,11 +20,6 @@ constexpr bool is_launched(int stages, int shared_bytes) {
   return shared_bytes <= 227 * 1024 && (kTiles == 1 || stages == 3);
 }
 
-// A chunk's barrier. SAFETY: producers and consumers meet it in different places of the code, which
-// __syncthreads does not allow. Before it, the next chunk's copies have landed and its M is
-// complete, and the consumers are done with this one: the stage that the copies after it fill.
-__device__ __forceinline__ void chunk_barrier() { named_barrier_sync<kThreads>(kChunkBarrier); }
-
 template <int kStages>
 __device__ __forceinline__ void mamba2_chunks(const Mamba2Params& p) {
   pdl_trigger();
@@ -43,12 +38,11 @@ __device__ __forceinline__ void mamba2_chunks(const Mamba2Params& p) {
   if (warp_idx < kProducerWarps) {
     ChunkProducer<kStages> producer(block, smem, warp_idx);
     producer.produce(0);
-    chunk_barrier();
 #pragma unroll 1
     for (int index = 0; index < num_chunks; ++index) {
+      if (index > 0) named_barrier_sync<kThreads>(read_barrier(index - 1));
       producer.copy(index + kStages - 1);
       if (index + 1 < num_chunks) producer.produce(index + 1);
-      chunk_barrier();
     }
     return;
   }
@@ -57,15 +51,15 @@ __device__ __forceinline__ void mamba2_chunks(const Mamba2Params& p) {
   const int snapshot = snapshot_slot(p, b, snapshot_end);
   ChunkConsumer consumer(block, warp_idx - kProducerWarps);
   consumer.load(sequence.first_slot);
-  chunk_barrier();
 #pragma unroll 1
   for (int index = 0; index < num_chunks; ++index) {
     const Chunk tokens = block.chunks.chunk(index);
+    named_barrier_sync<kThreads>(ready_barrier(index));
     consumer.consume(smem.stages[index % kStages], smem.mix[index % 2][consumer.head()],
                      smem.factors[index % 3][consumer.head()], tokens);
+    if (index + 1 < num_chunks) named_barrier_arrive<kThreads>(read_barrier(index));
     if (tokens.end == num_tokens) consumer.store(target);
     if (tokens.end == snapshot_end) consumer.store(snapshot);
-    chunk_barrier();
   }
 }
 

@@ -6,7 +6,15 @@
 #include "common/named_barrier.cuh"
 #include "mamba2/mamba2_chunk.cuh"
 
-constexpr int kProducerBarrier = 1, kChunkBarrier = 2;
+// Named barriers. Those of a chunk: the producers arrive at the first when its copies have landed
+// and its M is complete; the consumers at the second when they have read all of it, and the copies
+// after it may fill its stage.
+//
+// SAFETY: two of each, because a warp may wait at that of a chunk while others arrive at that of the
+// next. They meet at that of the chunk after it only once no warp waits at this one.
+constexpr int kProducerBarrier = 1;
+__device__ __forceinline__ int ready_barrier(int chunk) { return 2 + chunk % 2; }
+__device__ __forceinline__ int read_barrier(int chunk) { return 4 + chunk % 2; }
 
 template <int kStages>
 class ChunkProducer {
@@ -47,8 +55,8 @@ class ChunkProducer {
     cp_async_commit();
   }
 
-  // Makes chunk number `index` ready for the consumers, after the block's next barrier; and the
-  // factors of the chunk after it, by warps whose rows of M are short.
+  // Makes chunk number `index` ready for the consumers; and then the factors of the chunk after it,
+  // by warps whose rows of M are short.
   __device__ __forceinline__ void produce(int index) {
     load_steps(index + 1);
     cp_async_wait<kStages - 2>();
@@ -66,6 +74,7 @@ class ChunkProducer {
       default:
         mix_rows<4>(index);
     }
+    named_barrier_arrive<kThreads>(ready_barrier(index));
     write_factors(index + 1);
   }
 

@@ -59,7 +59,7 @@ def test_a_row_larger_than_a_buffer_is_an_error(cp):
 
 
 @pytest.mark.gpu
-def test_replayed_with_sums_in_between(cp):
+def test_replayed_graphs_with_sums_in_between(cp):
     ranks = Ranks(2)
     parts = _parts((5, 512), "float16", 2)
     arrays = ranks.move(parts)
