@@ -43,8 +43,9 @@ _TOO_LARGE = (
     "large",
     "thousands",
 )
-# Wrong offsets, whose experts overlap and write the same tile of shared memory: each a valid one.
-_RACING = "of_wrong_routings"
+# What racecheck reports without a fault: wrong offsets, whose experts overlap and write the same
+# tile (each a valid one), and warps that only arrive at a named barrier (docs/lab-notebook.md).
+_RACING = ("of_wrong_routings", "test_mamba2.py::test_bits_do_not_depend_on_the_kernel")
 
 
 class _FewCases:
@@ -107,7 +108,7 @@ def _share(options: argparse.Namespace) -> int:
     pytest.main([*_OPTIONS, "-qq", "--collect-only", *options.tests], plugins=[plugin])
     functions = plugin.functions
     if options.tool == "racecheck":
-        functions = [name for name in functions if _RACING not in name]
+        functions = [name for name in functions if not any(word in name for word in _RACING)]
     launched: collections.Counter[str] = collections.Counter()
     num_failed = 0
     with ThreadPoolExecutor(options.jobs) as pool:

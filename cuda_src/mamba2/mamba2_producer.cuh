@@ -10,8 +10,8 @@
 // and its M is complete; the consumers at the second when they have read all of it, and the copies
 // after it may fill its stage.
 //
-// SAFETY: two of each, because a warp may wait at that of a chunk while others arrive at that of the
-// next. They meet at that of the chunk after it only once no warp waits at this one.
+// SAFETY: two of each, because a warp may wait at one while others arrive at that of the next
+// chunk. They reach that of the chunk after it only once no warp waits at this one.
 constexpr int kProducerBarrier = 1;
 __device__ __forceinline__ int ready_barrier(int chunk) { return 2 + chunk % 2; }
 __device__ __forceinline__ int read_barrier(int chunk) { return 4 + chunk % 2; }

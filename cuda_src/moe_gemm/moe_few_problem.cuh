@@ -94,7 +94,7 @@ struct MoeFewRouting {
     return int2{first, min(max(p.offsets[expert + 1], first), p.num_pairs)};
   }
 
-  // Every pair is a token tile, so no scan is needed. SAFETY: wrong offsets may overlap, so that two
+  // Every pair is a token tile, so no scan is needed. SAFETY: wrong offsets may overlap, and two
   // experts write a tile; whatever remains of both has an expert and a place that exist.
   __device__ __forceinline__ void find_pairs(const MoeFewParams& p, int thread, int threads) {
     const int before = min(max(p.offsets[0], 0), p.num_pairs);
