@@ -116,6 +116,7 @@ STATE_BATCHES = (
     StateBatch((200, 9), (128, 55), "new", (192, 9)),
     StateBatch((17, 64, 65), (1, 63, 130), "none", (0, 1, 62)),
     StateBatch((4, 20, 1, 70, 6), (30, 0, 9, 64, 1), "drafts", (0, 20, 0, 64, 0)),
+    StateBatch((12, 9, 3), (70, 0, 5), "each"),
 )
 """One token each; drafts to verify; prefill from the start, in chunks, and beside decodes."""
 

@@ -140,10 +140,10 @@ def gated_delta(
 
     with beta = beta_scale sigmoid(b), and g = -e^a_log softplus(a + dt_bias) or, with a bound,
     gate_bound sigmoid(e^a_log (a + dt_bias)). All of it is float32; a state is rounded when it is
-    written, and out once. Sequences of at most 8 tokens run this recurrence. Longer ones run in
-    chunks that end at multiples of 64 in the sequence, whose products have operands of q's dtype:
-    float32, or 16 bits with float32 sums. A result depends on the sequence's own tokens only, so
-    not on the rest of the batch.
+    written, and out once. Sequences of at most 8 tokens, or of as many as `state_targets` has
+    columns, run this recurrence. Longer ones run in chunks that end at multiples of 64 in the
+    sequence, whose products have operands of q's dtype: float32, or 16 bits with float32 sums. A
+    result depends on the sequence's own tokens only, so not on the rest of the batch.
 
     References
     ----------
@@ -213,8 +213,10 @@ def gated_delta(
         return call.finish(out, result)
     out = call.output("out", out, v.shape, v.dtype)
     args = kernel_args(arrays, slots, norm, out, numbers)
-    is_chunked = not deterministic and longest > _MAX_STEPS and chunks.is_supported(args)
-    max_steps = _MAX_STEPS if is_chunked else longest
+    # A chunk leaves no states between its tokens, where `state_targets` may ask for them.
+    few = max(_MAX_STEPS, args["num_targets"])
+    is_chunked = not deterministic and longest > few and chunks.is_supported(args)
+    max_steps = few if is_chunked else longest
     is_normed = False
     if not (is_chunked and args["num_sequences"] == 1):
         has_norm = z is not None and not deterministic

@@ -99,10 +99,10 @@ def mamba2(
         S = S e^(-step e^a_log) + (step x) b^T;  out = S c + d x
 
     All of it is float32; a state is rounded when it is written, and out once. Sequences of at most
-    8 tokens run this recurrence. Longer ones run in chunks that end at multiples of 64 in the
-    sequence, whose products have operands of 16 bits with float32 sums; float32, and rows that are
-    not of multiples of 16 values, remain with the recurrence. A result depends on the sequence's
-    own tokens only, so not on the rest of the batch.
+    8 tokens, or of as many as `state_targets` has columns, run this recurrence. Longer ones run in
+    chunks that end at multiples of 64 in the sequence, whose products have operands of 16 bits with
+    float32 sums; float32, and rows that are not of multiples of 16 values, remain with the
+    recurrence. A result depends on the sequence's own tokens only, so not on the rest of the batch.
 
     References
     ----------
@@ -157,8 +157,10 @@ def mamba2(
         return call.finish(out, reference.mamba2(**arrays, **slots.arrays, **limits))
     out = call.output("out", out, x.shape, x.dtype)
     args = kernel_args(arrays, slots, limits, out)
-    is_chunked = not deterministic and longest > _MAX_STEPS and chunks.is_supported(args)
-    max_steps = _MAX_STEPS if is_chunked else longest
+    # A chunk leaves no states between its tokens, where `state_targets` may ask for them.
+    few = max(_MAX_STEPS, args["num_targets"])
+    is_chunked = not deterministic and longest > few and chunks.is_supported(args)
+    max_steps = few if is_chunked else longest
     if not (is_chunked and slots.state_slots.shape[0] == 1):
         steps.launch(args, max_steps=max_steps, pdl=pdl)
     if is_chunked:
