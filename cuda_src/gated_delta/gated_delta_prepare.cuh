@@ -13,10 +13,11 @@
 #include "gated_delta/gated_delta_prepare_shared.cuh"
 
 // Base-2 logarithm of a decay, at least -128, which is a decay of 0 already: differences of running
-// sums stay exact, and finite.
+// sums stay exact, and finite. NaN stays NaN.
 __device__ __forceinline__ float log2_decay(const GatedDeltaParams& p, scalar_t a, float a_log,
                                             float dt_bias) {
-  return fmaxf(kLog2E * log_decay(p, to_float(a), a_log, dt_bias), -128.0f);
+  const float log2 = kLog2E * log_decay(p, to_float(a), a_log, dt_bias);
+  return log2 < -128.0f ? -128.0f : log2;
 }
 
 class Preparation {

@@ -33,9 +33,11 @@ struct Mamba2Params : StateSlotParams<state_t> {
   float dt_min, dt_max;
 };
 
-// clip(softplus(dt + dt_bias), dt_min, dt_max); softplus(x) is log(1 + e^x), without overflow.
+// clip(softplus(dt + dt_bias), dt_min, dt_max), and NaN stays NaN; softplus(x) is log(1 + e^x),
+// without overflow.
 __device__ __forceinline__ float time_step(const Mamba2Params& p, float dt, float dt_bias) {
   const float x = dt + dt_bias;
-  const float step = fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x)));
-  return fminf(fmaxf(step, p.dt_min), p.dt_max);
+  float step = fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x)));
+  step = step < p.dt_min ? p.dt_min : step;
+  return step > p.dt_max ? p.dt_max : step;
 }

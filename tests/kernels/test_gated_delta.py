@@ -134,6 +134,20 @@ def test_misaligned_bias_of_channels(xp, longest, dtype):
     assert_recurrence(got, states, want, want_states, 1)
 
 
+@pytest.mark.parametrize("has_channel_gate", [False, True])
+@pytest.mark.parametrize("num_tokens", [3, 70])
+@np.errstate(invalid="ignore")
+def test_a_decay_of_nan_stays_nan(xp, num_tokens, has_channel_gate):
+    heads, batch = Heads(1, 2, 128, 64, has_channel_gate), StateBatch((num_tokens,), (0,))
+    arrays, states, slots = _case(batch, heads, "bfloat16", "float32")
+    arrays["a"][1] = np.nan
+    moved = {name: xp.asarray(a) for name, a in (arrays | slots).items()}
+    states = xp.asarray(states)
+    got = to_numpy(kernels.gated_delta(**moved, states=states)).astype(np.float32)
+    assert np.isnan(got[1:]).all()
+    assert bool(xp.isnan(states[slots["state_slots"][0]]).all())
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_bits_do_not_depend_on_the_batch(cp, dtype):

@@ -109,6 +109,19 @@ def test_views(xp, dtype):
     np.testing.assert_array_equal(to_numpy(slab[:, 0]), states)
 
 
+@pytest.mark.parametrize("num_tokens", [3, 70])
+@np.errstate(invalid="ignore")
+def test_a_time_step_of_nan_stays_nan(xp, num_tokens):
+    heads = Heads(1, 2, 64, 128)
+    arrays, states, slots = _case(StateBatch((num_tokens,), (0,)), heads, "bfloat16", "float32")
+    arrays["dt"][1] = np.nan
+    moved = {name: xp.asarray(a) for name, a in (arrays | slots).items()}
+    states = xp.asarray(states)
+    got = to_numpy(kernels.mamba2(**moved, states=states)).astype(np.float32)
+    assert np.isfinite(got[0]).all() and np.isnan(got[1:]).all()
+    assert bool(xp.isnan(states[slots["state_slots"][0]]).all())
+
+
 def test_mirror_is_the_recurrence_in_float64():
     heads, n = Heads(2, 4, 3, 5), 12
     arrays = _inputs(n, heads, "float32")
