@@ -421,7 +421,7 @@ def place_pairs(
     """
     _PLACE[next(n for n in _ALL_WIDTHS if n >= num_experts)].launch(
         specs("float32")[0],
-        (ceil_div(num_tokens, chunk_tokens),),
+        (max(1, ceil_div(num_tokens, chunk_tokens)),),  # without tokens: the offsets, all 0
         (_THREADS,),
         pdl=True,
         **routing._asdict() | {"weights": None},

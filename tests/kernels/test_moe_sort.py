@@ -56,6 +56,14 @@ def test_ids_out_of_range_take_the_nearest_expert(xp):
     assert to_numpy(got.offsets).tolist() == [0, 1, 1, 1, 4]
 
 
+@pytest.mark.gpu
+def test_offsets_without_tokens(cp):
+    kept = [cp.full(9, 7, np.int32) for _ in range(8)]  # memory of other numbers for the results
+    del kept
+    empty = cp.zeros((0, 2), np.int32), cp.zeros((0, 2), np.float32)
+    assert not to_numpy(kernels.moe_sort(*empty, num_experts=8).offsets).any()
+
+
 def test_contract(xp):
     ids, weights = xp.zeros((3, 2), np.int32), xp.zeros((3, 2), np.float32)
     with pytest.raises(ShapeError, match=r"weights: must have shape \(T, k\); k = 2 from ids"):
