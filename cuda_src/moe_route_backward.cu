@@ -83,7 +83,7 @@ __device__ __forceinline__ void route_backward(const MoeRouteBackwardParams& p) 
 #pragma unroll
     for (int i = 0; i < kPer; ++i) {
       total += is_chosen[i] ? s[i] : 0.0f;
-      through += ds[i] * s[i];
+      through += is_chosen[i] ? ds[i] * s[i] : 0.0f;  // another expert's score may be NaN
     }
     total = warp_sum(total);
     through = warp_sum(through);

@@ -64,6 +64,19 @@ def test_scores_of_zero_give_finite_gradients(xp):
     assert bool(xp.isfinite(got).all())
 
 
+@pytest.mark.parametrize("renormalize", [True, False])
+def test_nan_of_another_expert_stays_there(xp, renormalize):
+    """Sigmoids do not depend on each other: only the gradient of the NaN itself is one."""
+    dweights, logits, experts = _inputs((6, 40, 3))
+    ends = np.argmin(logits, axis=1)[:, None]
+    np.put_along_axis(logits, ends, np.float32(np.nan), axis=1)
+    options = {"score": "sigmoid", "renormalize": renormalize}
+    want = reference.moe_route_backward(dweights, logits, experts, **options)
+    got = kernels.moe_route_backward(*cases.to_module(xp, dweights, logits, experts), **options)
+    assert np.isnan(want).sum() == 6
+    assert_close(got, want, reduction=257)
+
+
 def test_contract(xp):
     dweights, logits, experts = cases.to_module(xp, *_inputs((3, 8, 2)))
     op = kernels.moe_route_backward
