@@ -70,9 +70,11 @@ __device__ __forceinline__ void process_key(const MlaStoreParams& p, int64_t tok
   __shared__ float smem_sums[kThreads / kWarpSize];
   scalar_t* const row = p.kv + token * p.kv_stride_t;
   scalar_t* const page = page_row(p, p.slot_mapping[token]);
-  if (threadIdx.x < p.rope / 2 / kWidth)
-    rotate<kWidth>(p, angles, threadIdx.x * kWidth, row + p.latent,
+  for (int i = threadIdx.x; i < p.rope / 2 / kWidth; i += kThreads) {
+    rotate<kWidth>(p, angles, i * kWidth, row + p.latent,
                    page == nullptr ? nullptr : page + p.latent);
+    if (kWidth > 1) break;  // vectors: at most one per thread
+  }
   float x[kValues], sum = 0.0f;
 #pragma unroll
   for (int i = 0; i < kValues; ++i) {

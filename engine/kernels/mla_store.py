@@ -146,7 +146,7 @@ def _launch(
     width = vector_width(q_rope)
     key = kv[:, latent:]
     aligned = is_aligned(q_rope, key, cos_sin, pages[:, :, latent:])
-    is_vector = rope // 2 % width == 0 and aligned
+    is_vector = rope // 2 % width == 0 and rope // 2 <= _THREADS * width and aligned
     lanes = rope // 2 // (width if is_vector else 1)
     blocks = 1 + ceil_div(call["H"] * lanes, _THREADS * _ITEMS)
     (_VECTOR if is_vector else _SCALAR).launch(
