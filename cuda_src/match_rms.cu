@@ -16,9 +16,9 @@ __device__ __forceinline__ void match_rms(const scalar_t* x, const scalar_t* tar
   pdl_trigger();
   pdl_wait();
   const auto square = [](float value) { return value * value; };
-  const float wanted = row_sum<kWidth>(target, n, smem_sums, square) / n;
   const float given = row_sum<kWidth>(x, n, smem_sums, square) / n;
-  const float ratio = sqrtf(wanted) / sqrtf(fmaxf(given, least));
+  const float wanted = row_sum<kWidth>(target, n, smem_sums, square) / n;
+  const float ratio = sqrtf(wanted) / sqrtf(given < least ? least : given);  // NaN stays NaN
   map_row<kWidth>(x, out, n, [=](float value) { return value * ratio; });
 }
 

@@ -42,6 +42,13 @@ def test_small_rows_have_a_bound(xp):
     np.testing.assert_allclose(got, 1e-2, rtol=1e-5)
 
 
+def test_nan_reaches_its_whole_row(xp):
+    x, target = xp.ones((2, 300), np.float32), xp.ones((2, 300), np.float32)
+    x[0, 7] = np.nan
+    got = to_numpy(kernels.match_rms(x, target))
+    assert np.isnan(got[0]).all() and (got[1] == 1).all()
+
+
 def test_mirror_is_a_loop():
     x, target = (cases.normal((3, 10), "float32", seed) for seed in (1, 2))
     got = reference.match_rms(x, target)
