@@ -72,7 +72,8 @@ __device__ __forceinline__ void sum(const EmbeddingBackwardParams& p) {
   const int count = min(static_cast<int64_t>(kRows), p.num_tokens - first);
   for (int i = threadIdx.x; i < count + 2; i += blockDim.x) {
     ids[i] = id_at(p, first + i - 1);
-    if (i < count) rows[i] = p.order[first + i] * p.n;
+    // SAFETY: a row outside dout is clamped, so a damaged `order` cannot make us read elsewhere.
+    if (i < count) rows[i] = min(max(p.order[first + i], 0ll), p.num_tokens - 1) * p.n;
   }
   __syncthreads();
   const int64_t column = (static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x) * kWidth;

@@ -58,7 +58,8 @@ def embedding_backward(
     sorted_ids : (T,) array of int32
         The token ids in ascending order. Ids outside [0, V) are skipped.
     order : (T,) array of int64
-        Row of dout of each sorted id, from a stable sort (``argsort``).
+        Row of dout of each sorted id, from a stable sort (``argsort``). Rows outside dout are an
+        error on NumPy arrays; on the GPU they are clamped to it.
     vocab_size : int
         V, at least 1.
     scale : float
@@ -136,7 +137,7 @@ def _launch(suffix: str, width: int, num_blocks: int, **args: Any) -> None:
     spec = specs(dtype_name(out.dtype))[0]
     clear = (ceil_div(out.size, width * _THREADS * _STORES),)
     _CLEAR[suffix].launch(spec, clear, (_THREADS,), pdl=True, **args)
-    if num_blocks == 0:
+    if num_blocks == 0 or n == 0:
         return
     threads = min(_THREADS, ceil_div(n, 32 * width) * 32)
     grid = (num_blocks, ceil_div(n, threads * width))

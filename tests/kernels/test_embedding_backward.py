@@ -89,6 +89,21 @@ def test_mirror_is_a_product_with_one_hot_rows():
     np.testing.assert_allclose(got, want, rtol=1e-12)
 
 
+def test_no_features(xp):
+    dout, ids, order = cases.to_module(xp, *_inputs((30, 7, 0), "float32"))
+    assert kernels.embedding_backward(dout, ids, order, 7).shape == (7, 0)
+
+
+@pytest.mark.gpu
+def test_a_damaged_order_reads_nothing_else(cp):
+    """Rows outside dout are clamped to it."""
+    dout = cp.arange(6, dtype=np.float32).reshape(3, 2)
+    ids = cp.asarray(np.array([0, 1, 1], np.int32))
+    order = cp.asarray(np.array([-(2**40), 2**40, 1]))
+    got = kernels.embedding_backward(dout, ids, order, 2)
+    assert got.tolist() == [[0, 1], [6, 8]]
+
+
 def test_contract(xp):
     dout, ids, order = cases.to_module(xp, *_inputs((6, 4, 8), "float32"))
     with pytest.raises(DTypeError, match="sorted_ids: must be int32; got int64"):
