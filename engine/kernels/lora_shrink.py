@@ -9,8 +9,9 @@ from typing import Any
 
 from engine import reference
 from engine.dtypes import accumulation_dtype, dtype_name
+from engine.kernels._attention import are_aligned
 from engine.kernels._contract import MIRROR_FLOATS, Contract
-from engine.kernels._elementwise import element_strides, is_aligned
+from engine.kernels._elementwise import element_strides
 from engine.kernels._launch import Kernel, ceil_div
 from engine.kernels._lora import THREADS, checked_order, max_tiles, tile_tokens
 from engine.kernels._module import ModuleSpec
@@ -139,7 +140,7 @@ def lora_shrink(
         columns=columns,
         depth=call["K"],
         num_splits=num_splits,
-        is_vector=int(is_aligned(x, a)),
+        is_vector=int(are_aligned(x, a)),
         is_paired=int(columns % 2 == 0 and out.data.ptr % 8 == 0),
     )
     return out

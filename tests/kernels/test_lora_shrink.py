@@ -74,6 +74,19 @@ def test_views(xp, columns, dtype):
         assert_close(to_numpy(got)[:, listed], want[:, listed], reduction=128)
 
 
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_aligned_rows_of_uneven_length(xp, dtype):
+    """The only row of `a`, and the rows of x, end within 16 bytes whose other values are NaN."""
+    x, a = cases.normal((5, 99), dtype, seed=1), cases.normal((1, 1, 99), dtype, seed=2)
+    order, offsets = np.arange(5, dtype=np.int32), np.array([0, 5], np.int32)
+    want = reference.lora_shrink(x, a, order, offsets)
+    wide_x, wide_a = xp.full((5, 128), np.nan, x.dtype), xp.full((2, 2, 128), np.nan, x.dtype)
+    wide_x[:, :99], wide_a[:1, :1, :99] = xp.asarray(x), xp.asarray(a)
+    lists = cases.to_module(xp, order, offsets)
+    got = kernels.lora_shrink(wide_x[:, :99], wide_a[:1, :1, :99], *lists, num_splits=1)
+    assert_close(got, want, reduction=99)
+
+
 @pytest.mark.grid("dtype", cases.DTYPES)
 @pytest.mark.grid("num_splits", [1, 4])
 @pytest.mark.grid("columns", [24, 96])
