@@ -195,6 +195,9 @@ def checked_starts(call: Contract, name: str, starts: Any, total: int) -> Any:
         is_whole = bool(starts[0] == 0 and starts[-1] == total)
         is_rising = bool(np.all(starts[1:] >= starts[:-1]))
         call.check(name, is_whole and is_rising, f"rising from 0 to {total}", starts.tolist())
+    num_sequences = starts.size - 1
+    has_owner = num_sequences > 0 or total == 0  # a kernel looks for the sequence of each row
+    call.check(name, has_owner, f"of at least one sequence for {total} rows", num_sequences)
     return starts
 
 

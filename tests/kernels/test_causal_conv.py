@@ -214,6 +214,16 @@ def test_contract(xp):
         op(x, weight, **call, state_targets=no_targets)
 
 
+def test_tokens_without_a_sequence(xp):
+    none = xp.zeros(0, np.int32)
+    slots = {"state_slots": none, "context_lens": none, "cu_seqlens_q": xp.zeros(1, np.int32)}
+    states = xp.zeros((2, 3, 8), np.float32)
+    with pytest.raises(ContractError, match="cu_seqlens_q: must be"):
+        kernels.causal_conv(
+            xp.ones((5, 8), np.float32), xp.ones((8, 4), np.float32), states=states, **slots
+        )
+
+
 def test_values_are_checked_on_the_cpu():
     batch = STATE_BATCHES[1]
     x, weight, _, states, slots = _case(batch, 8, 4, "float32")
