@@ -35,16 +35,16 @@ def moe_activation_backward(
     bound = real(limit if is_clamped else np.inf)
     slope = real(alpha if is_clamped else 1)
     shift = real(1 if is_clamped else 0)
-    gate_moves = gate <= bound
-    up_moves = np.abs(up) <= bound
+    gate_moves = ~(gate > bound)  # so does NaN
+    up_moves = ~(np.abs(up) > bound)
     gate = np.minimum(gate, bound)
     up = np.clip(up, -bound, bound)
     with np.errstate(over="ignore"):
         sigmoid = 1 / (1 + np.exp(-slope * gate))
     y = gate * sigmoid * (up + shift)
     weights = routing.weights.reshape(-1)[routing.order].astype(real, copy=False)[:, None]
-    by_gate = gate_moves * (up + shift) * sigmoid * (1 + slope * gate * (1 - sigmoid))
-    by_up = up_moves * gate * sigmoid
+    by_gate = np.where(gate_moves, (up + shift) * sigmoid * (1 + slope * gate * (1 - sigmoid)), 0)
+    by_up = np.where(up_moves, gate * sigmoid, 0)
     dh = np.concatenate([dy_ * weights * by_gate, dy_ * weights * by_up], axis=1)
     dweights = np.empty(len(routing.order), real)
     dweights[routing.order] = np.sum(dy_ * y, axis=1)

@@ -12,6 +12,7 @@ __all__ = ["quantize_heads"]
 Array = np.ndarray[Any, Any]
 
 _LARGEST = np.float32(448)  # largest finite e4m3
+_NAN = np.uint8(0x7F)  # of either sign
 
 
 def quantize_heads(
@@ -30,8 +31,9 @@ def quantize_heads(
     peak = np.fmax.reduce(np.abs(y), axis=(0, 2), initial=0).astype(np.float32)
     scale = np.where(peak == 0, np.float32(1), peak / _LARGEST)
     with np.errstate(divide="ignore", invalid="ignore"):
-        codes = np.clip(y / scale[:, None], -_LARGEST, _LARGEST).astype(ml_dtypes.float8_e4m3fn)
-    return codes.view(np.uint8), scale
+        ratio = y / scale[:, None]
+    codes = np.clip(ratio, -_LARGEST, _LARGEST).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    return np.where(np.isnan(ratio), _NAN, codes), scale
 
 
 def _hadamard(n: int) -> Array:

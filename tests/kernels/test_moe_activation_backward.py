@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from engine import kernels, reference
+from engine.device import to_numpy
 from engine.errors import ContractError, ShapeError
 from engine.reference import Routing
 from engine.testing import cases
@@ -86,6 +87,20 @@ def _differences(function, x, step=1e-6):
             ends.append(function(moved))
         found[at] = (ends[0] - ends[1]) / (2 * step)
     return found
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_nan(xp, activation):
+    """NaN in `up`: dh is NaN for the gate unless that is clamped, and finite for `up`."""
+    dy, h, routing = _inputs((4, 4, 1, 8), "float32")
+    h[:, :8], h[0, 0] = 0.5, 9.0
+    want, *_ = reference.moe_activation_backward(dy, h, routing, activation=activation)
+    h[:, 8] = np.nan
+    arrays = (*cases.to_module(xp, dy, h), _on(xp, routing))
+    dh, *_ = map(to_numpy, kernels.moe_activation_backward(*arrays, activation=activation))
+    is_clamped = activation == "swiglu_clamped"
+    assert np.isnan(dh[:, 0]).tolist() == [not is_clamped, True, True, True]
+    assert_close(dh[:, 1:], want[:, 1:], reduction=2)
 
 
 def test_large_gates_stay_finite(xp):

@@ -92,6 +92,14 @@ def test_nan_stays_in_its_row(xp, rotate):
     )
 
 
+def test_every_nan_has_one_code(xp):
+    """Also inf / inf, which is -NaN on some machines."""
+    x = np.array([[[np.nan, -np.nan, np.inf, -np.inf, 1, 0]]], np.float32)
+    codes, scale = kernels.quantize_heads(xp.asarray(x))
+    assert to_numpy(codes)[0, 0].tolist() == [0x7F] * 4 + [0, 0]
+    assert to_numpy(scale).tolist() == [np.inf]
+
+
 def test_a_tiny_scale_saturates(xp):
     """The scale, 1.4 times the smallest float32, rounds down to it; larger codes clamp to 448."""
     x = np.array([[[627, -627, 300, 0]]], np.float32) * np.float32(1e-45)
