@@ -15,6 +15,7 @@ from engine.kernels._chip import HOPPER, PORTABLE
 from engine.kernels.mamba2 import chunks
 from engine.testing import cases
 from engine.testing.cases_attention import cu_seqlens
+from engine.testing.cases_elementwise import misaligned
 from engine.testing.cases_states import STATE_BATCHES, StateBatch, assert_recurrence
 from engine.testing.tolerances import assert_close
 
@@ -107,6 +108,18 @@ def test_views(xp, dtype):
     got = kernels.mamba2(**views, **moved, states=slab[:, 1], **batch.on(xp, slots))
     assert_recurrence(got, slab[:, 1], want, want_states, max(batch.lens))
     np.testing.assert_array_equal(to_numpy(slab[:, 0]), states)
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_misaligned_result(xp, dtype):
+    batch = STATE_BATCHES[6]
+    arrays, states, slots = _case(batch, HEADS[0], dtype, "float32")
+    want_states = states.copy()
+    want = reference.mamba2(**arrays, states=want_states, **slots)
+    moved = {name: xp.asarray(array) for name, array in arrays.items()}
+    out, states = misaligned(xp, np.zeros_like(want)), xp.asarray(states)
+    assert kernels.mamba2(**moved, states=states, **batch.on(xp, slots), out=out) is out
+    assert_recurrence(out, states, want, want_states, max(batch.lens))
 
 
 @pytest.mark.parametrize("num_tokens", [3, 70])

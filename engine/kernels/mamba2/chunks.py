@@ -118,7 +118,7 @@ def is_supported(args: dict[str, Any]) -> bool:
     """Tell whether the kernel can run: 16-bit operands, sizes of whole tiles, aligned rows."""
     return (
         _is_shape_supported(dtype_name(args["x"].dtype), args["head_dim"], args["state_size"])
-        and is_aligned(args["x"], args["b"], args["c"], args["states"])
+        and is_aligned(*(args[name] for name in ("x", "b", "c", "out", "states")))
         and _choose(args) is not None
     )
 
