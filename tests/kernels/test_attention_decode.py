@@ -368,6 +368,17 @@ def test_trees(xp, case, dtype, tier):
             assert_close(lse, want_lse, reduction=case.reduction, name="lse")
 
 
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_a_tree_may_hide_the_newest_key_of_a_single_query(xp, return_lse):
+    case = AttentionCase((1, 1, 1), (1, 2, 40), 4, 2, 64, block_size=16)
+    q, k, v, tables, lens = _inputs(case, "float32")
+    want = _run(kernels.attention_decode, xp, (q, k, v, tables, lens - 1))
+    masks = xp.asarray(np.full((3, 1), 2, np.uint64))
+    options = {"tree_mask": masks, "return_lse": return_lse}
+    got = _run(kernels.attention_decode, xp, (q, k, v, tables, lens), **options)
+    assert_close(got[0] if return_lse else got, to_numpy(want), reduction=case.reduction)
+
+
 @pytest.mark.parametrize("shape", [(7, 2), (8, 3)])  # query tokens in one part, in two parts
 def test_a_tree_that_is_a_chain_changes_nothing(xp, shape):
     tokens, kv_heads = shape

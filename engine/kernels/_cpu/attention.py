@@ -47,6 +47,7 @@ def attention_decode(
 ) -> Any:
     """See `engine.kernels.attention_decode`."""
     is_plain = q.shape[1] == 1 and sinks is None and not softcap and not return_lse
+    is_plain &= tree_mask is None
     if not is_plain or q.dtype != _FLOAT32 or k_pages.dtype != _FLOAT32:
         return reference.attention_decode(
             q,
