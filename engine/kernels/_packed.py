@@ -95,7 +95,7 @@ def check_weight(call: Contract, weight: Any, *, is_packed: bool = True) -> Weig
                 f"got {weight.shape}"
             )
     if weight.panels is not None:
-        call.check("weight.panels", call.on_cpu, "None on CUDA", "panels for the CPU")
+        call.array("weight.panels.codes", weight.panels.codes, "* 64", np.dtype(np.int8))
     elif form.is_packed:
         check_planes(call, weight, -(-n // TILE_ROWS), -(-k // TILE_COLUMNS))
     else:

@@ -65,6 +65,16 @@ def test_the_numbers_are_those_of_the_rows(form, min_bits):
     np.testing.assert_allclose(unpack_weight(weight), rows.numbers(), rtol=1e-6, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_weight_in_panels_is_dequantized(dtype):
+    rows = random_rows(FORMATS["int4_g32_zp"], (40, 128))
+    permutation = np.random.default_rng(3).permutation(128).astype(np.int32)
+    weight = dataclasses.replace(rows, permutation=permutation).to_panels()
+    out = np.empty((40, 128), dtype)
+    assert kernels.dequantize(weight, dtype, out=out) is out
+    np.testing.assert_array_equal(out, reference.dequantize(weight, dtype))
+
+
 @pytest.mark.parametrize("shape", [(1, 32), (40, 512), (600, 1536), (1037, 576)])
 @pytest.mark.parametrize("num_rows", [0, *range(1, 7), 10, 17, 40])
 @pytest.mark.parametrize(("name", "min_bits"), [("q4_1", 4), ("q4_1", 8), ("q8_0", 8)])
