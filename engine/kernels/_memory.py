@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 __all__ = ["address", "is_same", "overlaps", "repeats_elements"]
+
+_MAX_WORK: Any = 1000  # candidate solutions that `overlaps` tries; NumPy is typed for 0 and -1 only
 
 
 def address(array: Any) -> int:
@@ -15,10 +18,12 @@ def address(array: Any) -> int:
 
 
 def overlaps(a: Any, b: Any) -> bool:
-    """Tell whether the bytes from the first to the last element of two arrays meet."""
+    """Tell whether elements of two arrays share memory; also True if that takes long to tell."""
     start, stop = _span(a)
     other_start, other_stop = _span(b)
-    return max(start, other_start) < min(stop, other_stop)
+    if max(start, other_start) >= min(stop, other_stop):
+        return False
+    return np.may_share_memory(_on_host(a), _on_host(b), max_work=_MAX_WORK)
 
 
 def is_same(a: Any, b: Any) -> bool:
@@ -40,6 +45,15 @@ def repeats_elements(array: Any) -> bool:
             return True
         stop += (n - 1) * stride
     return False
+
+
+def _on_host(array: Any) -> Any:
+    """Return a NumPy array of the same address and layout, whose elements must not be read."""
+    if isinstance(array, np.ndarray):
+        return array
+    layout: dict[str, Any] = {"shape": tuple(array.shape), "strides": tuple(array.strides)}
+    layout |= {"data": (address(array), False), "typestr": f"|V{array.itemsize}", "version": 3}
+    return np.asarray(SimpleNamespace(__array_interface__=layout))
 
 
 def _span(array: Any) -> tuple[int, int]:

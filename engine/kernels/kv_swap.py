@@ -14,6 +14,7 @@ from engine import reference
 from engine.kernels._contract import INT32, Contract
 from engine.kernels._elementwise import MAX_GRID_Y, element_strides, is_aligned, vector_width
 from engine.kernels._launch import Kernel
+from engine.kernels._memory import overlaps
 from engine.kernels._module import ModuleSpec
 from engine.kernels._quantized_kv import KV_DTYPES, copy_spec, kv_dtype_of
 
@@ -112,5 +113,5 @@ def _check_pairs(call: Contract, source: Any, target: Any, block_pairs: Any) -> 
         call.check("block_pairs", ok, wanted, block_pairs.tolist())
     is_once = np.unique(block_pairs[:, 1]).size == len(block_pairs)
     call.check("block_pairs", is_once, "pairs with each target once", block_pairs.tolist())
-    overlaps = bool(np.may_share_memory(source, target))
-    call.check("target", not overlaps, "other memory than source", "overlapping memory")
+    is_apart = not overlaps(source, target)
+    call.check("target", is_apart, "other memory than source", "overlapping memory")

@@ -48,6 +48,16 @@ def test_packing_and_unpacking_restore_the_pages(xp, dtype):
     assert_same(pages, host)
 
 
+@pytest.mark.parametrize("step", [1, 2])
+def test_source_and_target_may_be_parts_of_one_array(xp, step):
+    host = cases.normal((3, 6, 1, 16, 8), "float32", seed=7)
+    pages = xp.array(host)
+    parts = (np.s_[:, :3], np.s_[:, 3:]) if step == 1 else (np.s_[:, ::2], np.s_[:, 1::2])
+    kernels.kv_swap(pages[parts[0]], pages[parts[1]], xp.asarray(np.array([[2, 0]], np.int32)))
+    host[parts[1]][:, 0] = host[parts[0]][:, 2]
+    assert_same(pages, host)
+
+
 def test_misaligned_pages(xp):
     source = cases.normal((2, 6, 1, 16, 8), "bfloat16", seed=4)
     pairs = np.array([[5, 0], [1, 2]], np.int32)
@@ -116,3 +126,5 @@ def test_what_cannot_be_told_on_the_gpu_is_checked_on_numpy():
         kernels.kv_swap(pages, np.zeros_like(pages), twice)
     with pytest.raises(ContractError, match="other memory than source"):
         kernels.kv_swap(pages, pages, twice[:1])
+    with pytest.raises(ContractError, match="other memory than source"):
+        kernels.kv_swap(pages[:, :3], pages[:, 2:], twice[:1])

@@ -39,6 +39,19 @@ def test_in_place_on_strided_rows(xp, dtype):
     np.testing.assert_array_equal(to_numpy(array).view("u1"), want.view("u1"))
 
 
+@pytest.mark.parametrize(
+    ("of_x", "of_out"),
+    [(np.s_[:, :5], np.s_[:, 5:10]), (np.s_[::2, :8], np.s_[1::2, :8])],
+    ids=["columns", "rows"],
+)
+def test_x_and_out_may_lie_between_each_other(xp, of_x, of_out):
+    host = cases.normal((6, 10), "float32", seed=5)
+    both, factors = xp.array(host), np.array([2.0], np.float32)
+    kernels.scale_rows(both[of_x], xp.asarray(factors), out=both[of_out])
+    host[of_out] = 2 * host[of_x]
+    np.testing.assert_array_equal(to_numpy(both), host)
+
+
 def test_the_factor_1_copies_unless_in_place(xp):
     x = cases.normal((3, 16), "float16", seed=4)
     gx, one = cases.to_module(xp, x, np.ones(1, np.float32))

@@ -414,6 +414,8 @@ def test_arrays_that_are_written_must_not_overlap():
         op = _define(f"x: (N,) float inout{words}, y: (N,) like x inout{words}", reference=swap)
         with pytest.raises(errors.ContractError, match="y: must not overlap x"):
             op(both[:2], both[1:3])
+    with pytest.raises(errors.ContractError, match="y: must not overlap x"):
+        op(both[:3:2], both[2::2])
     op(both[::2], both[1::2])
     assert both.tolist() == [1, 0, 1, 2, 3, 2]
 

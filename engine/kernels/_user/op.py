@@ -337,11 +337,8 @@ class Op:
         return outs
 
     def _check_apart(self, written: Mapping[str, Any]) -> None:
-        """Refuse arrays to write that overlap: what is in both would be of either.
-
-        Of strided ones, such as q and k in one row, only the span is known.
-        """
-        given = [(n, a) for n, a in written.items() if a is not None and a.flags.c_contiguous]
+        """Refuse arrays to write that overlap: what is in both would be of either."""
+        given = [(name, array) for name, array in written.items() if array is not None]
         for (name, array), (other, another) in itertools.combinations(given, 2):
             if overlaps(array, another):
                 raise ContractError(
