@@ -174,8 +174,8 @@ class SamplingParams:
         Drop tokens less probable than `min_p` times the most probable one.
     typical_p : float
         Keep the tokens whose information is closest to the distribution's entropy, whose
-        probabilities sum to `typical_p`. This and the next three apply before `temperature`, and
-        not to a temperature of 0.
+        probabilities sum to `typical_p`. This and the next three apply after penalties and before
+        `temperature`, and not to a temperature of 0.
     top_n_sigma : float
         Keep the tokens whose logit is within this many standard deviations of the largest; 0: all.
     xtc_probability, xtc_threshold : float

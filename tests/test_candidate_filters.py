@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from engine import LLM, SamplingParams
 from engine.errors import RequestError
 from engine.layers.candidate_filters import kept_tokens, pack_rows
+from engine.layers.sampler import Sampler, SamplingBatch
 from engine.runner.dry import DryRule
 from tests.e2e.tiny import VOCAB, make_llm, tiny_model
 
@@ -177,6 +179,48 @@ def test_answers_do_not_depend_on_the_batch():
     assert together[-1] == without[-1]
     changed = [a != b for a, b in zip(together[:-1], without[:-1], strict=True)]
     assert changed[:3] == [True] * 3 and changed[4]  # DRY finds nothing to break here
+
+
+@pytest.mark.parametrize("name", ["typical_p", "top_n_sigma", "xtc_threshold"])
+def test_filters_choose_among_penalised_logits(name):
+    """Filters with penalties keep what they keep of logits that the penalties have changed."""
+    rng = np.random.default_rng(4)
+    num_rows, vocab, width = 6, 33, 12
+    logits = rng.normal(scale=2.0, size=(num_rows, vocab)).astype(np.float32)
+    prompt_lens = rng.integers(0, 5, num_rows).astype(np.int32)
+    lens = (prompt_lens + rng.integers(0, 8, num_rows)).astype(np.int32)
+    history = rng.integers(0, 9, (num_rows, width)).astype(np.int32)
+    repetition = rng.uniform(0.5, 2.0, num_rows).astype(np.float32)
+    presence = rng.uniform(-2.0, 2.0, num_rows).astype(np.float32)
+    frequency = rng.uniform(-2.0, 2.0, num_rows).astype(np.float32)
+    penalised = logits.copy()
+    for row, out in enumerate(penalised):
+        for token in set(history[row, : lens[row]].tolist()):
+            out[token] *= 1 / repetition[row] if out[token] > 0 else repetition[row]
+        output = history[row, prompt_lens[row] : lens[row]].tolist()
+        for token in set(output):
+            out[token] -= frequency[row] * output.count(token) + presence[row]
+    chosen = np.array([0, 2, 3, 4, 5])
+    value = {"typical_p": 0.5, "top_n_sigma": 1.0, "xtc_threshold": 0.1}[name]
+    batch = dataclasses.replace(
+        SamplingBatch.greedy(np, num_rows),
+        temperature=np.ones(num_rows, np.float32),
+        seeds=np.arange(num_rows, dtype=np.uint64),
+        filter_rows=chosen,
+        **{name: np.full(len(chosen), value, np.float32)},
+    )
+    with_history = dataclasses.replace(
+        batch,
+        history=history,
+        history_lens=lens,
+        prompt_lens=prompt_lens,
+        repetition_penalty=repetition,
+        presence_penalty=presence,
+        frequency_penalty=frequency,
+    )
+    got, want = Sampler()(logits, with_history), Sampler()(penalised, batch)
+    assert got.num_kept.tolist() == want.num_kept.tolist()
+    assert got.token_ids.tolist() == want.token_ids.tolist()
 
 
 def test_greedy_answers_are_not_filtered():

@@ -1,7 +1,7 @@
 """Filters of candidates that `kernels.sample` does not have: top-n-sigma, typical, XTC.
 
-Each takes the logits with masks and biases, before the temperature, and returns the tokens that
-stay. They are applied in this order, with the probabilities of the tokens left so far.
+Each takes the logits with masks, biases and penalties, before the temperature, and returns the
+tokens that stay. They are applied in this order, with the probabilities of the tokens left so far.
 """
 
 from __future__ import annotations

@@ -121,6 +121,8 @@ def _filtered(
         rows = xp.where((is_allowed == 1) | ~has_mask[:, None], rows, np.float32(-np.inf))
     if batch.cu_logit_bias is not None:
         rows = rows + _biases(xp, batch, count, size)[filter_rows]
+    if batch.history is not None:
+        rows = _penalised(xp, batch, rows, filter_rows)
     keep = pack_rows(kept_tokens(rows, **filters))
     places[filter_rows] = len(masks) + xp.arange(len(filter_rows), dtype=np.int32)
     return {"allowed": xp.concatenate([masks, keep]), "allowed_rows": places}
@@ -133,6 +135,24 @@ def _biases(xp: Any, batch: SamplingBatch, count: int, size: int) -> Any:
     owners = xp.searchsorted(batch.cu_logit_bias[1:], index, side="right")
     dense[owners, batch.logit_bias_ids] = batch.logit_bias_values
     return dense
+
+
+def _penalised(xp: Any, batch: SamplingBatch, rows: Any, chosen: Any) -> Any:
+    """Return `rows` (n, V), the logits of the batch's rows `chosen`, with their penalties."""
+    ids = batch.history[chosen]
+    columns = xp.arange(ids.shape[1])
+    is_known = columns < batch.history_lens[chosen][:, None]
+    is_output = is_known & (columns >= batch.prompt_lens[chosen][:, None])
+    # Columns beyond a row's history may hold any id: they count 0 times, for id 0.
+    index = xp.arange(len(rows))[:, None], xp.where(is_known, ids, 0)
+    num_known, num_output = xp.zeros_like(rows), xp.zeros_like(rows)
+    xp.add.at(num_known, index, is_known.astype(np.float32))
+    xp.add.at(num_output, index, is_output.astype(np.float32))
+    repetition = batch.repetition_penalty[chosen][:, None]
+    scaled = xp.where(rows > 0, rows / repetition, rows * repetition)
+    rows = xp.where(num_known > 0, scaled, rows)
+    rows = rows - batch.frequency_penalty[chosen][:, None] * num_output
+    return rows - batch.presence_penalty[chosen][:, None] * (num_output > 0)
 
 
 def pack_allowed(token_ids: Sequence[int], vocab_size: int) -> np.ndarray[Any, Any]:
