@@ -305,7 +305,8 @@ class InputProcessor:
         """Return token ids for each bad word: at the start of a text, and after a space."""
         words: dict[tuple[int, ...], None] = {}
         for word in params.bad_words or ():
-            for text in (word.lstrip() or word, " " + word.lstrip()):
+            stem = word.lstrip() or word  # a word may be whitespace alone
+            for text in (stem, " " + stem):
                 own = self.tokenizer.encode(text, add_special_tokens=False)
                 behind = ids_behind(self.tokenizer, text, self._spelled)
                 words |= {tuple(ids): None for ids in (own, behind) if ids}

@@ -285,6 +285,25 @@ def test_bad_words_with_and_without_a_space(monkeypatch, metadata):
         assert output.outputs[0].text == text
 
 
+def test_a_bad_word_of_whitespace_forbids_no_other(monkeypatch):
+    """Without line breaks there may be spaces."""
+    tokenizer = load_tokenizer(BYTE_LEVEL)
+    model = tiny_model(config=dataclasses.replace(CONFIG, vocab_size=tokenizer.vocab_size))
+    monkeypatch.setattr(type(model), "has_tokenizer", True)
+    monkeypatch.setitem(model.__dict__, "tokenizer", tokenizer)
+    line, space, other = (tokenizer.encode(text)[-1] for text in ("\n", " ", "b"))
+    params = SamplingParams(
+        temperature=0,
+        max_tokens=3,
+        ignore_eos=True,
+        allowed_token_ids=[line, space, other],
+        logit_bias={line: 100.0, space: 99.0},
+    )
+    for words, token in ([], line), (["\n"], space), ([" "], line):
+        output = generate(model, [5], dataclasses.replace(params, bad_words=words))
+        assert list(output.outputs[0].token_ids) == [token] * 3
+
+
 def test_stop_strings(worded, late):
     free = greedy_alone(worded, LONG, 12, eos=False)
     stop = f"w{free[5]} w{free[6]}"
