@@ -31,6 +31,9 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 
 _KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
 _PRIORITY = NumberRange(1 - 2**31, 2**31 - 1, integer=True)
+# Third number of a continuation's seed: a request whose seed is the engine's must not share its
+# continuations' seeds with requests that have none of their own.
+_CONTINUATION = 0x636F6E74
 _TIMEOUT = NumberRange(0, math.inf, optional=True, low_open=True)
 
 
@@ -161,7 +164,7 @@ class InputProcessor:
         return [
             SamplingSpec(
                 params,
-                seed if index == 0 else _derived_seed(seed, index),
+                seed if index == 0 else _derived_seed(seed, index, _CONTINUATION),
                 bad_words,
                 num_logprobs,
                 state,
@@ -324,6 +327,6 @@ def _checked_salt(salt: Any) -> str | None:
     return salt
 
 
-def _derived_seed(seed: int, number: int) -> int:
-    """Derive a seed in [0, 2**63), the range users may pass, from `seed` and `number`."""
-    return int(np.random.SeedSequence([seed, number]).generate_state(1, np.uint64)[0] >> 1)
+def _derived_seed(*numbers: int) -> int:
+    """Derive a seed in [0, 2**63), the range users may pass, from `numbers`."""
+    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> 1)

@@ -95,6 +95,18 @@ def test_the_first_continuation_is_that_of_n_1(model):
     assert list(three[0].token_ids) == list(one)
 
 
+def test_a_seed_equal_to_the_engines_gives_no_answer_of_another_request(model):
+    """Requests without a seed, and the continuations of one whose seed is the engine's."""
+    params = SamplingParams(temperature=1.5, max_tokens=8, ignore_eos=True)
+    engine = make_engine(model, seed=0)
+    for index in range(6):
+        engine.add_request(f"r{index}", LONG, params)
+    engine.add_request("n", LONG, dataclasses.replace(params, n=6, seed=0))
+    outputs = run(engine)
+    answers = [tuple(o.token_ids) for output in outputs.values() for o in output.outputs]
+    assert len(set(answers)) == 12
+
+
 def test_deltas_of_n_continuations_add_up(model):
     engine = make_engine(model, max_num_seqs=2)  # so that they take turns
     params = SamplingParams(n=3, seed=1, max_tokens=9, output_kind=RequestOutputKind.DELTA)
