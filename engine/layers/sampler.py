@@ -145,7 +145,8 @@ def _penalised(xp: Any, batch: SamplingBatch, rows: Any, chosen: Any) -> Any:
     is_output = is_known & (columns >= batch.prompt_lens[chosen][:, None])
     # Columns beyond a row's history may hold any id: they count 0 times, for id 0.
     index = xp.arange(len(rows))[:, None], xp.where(is_known, ids, 0)
-    num_known, num_output = xp.zeros_like(rows), xp.zeros_like(rows)
+    num_known = xp.zeros_like(rows)
+    num_output = xp.zeros_like(rows)
     xp.add.at(num_known, index, is_known.astype(np.float32))
     xp.add.at(num_output, index, is_output.astype(np.float32))
     repetition = batch.repetition_penalty[chosen][:, None]
