@@ -205,7 +205,7 @@ class BlockManager:
         if self.states is not None:
             self.states.fork(parent, child)
         child.num_computed_tokens = child.num_committed_tokens = shared
-        child.num_cached_tokens = shared
+        child.num_cached_tokens = min(shared, child.num_prompt_tokens)
         child.num_tree_blocks = min(parent.num_tree_blocks, shared // self.block_size)
         parent.shares_last_block = child.shares_last_block = True
 

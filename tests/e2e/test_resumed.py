@@ -124,6 +124,18 @@ def test_a_full_queue_takes_them():
     assert len(run(engine)) == 2
 
 
+def test_a_fork_counts_cached_tokens_of_its_prompt_alone():
+    """It shares keys of its parent's output, too: those of tokens that it has generated before."""
+    engine = make_engine(_model())
+    engine.add_request("parent", PROMPT, _params(temperature=0.0))
+    ids = [token for _ in range(12) for o in engine.step() for token in o.outputs[0].token_ids]
+    assert len(ids) > 6
+    child = _params(temperature=0.0)
+    engine.add_request("child", PROMPT, child, parent="parent", resumed=[ids[:6]])
+    output = run(engine)["child"]
+    assert output.num_cached_tokens == output.metrics.num_cached_tokens == len(PROMPT)
+
+
 def test_they_are_checked_like_others():
     engine = make_engine(_model())
     params = _params(n=2, seed=1)
