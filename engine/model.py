@@ -61,6 +61,7 @@ from engine.loading.pooling import default_pooling
 from engine.loading.text_model import wrapper_of
 from engine.loading.weight_update import WeightUpdate, open_update
 from engine.model_files import is_present
+from engine.models.chunks import active_chunk
 from engine.models.decoder import Decoder, Pages
 from engine.models.draft_heads import DraftTarget
 from engine.models.kernel_set import prepare_quantized_kv
@@ -286,9 +287,21 @@ class Model:
         return self.decoder.kernels
 
     @property
+    def whole_config(self) -> ModelConfig:
+        """Architecture of the whole model, of which `config` may be a shard or a stage."""
+        config, _ = self.decoder.parts.whole(self.config)
+        return config
+
+    @property
     def has_patterns(self) -> bool:
-        """Tell whether some layers have an attention pattern, by `load`'s option or by chunks."""
-        return bool(self.decoder.patterns)
+        """Tell whether some layers have an attention pattern, by `load`'s option or by chunks.
+
+        Layers of other pipeline stages count.
+        """
+        config = self.whole_config
+        layers = range(config.num_layers)
+        has_chunks = any(active_chunk(config, layer, self.max_model_len) for layer in layers)
+        return has_chunks or bool(self.decoder.patterns)
 
     @property
     def draft_target(self) -> DraftTarget:

@@ -129,7 +129,8 @@ def test_states_are_planned_as_the_engine_does(total, monkeypatch):
         "kernels": ModelKernels(),
         "max_model_len": 131072,
     }
-    model = SimpleNamespace(config=config, weight_bytes=plan.budget.weights, **fields)
+    sizes = {"weight_bytes": plan.budget.weights}
+    model = SimpleNamespace(config=config, whole_config=config, **sizes, **fields)
     made = resolve(EngineConfig(max_model_len=4096), model)
     limits = made.scheduler
     per_request = 16 * (32 * 128 * 128 * 4 + 3 * 8192 * 2)  # states, and inputs of convolutions
@@ -156,7 +157,7 @@ def test_features_for_a_head_are_planned(device, monkeypatch):
     fields = {"device": device, "dtype": "bfloat16", "deterministic": False, "weight_bytes": 0}
     fields |= {"num_ranks": 1, "num_stages": 1, "stage_sizes": lambda *given: []}
     fields |= {"has_patterns": False, "num_adapter_slots": 0, "kernels": ModelKernels()}
-    model = SimpleNamespace(config=config, max_model_len=4096, **fields)
+    model = SimpleNamespace(config=config, whole_config=config, max_model_len=4096, **fields)
     plain = SimpleNamespace(**vars(model), feature_layers=())
     head = SimpleNamespace(**vars(model), feature_layers=(2, 9, 2))
     sizes = {"max_num_batched_tokens": 1000, "max_num_seqs": 20, "max_draft_tokens": 3}
@@ -191,7 +192,11 @@ def test_a_draft_model_takes_what_the_engine_gives_it(device, monkeypatch):
     made = resolve(
         EngineConfig(max_draft_tokens=20),
         SimpleNamespace(
-            config=config, weight_bytes=plan.budget.weights, max_model_len=4096, **sizes
+            config=config,
+            whole_config=config,
+            weight_bytes=plan.budget.weights,
+            max_model_len=4096,
+            **sizes,
         ),
         SimpleNamespace(config=small, weight_bytes=of_small, max_model_len=4096, **sizes),
     )

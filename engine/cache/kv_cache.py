@@ -222,6 +222,8 @@ class KVCache:
         The slabs.
     workers : Workers or None
         Other ranks; every move is announced to them before it runs here.
+    is_closed : bool
+        Whether the slabs were freed. Layers without pages and states have none.
 
     Examples
     --------
@@ -248,6 +250,7 @@ class KVCache:
         self.num_slots = num_slots
         self.pool = pool or MemoryPool(CPU)
         self.workers: Workers | None = None
+        self.is_closed = False
         self._names: list[str] = []
         counts = Counter(shape for layer in geometry.layers for shape in layer.arrays)
         try:
@@ -267,11 +270,6 @@ class KVCache:
     def device(self) -> Device:
         """Device of the slabs."""
         return self.pool.device
-
-    @property
-    def is_closed(self) -> bool:
-        """Tell whether the slabs were freed."""
-        return not self._names
 
     @property
     def slab(self) -> Any:
@@ -378,6 +376,7 @@ class KVCache:
 
     def close(self) -> None:
         """Return the slabs to the pool; a second call does nothing."""
+        self.is_closed = True
         if self.workers is not None:
             self.workers.close()
         self._free()

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from engine import env
 from engine.cache.block_plan import MemoryBudget, plan_num_blocks
 from engine.cache.kv_cache import KVGeometry
+from engine.cache.layer_cache import layer_caches
 from engine.cache.memory_pool import device_memory, format_bytes
 from engine.cache.state_plan import CacheSizes, fitting_num_seqs, plan_num_slots
 from engine.config import ModelConfig
@@ -76,6 +77,10 @@ class ServedModel(DraftModel, Protocol):
     @property
     def deterministic(self) -> bool:
         """Whether the model was loaded with `deterministic=True`."""
+
+    @property
+    def whole_config(self) -> ModelConfig:
+        """Architecture of the whole model, of which `config` may be a shard or a stage."""
 
     @property
     def has_patterns(self) -> bool:
@@ -160,8 +165,10 @@ def resolve(
     geometry = KVGeometry.of_model(
         model.config, model.dtype, config.block_size, config.kv_cache_dtype, config.state_dtype
     )
-    config = _with_default_drafts(config, geometry, reasons)
-    _check_states(config, model, geometry)
+    has_states = any(cache.states for cache in layer_caches(model.whole_config, model.dtype))
+    if has_states:
+        config = _with_default_drafts(config, reasons)
+        _check_states(config, model)
     memory = _memory(config, model, tokens, seqs, has_graphs, num_features)
     if geometry.has_states and config.max_num_seqs is None:
         seqs = _num_seqs_with_states(seqs, geometry, memory, reasons)
@@ -238,7 +245,7 @@ def _supports_trees(model: ServedModel) -> bool:
     support trees with a sliding window. Patterns need the prefill kernel, and latent attention has
     a kernel without trees.
     """
-    config = model.config
+    config = model.whole_config
     is_special = model.deterministic or model.has_patterns or config.mla is not None
     return not is_special and not any(config.layer_windows)
 
@@ -328,13 +335,11 @@ def _check_ranks(config: EngineConfig, model: ServedModel) -> None:
         )
 
 
-def _with_default_drafts(
-    config: EngineConfig, geometry: KVGeometry, reasons: dict[str, str]
-) -> EngineConfig:
+def _with_default_drafts(config: EngineConfig, reasons: dict[str, str]) -> EngineConfig:
     """Return `config` with no more drafts than recurrent layers verify, if none were asked for."""
     drafts = config.speculative_config
     most = MAX_STATE_QUERY_LEN - 1
-    if not geometry.has_states or config.max_draft_tokens <= most:
+    if config.max_draft_tokens <= most:
         return config
     is_default = drafts is not None and drafts.has_default_num_tokens
     if not is_default or config.max_draft_tokens != drafts.num_tokens:
@@ -343,9 +348,9 @@ def _with_default_drafts(
     return replace(config, max_draft_tokens=most)
 
 
-def _check_states(config: EngineConfig, model: ServedModel, geometry: KVGeometry) -> None:
+def _check_states(config: EngineConfig, model: ServedModel) -> None:
     """Reject options that contradict recurrent layers."""
-    if geometry.has_states and config.max_draft_tokens >= MAX_STATE_QUERY_LEN:
+    if config.max_draft_tokens >= MAX_STATE_QUERY_LEN:
         drafts = config.speculative_config
         is_own = drafts is None or drafts.num_tokens != config.max_draft_tokens
         name = "max_draft_tokens" if is_own else "speculative_config.num_speculative_tokens"
@@ -353,7 +358,7 @@ def _check_states(config: EngineConfig, model: ServedModel, geometry: KVGeometry
             f"{name} must be at most {MAX_STATE_QUERY_LEN - 1} for a model with recurrent layers; "
             f"got {config.max_draft_tokens}"
         )
-    if geometry.has_states and model.deterministic and config.state_dtype == "bfloat16":
+    if model.deterministic and config.state_dtype == "bfloat16":
         raise ConfigError(
             "state_dtype must be 'auto' or 'float32' with deterministic=True: a state is rounded "
             "where a chunk ends, which depends on the batch; got 'bfloat16'"

@@ -928,5 +928,9 @@ class Decoder:
 
 
 def caches_address(caches: Pages) -> int:
-    """Return the address of the first array of the layers' caches, which identifies them."""
-    return address(next(array for arrays in caches for array in arrays))
+    """Return the address of the first array of the layers' caches, which identifies them.
+
+    0 if they have none: a pipeline stage may have layers without caches only.
+    """
+    first = next((array for arrays in caches for array in arrays), None)
+    return 0 if first is None else address(first)

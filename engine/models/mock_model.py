@@ -57,7 +57,7 @@ class MockModel:
         self.deterministic = True
         self.eos_token_ids = eos_token_ids
         self.sampling_defaults = SamplingDefaults()
-        self.config = ModelConfig(
+        self.config = self.whole_config = ModelConfig(
             model_type="llama",
             vocab_size=vocab_size,
             hidden_size=2,
