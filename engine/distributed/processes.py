@@ -30,6 +30,7 @@ __all__ = [
     "RankProcesses",
     "describe_ending",
     "end_processes",
+    "end_with_parent",
     "exit_at_once",
     "run_rank",
     "thread_environment",
@@ -184,7 +185,7 @@ def run_rank() -> None:
     if frame is None:
         sys.exit(1)
     task = json.loads(frame)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=end_with_parent, daemon=True).start()
     segment = Segment.attach(task["descriptor"], task["size"])
     segment.close()
     group = Group(segment, task["rank"], timeout=task["timeout"])
@@ -221,12 +222,12 @@ def exit_at_once(status: int) -> None:
     os._exit(status)
 
 
-def _end_with_parent() -> None:
-    """End this process once rank 0 has ended, whatever this process is doing."""
+def end_with_parent() -> None:
+    """End this process once the one that started it has ended, whatever this process is doing."""
     with contextlib.suppress(OSError, ValueError):
         os.read(sys.stdin.fileno(), 1)
-    time.sleep(_END_SECONDS / 2)  # after a normal end of the group, this rank ends by itself
-    os._exit(1)
+    time.sleep(_END_SECONDS / 2)  # after a normal end of the group, this process ends by itself
+    exit_at_once(1)
 
 
 def thread_environment(num_threads: int | None) -> dict[str, str]:

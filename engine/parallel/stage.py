@@ -34,7 +34,7 @@ from engine.distributed.links import Links, SlotShape, join_links, num_fused_tok
 from engine.distributed.log_stream import use_bounded_stderr
 from engine.distributed.messages import from_text, to_text
 from engine.distributed.peer import FAIL, PING, PING_SECONDS, Peer
-from engine.distributed.processes import exit_at_once
+from engine.distributed.processes import end_with_parent, exit_at_once
 from engine.dtypes import np_dtype
 from engine.engine_config import EngineConfig
 from engine.errors import ConfigError, RankError
@@ -75,6 +75,7 @@ def run_child() -> None:
     frame = child_process.receive(sys.stdin.buffer)
     if frame is None:
         sys.exit(1)
+    threading.Thread(target=end_with_parent, daemon=True).start()
     task = json.loads(frame)
     host, port = task["address"]
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -33,7 +34,8 @@ from engine.errors import (
 from engine.layers.batch import ForwardBatch
 from engine.parallel.activations import ActivationSender
 from engine.parallel.stage import HELLO, LINK, run_stage
-from engine.parallel.stage_group import StageGroup
+from engine.parallel.stage_group import _CODE, StageGroup
+from engine.text import child_process
 from engine.text.child_process import descendants
 from engine.weights import Stage
 from tests.distributed.engines import CONFIG as TWO_LAYERS
@@ -478,6 +480,22 @@ def test_stages_that_are_left_alone_end(checkpoint):
     with pytest.raises(ConfigError, match="kv_cache_dtype must be 'auto' or 'fp8' with pipeline"):
         _engine(2, model=checkpoint, kv_cache_dtype="int8")
     assert set(_children()) <= before
+
+
+@pytest.mark.kills
+def test_a_stage_ends_with_an_engine_that_is_killed_before_it_connects():
+    """It does not wait for an engine to listen that cannot come any more."""
+    process = child_process.start(_CODE, dict(os.environ))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = server.getsockname()
+    task = {"address": address, "stage": 0, "secret": SECRET.hex()}
+    child_process.send(process.stdin, json.dumps(task).encode())
+    process.stdin.close()
+    try:
+        assert process.wait(30) == 1
+    finally:
+        process.kill()
+        process.stdout.close()
 
 
 def _children():
