@@ -574,10 +574,12 @@ def load_stages(model: Any, config: EngineConfig, loading: Mapping[str, Any]) ->
             own = load(name, **given, stage=stages[-1])
         group.wait_until_ready()
         return PipelinedModel(own, group, can_link=can_link(config, is_cuda=place.is_cuda))
-    except BaseException:
+    except BaseException as error:
         group.end()
         if own is not None:
             own.close()
+        elif isinstance(error, RankError) and not group.failure:
+            raise RankError(f"stage {size - 1} failed while it loaded: {error}") from error
         raise
 
 

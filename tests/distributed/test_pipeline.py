@@ -506,6 +506,19 @@ def _children():
 # ---- faults that threads can have
 
 
+def test_a_rank_of_the_last_stage_that_fails_at_load_is_named_with_its_stage(
+    in_threads, monkeypatch
+):
+    def load_ranks(*given, **options):
+        raise RankError("rank 1 was killed by SIGKILL")
+
+    for module in ("pipeline", "stage"):
+        monkeypatch.setattr(f"engine.parallel.{module}.load_ranks", load_ranks)
+    monkeypatch.setattr("engine.parallel.stage.StageWorker._load", lambda *given: time.sleep(1))
+    with pytest.raises(RankError, match="stage 1 failed while it loaded: rank 1 was killed by"):
+        _engine(2, tensor_parallel_size=2)
+
+
 @pytest.mark.kills
 def test_last_words_of_a_stage(in_threads, monkeypatch):
     engine = _started(2)
