@@ -141,19 +141,21 @@ def _penalised(xp: Any, batch: SamplingBatch, rows: Any, chosen: Any) -> Any:
     """Return `rows` (n, V), the logits of the batch's rows `chosen`, with their penalties."""
     ids = batch.history[chosen]
     columns = xp.arange(ids.shape[1])
-    is_known = columns < batch.history_lens[chosen][:, None]
+    is_known = (columns < batch.history_lens[chosen][:, None]) & (ids >= 0) & (ids < rows.shape[1])
+    index = xp.arange(len(rows))[:, None], xp.where(is_known, ids, 0)  # others count 0 times
+    if batch.repetition_penalty is not None:
+        num_known = xp.zeros_like(rows)
+        xp.add.at(num_known, index, is_known.astype(np.float32))
+        factor = batch.repetition_penalty[chosen][:, None]
+        rows = xp.where(num_known > 0, xp.where(rows > 0, rows / factor, rows * factor), rows)
     is_output = is_known & (columns >= batch.prompt_lens[chosen][:, None])
-    # Columns beyond a row's history may hold any id: they count 0 times, for id 0.
-    index = xp.arange(len(rows))[:, None], xp.where(is_known, ids, 0)
-    num_known = xp.zeros_like(rows)
     num_output = xp.zeros_like(rows)
-    xp.add.at(num_known, index, is_known.astype(np.float32))
     xp.add.at(num_output, index, is_output.astype(np.float32))
-    repetition = batch.repetition_penalty[chosen][:, None]
-    scaled = xp.where(rows > 0, rows / repetition, rows * repetition)
-    rows = xp.where(num_known > 0, scaled, rows)
-    rows = rows - batch.frequency_penalty[chosen][:, None] * num_output
-    return rows - batch.presence_penalty[chosen][:, None] * (num_output > 0)
+    if batch.frequency_penalty is not None:
+        rows = rows - batch.frequency_penalty[chosen][:, None] * num_output
+    if batch.presence_penalty is not None:
+        rows = rows - batch.presence_penalty[chosen][:, None] * (num_output > 0)
+    return rows
 
 
 def pack_allowed(token_ids: Sequence[int], vocab_size: int) -> np.ndarray[Any, Any]:
