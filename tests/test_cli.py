@@ -328,6 +328,16 @@ def test_an_invalid_environment_variable_is_an_error():
     assert "ENGINE_KERNEL_TIER must be one of auto, portable; got 'fastest'" in done.stdout
 
 
+def test_doctor_hides_the_secret_and_names_misspelt_variables():
+    settings = dict(ENGINE_PIPELINE_SECRET="correct horse battery", ENGINE_DEBGU="1")
+    text = _run("doctor", ENGINE_SOMETHING_ELSE="1", **settings).stdout
+    assert "ENGINE_PIPELINE_SECRET=" in text and "horse" not in text
+    assert "ENGINE_DEBGU is not read; did you mean 'ENGINE_DEBUG'?" in text
+    assert "SOMETHING_ELSE" not in text
+    text = _run("doctor", status=1, ENGINE_PIPELINE_SECRET="tooshort").stdout
+    assert "at least 16 characters" in text and "tooshort" not in text
+
+
 def test_doctor_reports_what_is_there():
     text = _run("doctor").stdout
     for word in ("engine", "python", "packages", "cache", "driver", "nvrtc", "kernel"):

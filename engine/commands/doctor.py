@@ -22,7 +22,7 @@ from engine.commands._quantization import add_quantization_argument, planned_qua
 from engine.commands._speculation import add_speculation_argument, speculation_option
 from engine.commands.kernels import checked_arch, op_names, op_specs
 from engine.config import ModelConfig
-from engine.errors import CompileError, ConfigError
+from engine.errors import CompileError, ConfigError, did_you_mean
 from engine.kernels import _module, _nvrtc
 from engine.kernels._cpu import compiled
 from engine.loading.download import local_path
@@ -216,15 +216,23 @@ def _products() -> str:
 
 
 def _settings() -> str:
-    found = [f"{v.name}={os.environ[v.name]}" for v in env.VARIABLES if v.name in os.environ]
     (
         env.kernel_tier(),
         env.compile_workers(),
         env.num_threads(),
         env.debug(),
         env.offline(),
+        env.vllm_layers(),
     )  # raise if invalid
-    return " ".join(found) or "all at their defaults"
+    known = [variable.name for variable in env.VARIABLES]
+    texts = {name: f"{name}={os.environ[name]}" for name in known if name in os.environ}
+    if "ENGINE_PIPELINE_SECRET" in texts:
+        env.pipeline_secret()
+        texts["ENGINE_PIPELINE_SECRET"] = "ENGINE_PIPELINE_SECRET=(hidden)"
+    for name in sorted(set(os.environ) - set(known)):
+        if name.startswith("ENGINE_") and (hint := did_you_mean(name, known)):
+            texts[name] = f"{name} is not read{hint}"
+    return " ".join(texts.values()) or "all at their defaults"
 
 
 def _cache() -> str:
