@@ -152,7 +152,7 @@ def test_errors_name_the_field_of_the_line():
         (
             _line("x").replace(b"POST", b"GET"),
             "x",
-            "line 2: method must be one of 'POST'; got 'GET'",
+            "line 2: method must be 'POST'; got 'GET'",
         ),
         (_line("x").replace(b"method", b"methode"), "x", "'methode'; did you mean 'method'?"),
         (b" " * MAX_LINE + b"{}", None, f"must have at most {MAX_LINE} bytes"),

@@ -163,13 +163,13 @@ def test_what_asks_for_nothing_is_taken():
         ({"text": {"verbosity": "low"}}, "text.verbosity"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type must be one of text, json_obj"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "missing required .*schema"),
-        ({"tools": [{"type": "web_search"}]}, r"tools\[0\].type must be one of function; got 'we"),
+        ({"tools": [{"type": "web_search"}]}, r"tools\[0\].type must be function; got 'we"),
         ({"tools": [{"type": "function"}]}, r"tools\[0\] \(function\) must be valid: .*name"),
         ({"tools": [TOOL], "tool_choice": {"type": "mcp"}}, "tool_choice must be"),
         ({"tool_choice": "required"}, "tool_choice needs tools"),
         (
             {"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "tools": [{"type": "x"}]}},
-            r"tool_choice.tools\[0\].type must be one of function",
+            r"tool_choice.tools\[0\].type must be function",
         ),
         (
             {"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "mode": "x", "tools": []}},
@@ -183,7 +183,7 @@ def test_what_asks_for_nothing_is_taken():
         ({"input": [{"role": "user", "content": "", "contnt": "x"}]}, "mean 'content'"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
-            r"input\[0\].content\[0\].type must be one of input_text; got 'input_image'; this "
+            r"input\[0\].content\[0\].type must be input_text; got 'input_image'; this "
             "engine serves the text of a model, without image input",
         ),
     ],

@@ -86,8 +86,11 @@ def wrong_choice(reason: str, kind: Any, path: str) -> str:
     --------
     >>> wrong_choice("Invalid enum value 'c'", list[Literal["a", "b"]], "[0]")
     "must be one of 'a', 'b'; got 'c'"
+    >>> wrong_choice("Invalid enum value 'c'", Literal["a"], "")
+    "must be 'a'; got 'c'"
     """
     if (given := _CHOICE.match(reason)) is None:
         return ""
-    choices = [choice for hint in hints_at(kind, path) for choice in _literals_in(hint)]
-    return f"must be one of {', '.join(map(repr, choices))}; got {given[1][:80]}"
+    choices = [repr(choice) for hint in hints_at(kind, path) for choice in _literals_in(hint)]
+    one_of = "one of " if len(choices) > 1 else ""
+    return f"must be {one_of}{', '.join(choices)}; got {given[1][:80]}"

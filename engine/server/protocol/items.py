@@ -56,9 +56,8 @@ def typed_item(
         raise RequestError(f"{where} must be an object; got {shown(item)}")
     kind = default if item.get("type") is None else item["type"]
     if not isinstance(kind, str) or kind not in kinds:
-        raise RequestError(
-            f"{where}.type must be one of {', '.join(kinds)}; got {shown(kind)}{media_hint(kind)}"
-        )
+        wanted = f"{'one of ' if len(kinds) > 1 else ''}{', '.join(kinds)}"
+        raise RequestError(f"{where}.type must be {wanted}; got {shown(kind)}{media_hint(kind)}")
     struct = kinds[kind]
     fields = {name: value for name, value in item.items() if value is not None and name != "type"}
     known = struct.__struct_encode_fields__
