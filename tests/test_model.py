@@ -147,14 +147,6 @@ def test_a_decoder_without_its_weights():
         Decoder(CONFIG, weights, 16)
 
 
-def test_weights_as_a_table_of_addresses():
-    decoder = _load().decoder
-    names, addresses = decoder.pointer_table()
-    assert addresses.shape == (2, len(names)) and addresses.dtype == np.uint64
-    weight = decoder.weights["layers.1.qkv"]
-    assert addresses[1, names.index("qkv")] == weight.data.ctypes.data
-
-
 def test_weight_bytes_count_tied_embeddings_once():
     tied = _load(config=replace(CONFIG, tie_word_embeddings=True))
     assert _load().weight_bytes - tied.weight_bytes == 96 * 32 * 4

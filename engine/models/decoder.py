@@ -582,27 +582,6 @@ class Decoder:
             return np.zeros((0, 0), np.int64)
         return to_numpy(self.xp.stack(loads))
 
-    def pointer_table(self) -> tuple[tuple[str, ...], np.ndarray[Any, np.dtype[np.uint64]]]:
-        """Return the addresses of every layer's weights, for kernels that iterate over the layers.
-
-        Returns
-        -------
-        names : tuple of str
-            Columns: names of a layer's weights without "layers.<i>."; "qkv.scales" for scales.
-        addresses : (num_layers, len(names)) array of uint64
-            On the host; 0 for a weight that the layer lacks. SAFETY: valid while the decoder lives.
-        """
-        table: dict[str, dict[int, int]] = {}
-        for name, weight in self.weights.items():
-            if name.startswith("layers."):
-                _, index, kind = name.split(".")
-                for part, array in weight.arrays():
-                    column = kind if part == "data" else f"{kind}.{part}"
-                    table.setdefault(column, {})[int(index)] = address(array)
-        layers = range(self.config.num_layers)
-        rows = [[column.get(index, 0) for column in table.values()] for index in layers]
-        return tuple(table), np.array(rows, np.uint64)
-
     def _mark_summed_outputs(self) -> None:
         """Leave sums over the ranks or over a token's experts to the next layer's norm.
 

@@ -42,9 +42,6 @@ _NUM_COMPILERS = 2  # threads; compiling a grammar releases the GIL
 _PREPARING_SECONDS = 0.002  # seconds; polling interval of an idle engine for compiled grammars
 _ABORTED = "the request was aborted before its grammar was compiled"
 _TOO_SLOW = "the API process did not read the engine's messages in time"
-_TOO_LARGE = (
-    f"an answer must have at most {MAX_MESSAGE_BYTES} bytes between the processes; got {{}}"
-)
 _log = logging.getLogger("engine.server")
 
 

@@ -39,15 +39,6 @@ def test_layers_have_experts_or_an_mlp():
     assert (experts.params.score, experts.params.scale) == ("sigmoid", 2.5)
 
 
-def test_the_table_of_addresses_has_columns_for_both():
-    decoder = engine.load(config=MIXED, load_format="dummy", device="cpu").decoder
-    names, addresses = decoder.pointer_table()
-    for kind, absent in (("gate_up", [1, 2, 4, 5]), ("experts_gate_up", [0, 3])):
-        column = addresses[:, names.index(kind)]
-        assert np.flatnonzero(column == 0).tolist() == absent
-    assert addresses[2, names.index("qkv")] == decoder.weights["layers.2.qkv"].data.ctypes.data
-
-
 @pytest.mark.parametrize(
     ("family", "passed"),
     [
