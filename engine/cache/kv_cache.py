@@ -17,6 +17,7 @@ from engine.checks import is_integer, shown
 from engine.config import ModelConfig
 from engine.device import CPU, Device
 from engine.errors import ConfigError, ContractError
+from engine.kernels._attention import BLOCK_SIZES
 
 __all__ = [
     "BLOCK_SIZES",
@@ -27,7 +28,6 @@ __all__ = [
     "quantized_kv_dtype",
 ]
 
-BLOCK_SIZES = (16, 32, 64, 128)
 """Allowed numbers of tokens per block."""
 
 KV_CACHE_DTYPES = ("auto", *dtypes.KV_CODE_DTYPES)

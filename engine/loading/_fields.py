@@ -8,7 +8,13 @@ from typing import Any, TypeVar
 from engine.checks import shown, warn_once
 from engine.errors import ConfigError
 
-__all__ = ["REQUIRED", "Fields"]
+__all__ = ["MAX_HEADS", "MAX_LAYERS", "MAX_VOCAB", "MAX_WIDTH", "REQUIRED", "Fields"]
+
+# Largest sizes of a model that files may give.
+MAX_LAYERS = 1024
+MAX_HEADS = 4096
+MAX_WIDTH = 1 << 20
+MAX_VOCAB = 1 << 24
 
 _T = TypeVar("_T")
 

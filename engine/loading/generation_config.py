@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ConfigError, RequestError
-from engine.loading._fields import Fields
+from engine.loading._fields import MAX_VOCAB, Fields
 from engine.loading.gguf import GgufFile
 from engine.loading.rope_config import MAX_POSITIONS
 from engine.model_files import is_present, read_json
@@ -19,7 +19,6 @@ from engine.sampling_params import SamplingDefaults, SamplingParams
 
 __all__ = ["generation_config", "sampling_defaults", "with_recommended"]
 
-_MAX_VOCAB = 1 << 24
 
 # Model name -> what its publisher's generation_config.json or model card recommends. A .gguf file
 # seldom carries it.
@@ -113,11 +112,11 @@ def generation_config(path: str | PathLike[str]) -> dict[str, Any]:
         return {}
     stated = {
         "temperature": fields.real("temperature", 0.0, 100.0, None),
-        "top_k": fields.integer("top_k", -1, _MAX_VOCAB, None),  # -1 and 0: the whole vocabulary
+        "top_k": fields.integer("top_k", -1, MAX_VOCAB, None),  # -1 and 0: the whole vocabulary
         "top_p": fields.real("top_p", 0.0, 1.0, None),
         "min_p": fields.real("min_p", 0.0, 1.0, None),
         "repetition_penalty": fields.real("repetition_penalty", 1e-6, 100.0, None),
-        "eos_token_id": list(fields.token_ids("eos_token_id", _MAX_VOCAB)) or None,
+        "eos_token_id": list(fields.token_ids("eos_token_id", MAX_VOCAB)) or None,
         "max_new_tokens": fields.integer("max_new_tokens", 1, 1 << 62, None),
         "do_sample": fields.flag("do_sample", False) if fields.has("do_sample") else None,
     }

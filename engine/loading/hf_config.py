@@ -21,8 +21,9 @@ from engine.checks import shown, warn_once
 from engine.config import MlaConfig, ModelConfig, MoeConfig, RopeConfig
 from engine.dtypes import FLOAT_NAMES
 from engine.errors import ConfigError, WeightsError
+from engine.kernels._attention import MAX_HEAD_DIM
 from engine.layers.rotary import attention_factor
-from engine.loading._fields import REQUIRED, Fields
+from engine.loading._fields import MAX_HEADS, MAX_LAYERS, MAX_VOCAB, MAX_WIDTH, REQUIRED, Fields
 from engine.loading.classifier import is_classifier
 from engine.loading.config_keys import refuse_unread
 from engine.loading.generation_config import generation_config
@@ -47,11 +48,6 @@ from engine.models.registry import family, type_of
 
 __all__ = ["build_config", "config_from_dict", "load_hf_config"]
 
-_MAX_LAYERS = 1024
-_MAX_HEADS = 4096
-_MAX_HEAD_DIM = 512  # features of a head that `kernels.attention_prefill` supports
-_MAX_WIDTH = 1 << 20
-_MAX_VOCAB = 1 << 24
 _MAX_CHUNKS = 4096
 
 # For these keys null means "use the family's default". For all others it means "none":
@@ -217,7 +213,7 @@ def build_config(
     mla = mla_config(fields, kind)
     sizes = _sizes(fields, kind, 0 if mla is None else mla.nope_dim + mla.rope_dim)
     if kind.moe is not None and is_dense(fields, kind.moe):
-        sizes["intermediate_size"] = fields.integer(kind.moe.dense_width, 1, _MAX_WIDTH)
+        sizes["intermediate_size"] = fields.integer(kind.moe.dense_width, 1, MAX_WIDTH)
     if kind.adjusts_width:
         sizes["intermediate_size"] = _adjusted_width(fields, sizes["intermediate_size"])
     positions = fields.integer("max_position_embeddings", 1, MAX_POSITIONS)
@@ -326,27 +322,27 @@ def _sizes(fields: Fields, kind: Family, latent_head_dim: int) -> dict[str, Any]
 
     `latent_head_dim`: D of a model with latent attention, which has keys of its own for it; else 0.
     """
-    hidden = fields.integer("hidden_size", 1, _MAX_WIDTH)
+    hidden = fields.integer("hidden_size", 1, MAX_WIDTH)
     width = kind.mlp_width if fields.has(kind.mlp_width) else "intermediate_size"
-    heads = fields.integer("num_attention_heads", 1, _MAX_HEADS)
+    heads = fields.integer("num_attention_heads", 1, MAX_HEADS)
     kv_heads = _num_kv_heads(fields, kind, heads)
     if heads % kv_heads:
         raise fields.error("num_key_value_heads", f"a divisor of the {heads} query heads")
     if not latent_head_dim and not fields.has("head_dim") and hidden % heads:
         raise fields.error("hidden_size", f"a multiple of the {heads} heads, or head_dim given")
-    head_dim = latent_head_dim or fields.integer("head_dim", 2, _MAX_HEAD_DIM, hidden // heads)
-    if not 2 <= head_dim <= _MAX_HEAD_DIM or head_dim % 2:
-        raise fields.error("head_dim", f"even and from 2 to {_MAX_HEAD_DIM} (it is {head_dim})")
-    num_layers = fields.integer("num_hidden_layers", 1, _MAX_LAYERS)
+    head_dim = latent_head_dim or fields.integer("head_dim", 2, MAX_HEAD_DIM, hidden // heads)
+    if not 2 <= head_dim <= MAX_HEAD_DIM or head_dim % 2:
+        raise fields.error("head_dim", f"even and from 2 to {MAX_HEAD_DIM} (it is {head_dim})")
+    num_layers = fields.integer("num_hidden_layers", 1, MAX_LAYERS)
     return {
-        "vocab_size": fields.integer("vocab_size", 1, _MAX_VOCAB),
+        "vocab_size": fields.integer("vocab_size", 1, MAX_VOCAB),
         "hidden_size": hidden,
         "num_layers": num_layers,
         "num_heads": heads,
         "num_kv_heads": kv_heads,
         "head_dim": head_dim,
         "intermediate_size": max(
-            fields.per_layer(width, num_layers, 1, _MAX_WIDTH, kind.mlp_ratio * hidden or REQUIRED)
+            fields.per_layer(width, num_layers, 1, MAX_WIDTH, kind.mlp_ratio * hidden or REQUIRED)
         ),
     }
 
@@ -355,7 +351,7 @@ def _num_kv_heads(fields: Fields, kind: Family, heads: int) -> int:
     """Return the number of key/value heads: a flag decides it in Falcon's old layers."""
     if kind.multi_query and not fields.flag(_NEW_FALCON, False):
         return 1 if fields.flag("multi_query", True) else heads
-    num_kv_heads: int = fields.integer("num_key_value_heads", 1, _MAX_HEADS, heads)
+    num_kv_heads: int = fields.integer("num_key_value_heads", 1, MAX_HEADS, heads)
     return num_kv_heads
 
 
@@ -378,7 +374,7 @@ def _adjusted_width(fields: Fields, width: int) -> int:
     if not fields.flag("block_auto_adjust_ff_dim", True):
         return width
     factor = fields.real("block_ffn_dim_multiplier", 1e-3, 1e3, 1.0)
-    multiple = fields.integer("block_multiple_of", 1, _MAX_WIDTH)
+    multiple = fields.integer("block_multiple_of", 1, MAX_WIDTH)
     return -(-int(factor * int(2 * width / 3)) // multiple) * multiple
 
 
@@ -438,7 +434,7 @@ def _v_head_dim(fields: Fields, kind: Family) -> int:
     """Return the features of a head's values; 0 if they are as many as those of its key."""
     if kind.mla or "v_head_dim" not in kind.defaults:
         return 0
-    head_dim = fields.integer("head_dim", 2, _MAX_HEAD_DIM)
+    head_dim = fields.integer("head_dim", 2, MAX_HEAD_DIM)
     v_head_dim: int = fields.integer("v_head_dim", 1, head_dim)
     return 0 if v_head_dim == head_dim else v_head_dim
 
@@ -465,8 +461,8 @@ def _scales(fields: Fields, kind: Family, hidden_size: int) -> dict[str, Any]:
     if kind.depth_scales:
         scales |= _depth_scales(fields, hidden_size)
     if kind.weight_multipliers:
-        heads = fields.integer("num_attention_heads", 1, _MAX_HEADS)
-        head_dim = fields.integer("head_dim", 2, _MAX_HEAD_DIM, hidden_size // heads)
+        heads = fields.integer("num_attention_heads", 1, MAX_HEADS)
+        head_dim = fields.integer("head_dim", 2, MAX_HEAD_DIM, hidden_size // heads)
         scales |= weight_factors(fields, head_dim)
     if kind.logit_scale:
         scales["logits_scale"] = fields.real(kind.logit_scale, 1e-6, 1e6, 1.0)
@@ -499,7 +495,7 @@ def _multipliers(fields: Fields) -> dict[str, float]:
 def _depth_scales(fields: Fields, hidden_size: int) -> dict[str, float]:
     """Return MiniCPM's factors; a key that is null is none."""
     depth = fields.real("scale_depth", 1e-6, 1e6, 0.0)
-    num_layers = fields.integer("num_hidden_layers", 1, _MAX_LAYERS)
+    num_layers = fields.integer("num_hidden_layers", 1, MAX_LAYERS)
     return {
         "embed_scale": fields.real("scale_emb", 1e-6, 1e6, 1.0),
         "branch_scale": depth / math.sqrt(num_layers) if depth else 1.0,
@@ -556,7 +552,7 @@ def _rope_layers(fields: Fields, kind: Family, num_layers: int) -> tuple[bool, .
     if kind.rope_layers != "no_rope_layers":
         return (True,) * num_layers
     if fields.raw("no_rope_layers") in (None, []):
-        interval = fields.integer("no_rope_layer_interval", 1, _MAX_LAYERS)
+        interval = fields.integer("no_rope_layer_interval", 1, MAX_LAYERS)
         return tuple((layer + 1) % interval != 0 for layer in range(num_layers))
     given = fields.raw("no_rope_layers")
     if (
@@ -654,17 +650,17 @@ def _sliding_layers(
     if kind.windows == "attention_types":
         return _local_layers(fields, num_layers)
     if kind.windows in ("max_window_layers", "last_layers"):
-        first = fields.integer("max_window_layers", 0, _MAX_LAYERS)
+        first = fields.integer("max_window_layers", 0, MAX_LAYERS)
         return [bool(window) and layer >= first for layer in range(num_layers)]
     if kind.windows == "layers_without_rope":
         return [bool(window) and not has_rope for has_rope in rope_layers]
     if kind.windows == "even_layers":
-        end = fields.integer("max_window_layers", 0, _MAX_LAYERS)
+        end = fields.integer("max_window_layers", 0, MAX_LAYERS)
         return [bool(window) and layer % 2 == 0 and layer < end for layer in range(num_layers)]
     if kind.rope_layers == "windows_if_set" and not window:
         return [False] * num_layers
     if kind.windows == "pattern_after_dense":
-        first = min(fields.integer("first_k_dense_replace", 0, _MAX_LAYERS), num_layers)
+        first = min(fields.integer("first_k_dense_replace", 0, MAX_LAYERS), num_layers)
         dense = [bool((layer + 1) % _dense_pattern(fields)) for layer in range(first)]
         return dense + _pattern(fields, num_layers - first)
     is_sliding = _pattern(fields, num_layers)
@@ -709,7 +705,7 @@ def _pattern(fields: Fields, num_layers: int) -> list[bool]:
         if not pattern or not set(pattern) <= set("LG"):
             raise fields.error(key, "a whole number, or a string of L (window) and G (full)")
         return [pattern[layer % len(pattern)] == "L" for layer in range(num_layers)]
-    every = fields.integer(key, 1, _MAX_LAYERS)
+    every = fields.integer(key, 1, MAX_LAYERS)
     return [bool((layer + 1) % every) for layer in range(num_layers)]
 
 
@@ -733,7 +729,7 @@ def _layer_chunks(
 
 def _dense_pattern(fields: Fields) -> int:
     """Return n: of the dense layers in front, every n-th has full attention."""
-    pattern: int = fields.integer("prefix_dense_sliding_window_pattern", 1, _MAX_LAYERS)
+    pattern: int = fields.integer("prefix_dense_sliding_window_pattern", 1, MAX_LAYERS)
     return pattern
 
 

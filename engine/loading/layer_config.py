@@ -6,16 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from engine.config import AltUpConfig, LayerSizes, PerLayerInputConfig
-from engine.loading._fields import Fields
+from engine.kernels._attention import MAX_HEAD_DIM
+from engine.loading._fields import MAX_HEADS, MAX_LAYERS, MAX_VOCAB, MAX_WIDTH, Fields
 from engine.models.family import Family
 
 __all__ = ["full_head_dim", "layer_fields"]
 
-_MAX_LAYERS = 1024
-_MAX_HEADS = 4096
-_MAX_HEAD_DIM = 512  # features of a head that `kernels.attention_prefill` supports
-_MAX_WIDTH = 1 << 20
-_MAX_VOCAB = 1 << 24
 _MAX_STREAMS = 4
 _FOR_FULL_LAYERS = ("global_head_dim", "num_global_key_value_heads")
 
@@ -61,13 +57,13 @@ def full_head_dim(fields: Fields, kind: Family, head_dim: int) -> int:
     if not _has_wide_heads(kind):
         return head_dim
     if not fields.has("per_layer_config"):
-        wide: int = fields.integer("global_head_dim", 2, _MAX_HEAD_DIM, head_dim)
+        wide: int = fields.integer("global_head_dim", 2, MAX_HEAD_DIM, head_dim)
         if wide % 2:
             raise fields.error("global_head_dim", "even")
         return wide
     entries = _own_configs(fields).values()
     return max(
-        (one.integer("head_dim", 2, _MAX_HEAD_DIM, head_dim) for one in entries), default=head_dim
+        (one.integer("head_dim", 2, MAX_HEAD_DIM, head_dim) for one in entries), default=head_dim
     )
 
 
@@ -80,7 +76,7 @@ def _own_configs(fields: Fields) -> dict[int, Fields]:
     if not fields.has(key):
         return {}
     listed = fields.child(key)
-    num_layers = fields.integer("num_hidden_layers", 1, _MAX_LAYERS)
+    num_layers = fields.integer("num_hidden_layers", 1, MAX_LAYERS)
     numbers = {str(layer): layer for layer in range(num_layers)}
     found = {}
     for name in listed.unread():
@@ -134,7 +130,7 @@ def _layer_sizes(
         has_no_values = fields.flag("attention_k_eq_v", False)
     layers = []
     own = _own_configs(fields) if _has_wide_heads(kind) else {}
-    widths = fields.per_layer("intermediate_size", len(is_sliding), 1, _MAX_WIDTH)
+    widths = fields.per_layer("intermediate_size", len(is_sliding), 1, MAX_WIDTH)
     for layer, (slides, width) in enumerate(zip(is_sliding, widths, strict=True)):
         heads = sizes["num_kv_heads"]
         head_dim = sizes["head_dim"]
@@ -189,8 +185,8 @@ def _heads_of(
         if fields.flag("attention_k_eq_v", False):
             heads_key = "num_global_key_value_heads"
     given = fields if own is None else own
-    heads = given.integer(heads_key, 1, _MAX_HEADS, sizes["num_kv_heads"])
-    head_dim = given.integer(dim_key, 2, _MAX_HEAD_DIM, sizes["head_dim"])
+    heads = given.integer(heads_key, 1, MAX_HEADS, sizes["num_kv_heads"])
+    head_dim = given.integer(dim_key, 2, MAX_HEAD_DIM, sizes["head_dim"])
     if own is not None and (unread := own.unread()):
         raise own.error(unread[0], f"absent: a layer has {heads_key} and {dim_key} of its own")
     if sizes["num_heads"] % heads:
@@ -201,13 +197,13 @@ def _heads_of(
 
 
 def _per_layer_input(fields: Fields) -> PerLayerInputConfig | None:
-    size = fields.integer("hidden_size_per_layer_input", 0, _MAX_WIDTH)
+    size = fields.integer("hidden_size_per_layer_input", 0, MAX_WIDTH)
     if not size:
         return None
     key = "hidden_activation"
     if fields.text(key, "") == "relu2":  # no kernel takes the gate and its factor apart
         raise fields.error(key, "silu or gelu in a model with per-layer inputs")
-    return PerLayerInputConfig(size, fields.integer("vocab_size_per_layer_input", 1, _MAX_VOCAB))
+    return PerLayerInputConfig(size, fields.integer("vocab_size_per_layer_input", 1, MAX_VOCAB))
 
 
 def _altup(fields: Fields, num_layers: int) -> dict[str, Any]:
@@ -215,7 +211,7 @@ def _altup(fields: Fields, num_layers: int) -> dict[str, Any]:
     count = fields.integer("altup_num_inputs", 2, _MAX_STREAMS)
     fields.integer("altup_active_idx", 0, 0, 0)  # all models have the first stream
     scales = fields.flag("altup_correct_scale", True)
-    altup = AltUpConfig(count, scales, fields.integer("laurel_rank", 1, _MAX_WIDTH))
+    altup = AltUpConfig(count, scales, fields.integer("laurel_rank", 1, MAX_WIDTH))
     key = "activation_sparsity_pattern"
     sparse = 10 if num_layers > 10 else 0
     sparsity = (0.95,) * sparse + (0.0,) * (num_layers - sparse)

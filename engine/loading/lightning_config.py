@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 
 from engine.config import LightningConfig
-from engine.loading._fields import Fields
+from engine.loading._fields import MAX_HEADS, Fields
 
 __all__ = ["lightning_config"]
 
-_MAX_HEADS = 4096
 _MAX_HEAD_DIM = 256  # columns that `kernels.mamba2` supports
 
 
@@ -21,7 +20,7 @@ def lightning_config(fields: Fields, num_layers: int) -> LightningConfig:
     ConfigError
         If a number is out of range.
     """
-    heads = fields.integer("num_attention_heads", 1, _MAX_HEADS)
+    heads = fields.integer("num_attention_heads", 1, MAX_HEADS)
     hidden = fields.integer("hidden_size", 1, 1 << 20)
     head_dim = fields.integer("head_dim", 2, _MAX_HEAD_DIM, hidden // heads)
     groups = fields.integer("group_norm_size", 1, heads)

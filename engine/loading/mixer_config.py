@@ -10,14 +10,12 @@ from typing import Any
 from engine.checks import shown
 from engine.config import GatedDeltaConfig, Mamba2Config, ShortConvConfig
 from engine.errors import ConfigError
-from engine.loading._fields import Fields
+from engine.loading._fields import MAX_HEADS, MAX_LAYERS, Fields
 from engine.loading.lightning_config import lightning_config
 from engine.models.mixer_family import FULL_ATTENTION, MixerFamily
 
 __all__ = ["mixer_config", "with_layer_types"]
 
-_MAX_LAYERS = 1024
-_MAX_HEADS = 4096
 _MAX_HEAD_DIM = 1024
 _MAX_DELTA_DIM = 256  # features of a head that `kernels.gated_delta` supports
 _MAX_STATE = 256  # columns that `kernels.mamba2` supports
@@ -98,7 +96,7 @@ def _with_listed_layers(values: Mapping[str, Any], key: str, where: str) -> Mapp
     count = values.get("num_hidden_layers")
     if values.get("layer_types") is not None:
         return {**values, **sizes}
-    if not isinstance(count, int) or not 0 < count <= _MAX_LAYERS:  # refused later, with the others
+    if not isinstance(count, int) or not 0 < count <= MAX_LAYERS:  # refused later, with the others
         return {**values, **sizes}
     is_full = [layer > 0 and layer % 4 == 0 for layer in range(count)]
     full = listed.get("full_attn_layers")
@@ -170,7 +168,7 @@ def _short_conv(fields: Fields) -> ShortConvConfig:
 
 def _mamba2(fields: Fields, kind: MixerFamily) -> Mamba2Config:
     _check_activation(fields, kind, "Mamba-2")
-    heads = fields.integer("mamba_n_heads", 1, _MAX_HEADS)
+    heads = fields.integer("mamba_n_heads", 1, MAX_HEADS)
     groups = fields.integer("mamba_n_groups", 1, heads)
     if heads % groups:
         raise fields.error("mamba_n_groups", f"a divisor of the {heads} heads")
@@ -230,8 +228,8 @@ def _kimi_delta(fields: Fields, kind: MixerFamily) -> GatedDeltaConfig:
     _check_activation(fields, kind, "Kimi delta attention")
     if not fields.flag("no_kda_lora", True):
         raise fields.error("no_kda_lora", "true")
-    heads = fields.integer("num_attention_heads", 1, _MAX_HEADS)
-    heads = fields.integer("linear_num_heads", 1, _MAX_HEADS, heads)
+    heads = fields.integer("num_attention_heads", 1, MAX_HEADS)
+    heads = fields.integer("linear_num_heads", 1, MAX_HEADS, heads)
     width = fields.integer("head_dim", 1, _MAX_DELTA_DIM, 128)
     width = fields.integer("linear_head_dim", 1, _MAX_DELTA_DIM, width)
     is_bounded = fields.flag("kda_safe_gate", False)
@@ -250,9 +248,9 @@ def _kimi_delta(fields: Fields, kind: MixerFamily) -> GatedDeltaConfig:
 
 def _gated_delta(fields: Fields, kind: MixerFamily) -> GatedDeltaConfig:
     _check_activation(fields, kind, "gated delta nets")
-    heads = fields.integer("num_attention_heads", 1, _MAX_HEADS)
-    key_heads = fields.integer("linear_num_key_heads", 1, _MAX_HEADS, heads)
-    value_heads = fields.integer("linear_num_value_heads", 1, _MAX_HEADS, heads)
+    heads = fields.integer("num_attention_heads", 1, MAX_HEADS)
+    key_heads = fields.integer("linear_num_key_heads", 1, MAX_HEADS, heads)
+    value_heads = fields.integer("linear_num_value_heads", 1, MAX_HEADS, heads)
     if value_heads % key_heads:
         raise fields.error("linear_num_value_heads", f"a multiple of the {key_heads} key heads")
     hidden = fields.integer("hidden_size", 1, 1 << 20)

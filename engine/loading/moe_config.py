@@ -7,12 +7,11 @@ from dataclasses import replace
 
 from engine.config import MoeConfig
 from engine.kernels.moe_route import MAX_CHOICES, MAX_EXPERTS, MAX_MIXED, MAX_TOP_K
-from engine.loading._fields import Fields
+from engine.loading._fields import MAX_WIDTH, Fields
 from engine.models.moe_family import MoeFamily
 
 __all__ = ["is_dense", "moe_config"]
 
-_MAX_WIDTH = 1 << 20
 _MAX_TENSORS = 1 << 16  # maximum number of experts, summed over layers
 _MAX_SHARED = 64
 _COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -44,7 +43,7 @@ def moe_config(fields: Fields, kind: MoeFamily | None, num_layers: int) -> MoeCo
         return fields.flag(value, False) if isinstance(value, str) else value
 
     score, renormalize = _score(fields, kind, declared(kind.renormalize))
-    width = fields.integer(kind.width, 1, _MAX_WIDTH)
+    width = fields.integer(kind.width, 1, MAX_WIDTH)
     shared_size = _shared_size(fields, kind, width)
     scale, shared_scale = _scales(fields, kind, shared_size)
     num_groups, top_groups = _groups(fields, kind, num_experts)
@@ -132,7 +131,7 @@ def _jitter(fields: Fields, score: str, num_experts: int, top_ks: Sequence[int])
 
 def _latent_size(fields: Fields, kind: MoeFamily) -> int:
     """Return the features of the experts' input; 0 if they are the token's."""
-    return fields.integer(kind.latent_width, 1, _MAX_WIDTH, 0) if kind.latent_width else 0
+    return fields.integer(kind.latent_width, 1, MAX_WIDTH, 0) if kind.latent_width else 0
 
 
 def _num_identity(fields: Fields, kind: MoeFamily, num_experts: int) -> int:
@@ -166,7 +165,7 @@ def _shared_size(fields: Fields, kind: MoeFamily, width: int) -> int:
     if kind.shared_count:
         return width * fields.integer(kind.shared_count, 0, _MAX_SHARED, 0)
     least = int(kind.shared_gate)  # a gate needs an expert
-    return fields.integer(kind.shared_width, least, _MAX_WIDTH) if kind.shared_width else 0
+    return fields.integer(kind.shared_width, least, MAX_WIDTH) if kind.shared_width else 0
 
 
 def _sparse_layers(fields: Fields, kind: MoeFamily, num_layers: int) -> tuple[bool, ...]:
