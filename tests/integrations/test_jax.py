@@ -639,6 +639,32 @@ def test_shard_map_sums_the_gradient_of_a_shared_weight(check_vma):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_arrays_divided_along_an_explicit_mesh_axis(case):
+    """`jax.make_mesh` makes such axes; a gradient is divided as its argument is."""
+    op = CASES[case][0]
+    mesh = jax.make_mesh((2,), ("i",), axis_types=(jax.sharding.AxisType.Explicit,))
+    whole = arguments(case, "float32")
+    axes = [next((i for i, size in enumerate(a.shape) if size % 2 == 0), None) for a in whole]
+    specs = [
+        jax.sharding.PartitionSpec(*("i" if i == axis else None for i in range(a.ndim)))
+        for a, axis in zip(whole, axes, strict=True)
+    ]
+    arrays = [
+        jax.device_put(a, jax.NamedSharding(mesh, spec))
+        for a, spec in zip(whole, specs, strict=True)
+    ]
+    gradient = jax.grad(
+        lambda *a: sum(jnp.sum(y**2) for y in jax.tree.leaves(op(*a))), tuple(range(len(whole)))
+    )
+    with jax.set_mesh(mesh):
+        assert_close(jax.jit(op)(*arrays), op(*whole), "float32")
+        found = jax.jit(gradient)(*arrays)
+    for a, b, spec in zip(found, gradient(*whole), specs, strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+        assert a.sharding.spec == spec
+
+
 def test_kernels_take_arrays_outside_jit():
     x = random(0, 4, 8)
     found = jnp.from_dlpack(kernels.silu(x))

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from engine.errors import DTypeError
 from engine.kernels._contract import INT32, Contract
@@ -46,7 +47,7 @@ class TraceContract(Contract):
 
     def _as_array(self, name: str, value: Any) -> Any:
         self._check_array(name, value)
-        return jnp.asarray(value)
+        return _gathered(jnp.asarray(value))
 
     def _check_array(self, name: str, value: Any) -> None:
         if not isinstance(value, jax.Array | np.ndarray | np.generic):
@@ -54,3 +55,15 @@ class TraceContract(Contract):
 
     def _check_module(self, name: str, array: Any) -> None:
         """JAX places the arrays of a call on one device itself."""
+
+
+def _gathered(array: Any) -> Any:
+    """Return an array whole on each device, if its type divides it among explicit mesh axes.
+
+    XLA gathers arrays of other meshes itself, since it cannot partition the operations.
+    """
+    sharding = jax.typeof(array).sharding
+    if all(axis is None for axis in sharding.spec):
+        return array
+    whole = PartitionSpec(*(None for _ in sharding.spec))
+    return jax.sharding.reshard(array, jax.NamedSharding(sharding.mesh, whole))
