@@ -395,6 +395,34 @@ def test_autocast(where):
     assert torch.equal(out, ops.attention(x, x, x, causal=True))
 
 
+def test_autocast_leaves_float64():
+    """torch's autocast casts no float64: it would lose digits that the caller asked for."""
+    q = _leaf(1, 9, 2, 64).double()
+    ends = torch.tensor([0, 9], dtype=torch.int32)
+    want = ops.attention(q, q, q)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(ops.attention(q, q, q), want)
+        assert ops.attention_varlen(q[0], q[0], q[0], ends, ends, 9, 9).dtype == torch.float64
+        assert _sdpa(q, q, q).dtype == torch.float64
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (8,), (1, 4)])
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_sinks_of_another_shape_are_named(where, shape, is_transposed):
+    x = torch.ones(2, 4, 4, 8, device=where)
+    x = x.transpose(1, 2) if is_transposed else x
+    with pytest.raises(ShapeError, match=r"sinks: must have shape .*; got ") as error:
+        ops.attention(x, x, x, sinks=torch.zeros(shape, device=where))
+    assert str(error.value).endswith(f"got {shape}")
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (8, 3)])
+def test_too_few_axes_are_named(where, shape):
+    x = torch.ones(shape, device=where).mT if len(shape) == 2 else torch.ones(shape, device=where)
+    with pytest.raises(ShapeError, match=r"q: must have shape \(B, Sq, H, D\); got \("):
+        ops.attention(x, x, x)
+
+
 @pytest.mark.parametrize("heads_first", [False, True])
 def test_opcheck(where, heads_first):
     shapes = [(2, 6, 4, 16), (2, 6, 2, 16), (2, 6, 2, 16)]

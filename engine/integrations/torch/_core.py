@@ -297,12 +297,19 @@ def _no_derivative(name: str) -> Function:
 
 
 def to_autocast_dtype(*tensors: Any) -> tuple[Any, ...]:
-    """Cast floating-point tensors (or None) to autocast's dtype, if autocast is enabled."""
+    """Cast floating-point tensors (or None) to autocast's dtype, if autocast is enabled.
+
+    Tensors of float64 stay, as torch's autocast leaves them.
+    """
     kind = tensors[0].device.type
     if kind == "meta" or not torch.is_autocast_enabled(kind):
         return tensors
     dtype = torch.get_autocast_dtype(kind)
-    return tuple(t.to(dtype) if t is not None and t.is_floating_point() else t for t in tensors)
+    return tuple(t.to(dtype) if _is_cast(t) else t for t in tensors)
+
+
+def _is_cast(tensor: torch.Tensor | None) -> bool:
+    return tensor is not None and tensor.is_floating_point() and tensor.dtype != torch.float64
 
 
 _constants: dict[tuple[int, bytes], Any] = {}

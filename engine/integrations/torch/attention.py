@@ -85,6 +85,10 @@ def attention(
     tensor([[0., 0., 0., 0.],
             [1., 1., 1., 1.]])
     """
+    for name, x, axes in (("q", q, "Sq, H"), ("k", k, "Sk, K"), ("v", v, "Sk, K")):
+        if x.dim() != 4:
+            wanted = f"attention: {name}: must have shape (B, {axes}, D)"
+            raise ShapeError(f"{wanted}; got {tuple(x.shape)}")
     options = (causal, scale, window, softcap, pattern, deterministic)
     out, lse = _dense(q, k, v, sinks, options, heads_first=False)
     return (out, lse) if return_lse else out
@@ -225,7 +229,11 @@ def _dense(
         tensors = tuple(x.transpose(1, 2) for x in tensors)
     sinks = _as_logits(sinks, q)
     if sinks is not None and heads_first:
-        sinks = sinks.repeat(q.shape[0])
+        batch, heads = tensors[0].shape[:2]
+        if sinks.shape != (heads,):
+            wanted = f"attention: sinks: must have shape ({heads},), the heads of q"
+            raise ShapeError(f"{wanted}; got {tuple(sinks.shape)}")
+        sinks = sinks.repeat(batch)
     packed = (None, None, 0, 0)
     out, lse = ATTENTION(*tensors, sinks, *packed, *_checked(options, heads_first))
     if heads_first:
