@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from torch.library import opcheck  # noqa: E402
 
-from engine.errors import WeightsError  # noqa: E402
+from engine.errors import ContractError, WeightsError  # noqa: E402
 from engine.integrations import torch as ops  # noqa: E402
 from engine.integrations.torch.quantized import _layout, _quantized  # noqa: E402
 from engine.weights import FORMATS  # noqa: E402
@@ -179,6 +179,12 @@ def test_wrong_arguments():
         linear.weight[0, 0] = float("nan")
     with pytest.raises(WeightsError, match="finite"):
         ops.QuantizedLinear.from_linear(linear, "int4")
+
+
+def test_a_name_to_skip_that_is_not_in_a_tuple_is_an_error():
+    model = torch.nn.ModuleDict({"head": torch.nn.Linear(64, 8)})
+    with pytest.raises(ContractError, match="skip: must be a tuple of names; got 'lm_head'"):
+        ops.quantize_linears(model, "int8", skip="lm_head")
 
 
 def test_a_layer_in_two_places_stays_one():

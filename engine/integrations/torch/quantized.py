@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from engine import device, kernels
-from engine.errors import ShapeError
+from engine.errors import ContractError, ShapeError
 from engine.integrations.torch._core import define, to_autocast_dtype
 from engine.integrations.torch._transforms import fold_rows
 from engine.layers.linear import PRODUCTS
@@ -259,6 +259,13 @@ def quantize_linears(
     torch.nn.Module
         `module` itself.
 
+    Raises
+    ------
+    ContractError
+        If `skip` is a str: put a single name in a tuple.
+    WeightsError
+        If the format is unknown, or a weight contains a NaN or an infinity.
+
     Examples
     --------
     >>> quantize_linears(torch.nn.Sequential(torch.nn.Linear(64, 8), torch.nn.ReLU()), "fp8")
@@ -267,6 +274,8 @@ def quantize_linears(
       (1): ReLU()
     )
     """
+    if isinstance(skip, str):  # `in` would find parts of the name
+        raise ContractError(f"quantize_linears: skip: must be a tuple of names; got {skip!r}")
     made: dict[torch.nn.Module, QuantizedLinear] = {}  # modules may share a layer
     for name, child in list(module.named_modules(remove_duplicate=False)):
         last = name.rpartition(".")[2]
