@@ -665,6 +665,53 @@ def test_arrays_divided_along_an_explicit_mesh_axis(case):
         assert a.sharding.spec == spec
 
 
+TARGET = np.array([1, 2, -100])
+STRICT_CASES = {
+    **{name: (case[0], case[2:]) for name, case in CASES.items()},
+    "attention_sinks": (
+        lambda q, s: ops.attention(q, q, q, sinks=s, return_lse=True),
+        ((2, 3, 4, 8), (4,)),
+    ),
+    "moe_route": (lambda logits: ops.moe_route(logits, 2)[0], ((3, 8),)),
+    "rmsnorm_residual": (
+        lambda x, w: ops.rmsnorm(x, w, residual=x, x_scale=0.5),
+        ((3, 8), (8,)),
+    ),
+    **{
+        f"cross_entropy_{reduction}": (
+            lambda x, reduction=reduction: ops.cross_entropy(x, TARGET, reduction=reduction),
+            ((3, 8),),
+        )
+        for reduction in ("mean", "sum")
+    },
+    **{
+        f"linear_cross_entropy_{reduction}": (
+            lambda x, w, b, reduction=reduction: ops.linear_cross_entropy(
+                x, w, TARGET, bias=b, reduction=reduction
+            ),
+            ((3, 8), (7, 8), (7,)),
+        )
+        for reduction in ("mean", "none")
+    },
+}
+
+
+@pytest.mark.parametrize("case", STRICT_CASES)
+def test_dtypes_are_not_promoted_implicitly(case):
+    """`jax_numpy_dtype_promotion="strict"` is for debugging: it finds sums of two dtypes."""
+    op, shapes = STRICT_CASES[case]
+    arrays = [random(i, 2, *shape, dtype="bfloat16") for i, shape in enumerate(shapes)]
+
+    def loss(*elements):
+        return sum(leaf.astype("float32").sum() for leaf in jax.tree.leaves(op(*elements)))
+
+    gradient = jax.grad(loss, tuple(range(len(arrays))))
+    with jax.numpy_dtype_promotion("strict"):
+        batch = jax.vmap(gradient)(*arrays)
+        found = gradient(*(a[0] for a in arrays))
+    assert_close([g[0] for g in batch], found, "bfloat16")
+
+
 def test_kernels_take_arrays_outside_jit():
     x = random(0, 4, 8)
     found = jnp.from_dlpack(kernels.silu(x))

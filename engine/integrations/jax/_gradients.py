@@ -65,7 +65,7 @@ def formulas_gradient(
 
 def accumulation_dtype(x: Any) -> Any:
     """Return the dtype in which the kernels and mirrors compute with arrays of x's dtype."""
-    return jnp.promote_types(x.dtype, jnp.float32)
+    return jnp.dtype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32)
 
 
 def product(a: Any, b: Any, dtype: Any) -> Any:

@@ -81,7 +81,7 @@ def _chunked(options: Any, weight: Any, x: Any, target: Any, dloss: Any) -> tupl
 
 def _logits(x: Any, weight: Any, bias: Any) -> Any:
     logits = product(x, weight.T, accumulation_dtype(x))
-    return (logits if bias is None else logits + bias).astype(x.dtype)
+    return (logits if bias is None else logits + bias.astype(logits.dtype)).astype(x.dtype)
 
 
 def _all_losses(options: Any, x: Any, weight: Any, bias: Any, target: Any) -> Any:
@@ -130,7 +130,9 @@ def _sum_residuals(options: Any, x: Any, weight: Any, bias: Any, target: Any) ->
 
 
 def _sum_gradient(options: Any, gradients: Any, dloss: Any) -> Any:
-    scaled = (None if g is None else (g * dloss).astype(g.dtype) for g in gradients)
+    scaled = (
+        None if g is None else (g.astype(dloss.dtype) * dloss).astype(g.dtype) for g in gradients
+    )
     return (*scaled, None)
 
 
