@@ -16,6 +16,11 @@ _SPACES = (
 )
 # ECMA-262's classes, which Rust's library extends to all of Unicode. A "-" behind one is literal.
 _CLASSES = {"d": "0-9", "s": _SPACES, "w": "_A-Za-z0-9"}
+# llguidance allows '"' and "\\" for a class of all control characters, even if it excludes them. So
+# U+0000 is left out of classes that are negated and of ranges that begin with it.
+_NOT = r"[^\x00"
+_PROPERTY = re.compile(r"\{[^{}]*\}|[A-Za-z]")
+_RANGE_OF_NUL = re.compile(r"(?:\\x00|\\u0000|\\u\{0+\}|\x00)-(?!\])")
 _LINE_ENDS = r"\n\r\u{2028}\u{2029}"
 _NOT_LINE_ENDS = f"[^{_LINE_ENDS}]"
 _CHAR = r"(?:\\[^\w\s]|[^\\\[\](){}.*+?^$|])"  # one character
@@ -39,26 +44,33 @@ def translated(schema: Subschema, text: str) -> str:
     while i < len(text):
         char = text[i]
         i += 1
-        if char == "\\":
+        if in_class and (found := _RANGE_OF_NUL.match(text, i - 1)):
+            out.append(r"\x01-")
+            i = found.end()
+        elif char == "\\":
             follows = text[i : i + 1]
             i += 1
             if follows.isascii() and follows.isalpha() and follows not in _LETTERS:
                 raise schema.error(f"pattern {shown(text)}: \\{follows} cannot be enforced")
-            if found := _CLASSES.get(follows.lower()):
+            if members := _CLASSES.get(follows.lower()):
                 if in_class and out[-1] == "-":  # with a class beside it, no range
                     out[-1] = r"\-"
                 is_negated = follows.isupper()
-                out.append(found if in_class and not is_negated else f"[{'^' * is_negated}{found}]")
+                is_whole = is_negated or not in_class
+                out.append(f"[{'^' * is_negated}{members}]" if is_whole else members)
+            elif follows == "P" and (name := _PROPERTY.match(text, i)):
+                out.append(rf"{_NOT}\p{name[0]}]")
+                i = name.end()
             else:
                 out.append(follows if follows in ("<", ">") else char + follows)
         elif in_class:
             in_class = char != "]"
-            is_operator = char in "&~-" and out[-1] == char
+            is_operator = char in "&~-" and out[-1] in (char, "[", _NOT)
             out.append("\\" + char if char == "[" or is_operator else char)
         elif char == "[":
             in_class = True
             if text[i : i + 1] == "^":
-                char += "^"
+                char = _NOT
                 i += 1
             if text[i : i + 1] == "]":
                 raise schema.error(f"pattern {shown(text)}: [] and [^] cannot be enforced")
@@ -78,7 +90,7 @@ def without_look_ahead(text: str) -> tuple[str, ...]:
     Examples
     --------
     >>> without_look_ahead(r"^(?=a)(?!\.)\S+$")
-    ('^\\S+$', '^(?:a)', '^(?:$|[^\\u{2E}])')
+    ('^\\S+$', '^(?:a)', '^(?:$|[^\\x00\\u{2E}])')
     """
     rest = text.removeprefix("^")
     found: list[str] = []
@@ -128,8 +140,8 @@ def _unless(text: str) -> str:
 def _negated(text: str) -> str:
     """Return the class of all characters but these."""
     if text[0] != "[":
-        return f"[^{_literal(text[-1])}]"
-    return f"[{text[2:]}" if text[1] == "^" else f"[^{text[1:]}"
+        return f"{_NOT}{_literal(text[-1])}]"
+    return f"[{text.removeprefix(_NOT)}" if text.startswith(_NOT) else f"{_NOT}{text[1:]}"
 
 
 def all_but(texts: set[str]) -> str:
@@ -138,7 +150,7 @@ def all_but(texts: set[str]) -> str:
     Examples
     --------
     >>> all_but({"ab"})
-    '^(|a(|b[\\\\s\\\\S]+|[^b][\\\\s\\\\S]*)|[^a][\\\\s\\\\S]*)$'
+    '^(|a(|b[\\\\s\\\\S]+|[^\\\\x00b][\\\\s\\\\S]*)|[^\\\\x00a][\\\\s\\\\S]*)$'
     """
     return f"^{_all_but(texts)}$"
 
@@ -152,7 +164,7 @@ def _all_but(texts: set[str]) -> str:
     options = [] if "" in texts else [""]
     options += [_literal(first) + _all_but(rest) for first, rest in sorted(by_first.items())]
     firsts = "".join(map(_literal, sorted(by_first)))
-    options.append(rf"[^{firsts}][\s\S]*")
+    options.append(rf"{_NOT}{firsts}][\s\S]*")
     return "(" + "|".join(options) + ")"
 
 

@@ -189,6 +189,41 @@ CASES = {
         ["[1]", "[]"],
         ["[1,null]"],
     ),
+    "pattern-without-quotes": (
+        {"type": "string", "pattern": r'^[^"\\]+$'},
+        ['"a"', r'"\n/"'],
+        [r'"\""', r'"\\"', r'"a\"b"'],
+    ),
+    "pattern-without-a-dash": (
+        {"type": "string", "pattern": r"^[^-+]+[-a]$"},
+        ['"a-"', r'"\"a"'],
+        ['"-a"', '"+a"', '"a+"'],
+    ),
+    "pattern-of-control-characters": (
+        {"type": "string", "pattern": r"^[\x00-\x1F]$"},
+        [r'"\n"', r'"\u001F"'],
+        [r'"\""', r'"\\"', '"a"'],
+    ),
+    "pattern-without-a-property": (
+        {"type": "string", "pattern": r"^\P{Po}[\P{Po}]$"},
+        ['"ab"', r'"\n-"'],
+        [r'"\"a"', r'"a\""', r'"a\\"', '"a!"'],
+    ),
+    "constants-that-are-excluded": (
+        {"type": "string", "not": {"enum": ['"', "a\\"]}},
+        [r'"\"\""', r'"\\"', r'"a\""', '""', '"b"'],
+        [r'"\""', r'"a\\"'],
+    ),
+    "look-ahead-of-a-quote": (
+        {"type": "string", "pattern": r'^(?!")(?![^a]*$)[\s\S]*$'},
+        ['"a"', r'"\\a\""'],
+        [r'"\"a"', r'"b\""', r'"\u0000"'],
+    ),
+    "names-without-quotes": (
+        {"patternProperties": {'^[^"]+$': {"type": "null"}}, "additionalProperties": False},
+        ['{"a":null}'],
+        [r'{"\"":null}', r'{"a\"b":null}'],
+    ),
     "pattern": ({"type": "string", "pattern": r"^.\s\/$"}, ['"a\u00a0/"'], ['"\\r /"', '"a/"']),
     "look-ahead-of-an-email": (
         {
