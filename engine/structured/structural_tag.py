@@ -133,7 +133,7 @@ class _Normalizer:
     def _composite(self, kind: str, fields: Form, where: str) -> Form:
         if kind in ("sequence", "or"):
             elements = self._forms(fields["elements"], f"{where}.elements")
-            return sequence(*elements) if kind == "sequence" else choice(elements)
+            return _in_a_row(elements, where) if kind == "sequence" else choice(elements)
         if kind in _REPEATS:
             return repeat(self.form(fields["content"], f"{where}.content"), *_REPEATS[kind])
         if kind == "repeat":
@@ -150,8 +150,8 @@ class _Normalizer:
             separator = self.form(fields["separator"], f"{where}.separator")
             return {"type": kind, "content": content, "separator": separator, "max": fields["max"]}
         if kind == "tag":
-            begin, content, end = self._tag(fields, where)
-            return sequence(const(begin), content, const(end))
+            begin, content = self._tag(fields, where)
+            return sequence(const(begin), content)
         if kind == "triggered_tags":
             return self._triggered(fields, where)
         if kind == "tags_with_separator":
@@ -177,17 +177,14 @@ class _Normalizer:
             self._schemas[given] = json.loads(text)
         return self._schemas[given]
 
-    def _tag(self, fields: Form, where: str) -> tuple[str, Form, str]:
-        """Return begin, content and end of a tag; free text as its content ends with its end."""
+    def _tag(self, fields: Form, where: str) -> tuple[str, Form]:
+        """Return the beginning of a tag, and its content with its end."""
         content = self.form(fields["content"], f"{where}.content")
-        end = fields["end"]
-        if content["type"] == "any_text" and not content["ends"]:
-            if not end:
-                raise SchemaError(f"{where}.end must not be empty after any_text")
-            return fields["begin"], content | {"ends": [end]}, ""
-        return fields["begin"], content, end
+        if _is_open(content) and not fields["end"]:
+            raise SchemaError(f"{where}.end must not be empty after any_text")
+        return fields["begin"], _closed(content, fields["end"], f"{where}.content")
 
-    def _tags(self, given: Sequence[object], where: str) -> list[tuple[str, Form, str]]:
+    def _tags(self, given: Sequence[object], where: str) -> list[tuple[str, Form]]:
         if not given:
             raise SchemaError(f"{where} must not be empty")
         found = []
@@ -204,12 +201,12 @@ class _Normalizer:
         excludes = _texts(fields["excludes"], f"{where}.excludes")
         tags = self._tags(fields["tags"], f"{where}.tags")
         by_trigger: dict[str, list[Form]] = {}
-        for i, (begin, content, end) in enumerate(tags):
+        for i, (begin, content) in enumerate(tags):
             fitting = [trigger for trigger in triggers if trigger and begin.startswith(trigger)]
             if len(fitting) != 1:
                 place = f"{where}.tags[{i}].begin"
                 raise SchemaError(f"{place} must begin with one of triggers; got {shown(begin)}")
-            rest = sequence(const(begin[len(fitting[0]) :]), content, const(end))
+            rest = sequence(const(begin[len(fitting[0]) :]), content)
             by_trigger.setdefault(fitting[0], []).append(rest)
         text: Form = {"type": "any_text", "excludes": excludes, "ends": []}
         calls = choice([sequence(text | {"ends": [t]}, choice(of)) for t, of in by_trigger.items()])
@@ -220,7 +217,7 @@ class _Normalizer:
 
     def _separated(self, fields: Form, where: str) -> Form:
         tags = self._tags(fields["tags"], f"{where}.tags")
-        one = choice([sequence(const(begin), form, const(end)) for begin, form, end in tags])
+        one = choice([sequence(const(begin), content) for begin, content in tags])
         found = one
         if not fields["stop_after_first"]:
             separator = const(fields["separator"])
@@ -233,6 +230,50 @@ class _Normalizer:
             raise SchemaError(f"{where}.types must hold lists")
         schema = self._schema(fields["json_schema"])
         return tagged_values(schema, fields, self._accepts, self.warnings)
+
+
+def _in_a_row(elements: Sequence[Form], where: str) -> Form:
+    """Return a sequence in which free text ends with the literal text that follows it."""
+    found: list[Form] = []
+    for i, element in enumerate(elements):
+        for one in element["elements"] if element["type"] == "sequence" else [element]:
+            end = one.get("value")
+            if end == "":
+                continue
+            if not found or not _is_open(found[-1]):
+                found.append(one)
+            elif end is None:
+                wanted = "a const_string or a tag with a begin must follow any_text"
+                raise SchemaError(f"{where}.elements[{i}]: {wanted}; got {shown(one['type'])}")
+            else:
+                found[-1] = _closed(found[-1], end, f"{where}.elements[{i - 1}]")
+    return sequence(*found)
+
+
+def _is_open(form: Form) -> bool:
+    """Return whether a format may end with free text that nothing ends."""
+    kind = form["type"]
+    if kind in ("sequence", "or"):
+        return any(map(_is_open, form["elements"][-1:] if kind == "sequence" else form["elements"]))
+    if kind in ("repeat", "list"):
+        return _is_open(form["content"])
+    return bool(kind == "any_text" and not form["ends"])
+
+
+def _closed(form: Form, end: str, where: str) -> Form:
+    """Return a format followed by `end`, which ends the free text at its end."""
+    if not _is_open(form):
+        return sequence(form, const(end))
+    if form["type"] == "any_text":
+        return form | {"ends": [end]}
+    if form["type"] == "sequence":
+        *before, last = form["elements"]
+        return sequence(*before, _closed(last, end, where))
+    if form["type"] == "or":
+        return choice([_closed(one, end, where) for one in form["elements"]])
+    if form.get("min") == 0 and form["max"] == 1:
+        return choice([const(end), _closed(form["content"], end, where)])
+    raise SchemaError(f"{where}: any_text that repeats must not be followed by text")
 
 
 def _fields(given: object, where: str) -> Form:

@@ -50,6 +50,14 @@ def calls(**fields):
     return {"type": "triggered_tags", "triggers": ["<f="], "tags": tags} | fields
 
 
+def row(*elements):
+    return {"type": "sequence", "elements": list(elements)}
+
+
+def one_of(*elements):
+    return {"type": "or", "elements": list(elements)}
+
+
 def repeated(form, depth):
     return {"type": "repeat", "content": repeated(form, depth - 1), "max": 900} if depth else form
 
@@ -97,6 +105,32 @@ def allows(compiler, form, text):
             },
             ["<t>a!</t>", "<t>!</t>"],
             ["<t>a</t>", "<t>a!b</t>", "<t>a!"],
+        ),
+        (row(const("<"), row(WORD, ANY), const(""), const(">")), ["<a!>", "<a>"], ["<a>>", "<a!"]),
+        (
+            row(ANY, {"type": "tag", "begin": "[", "content": INTEGER, "end": "]"}),
+            ["a[5]", "[5]"],
+            ["a", "[a[5]"],
+        ),
+        (
+            {"type": "tag", "begin": "<", "content": row(WORD, ANY), "end": ">"},
+            ["<a>", "<a1>"],
+            ["<a1", "<1>", "<a>>"],
+        ),
+        (
+            {"type": "tag", "begin": "<", "content": one_of(INTEGER, const("x"), ANY), "end": ">"},
+            ["<5>", "<x>", "<any text>"],
+            ["<5", "<5>>"],
+        ),
+        (
+            {
+                "type": "tag",
+                "begin": "<",
+                "content": {"type": "optional", "content": ANY},
+                "end": ">",
+            },
+            ["<>", "<a>"],
+            ["<", "<a", "<a>>"],
         ),
         (calls(), ["", "x", "a<f=a>5</f>b<f=b>c</f>"], ["<f=", "<f=c>", "<f=a>c</f>"]),
         (calls(at_least_one=True), ["<f=a>5</f>", "x<f=b>a</f>y"], ["", "x"]),
@@ -187,6 +221,8 @@ def test_tagged_values(compiler):
         ({"type": "repeat", "content": WORD, "max": 5000}, "max <= 1024"),
         (calls(triggers=["<g="]), "format.tags[0].begin must begin with one of triggers"),
         (calls(tags=[]), "format.tags must not be empty"),
+        (row(ANY, INTEGER), "format.elements[1]: a const_string or a tag with a begin must follow"),
+        (row({"type": "star", "content": ANY}, const("x")), "any_text that repeats must not be"),
         (calls(excludes=[5]), "format.excludes must be a list of texts"),
         ({"type": "tag", "begin": "", "content": ANY, "end": ""}, "end must not be empty"),
         ({"type": "regex", "pattern": "("}, "unclosed group"),
