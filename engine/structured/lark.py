@@ -84,7 +84,7 @@ class _Writer:
         if kind == "const_string":
             return self._literal(form["value"])
         if kind == "regex":
-            return self._defined("T", _regex(form["pattern"]))
+            return self._regex_before(form["pattern"], form.get("end", ""))
         if kind == "any_text":
             return self._text(form)
         if kind == "json_schema":
@@ -136,6 +136,13 @@ class _Writer:
         if at < len(text):
             pieces.append(json.dumps(text[at:]))
         return pieces
+
+    def _regex_before(self, pattern: str, end: str) -> str:
+        """Return a match of an expression up to `end`, which the expression may match too."""
+        first, *rest = self._pieces(end) or [""]
+        if not first or first.startswith("<"):
+            return " ".join([self._defined("T", _regex(pattern)), first, *rest]).rstrip()
+        return " ".join([self._defined(f"e[suffix={first}]", _regex(pattern)), *rest])
 
     def _text(self, form: Mapping[str, Any]) -> str:
         """Return free text, up to the first of the texts that end it."""

@@ -78,9 +78,9 @@ def normalized_tag(
 ) -> tuple[str, list[str]]:
     """Return a structural tag with rewritten schemas and few kinds of formats, and warnings.
 
-    The kinds are "const_string", "regex", "grammar", "any_text" (with the texts that end it),
-    "json_schema", "sequence", "or", "repeat", "list" and "rules" (with the "rule" that refers to
-    one).
+    The kinds are "const_string", "regex" (with the text that ends it), "grammar", "any_text" (with
+    the texts that end it), "json_schema", "sequence", "or", "repeat", "list" and "rules" (with the
+    "rule" that refers to one).
 
     Parameters
     ----------
@@ -250,30 +250,36 @@ def _in_a_row(elements: Sequence[Form], where: str) -> Form:
     return sequence(*found)
 
 
-def _is_open(form: Form) -> bool:
-    """Return whether a format may end with free text that nothing ends."""
+def _is_open(form: Form, *others: str) -> bool:
+    """Return whether a format may end with free text that nothing ends, or one of other kinds."""
     kind = form["type"]
     if kind in ("sequence", "or"):
-        return any(map(_is_open, form["elements"][-1:] if kind == "sequence" else form["elements"]))
+        last = form["elements"][-1:] if kind == "sequence" else form["elements"]
+        return any(_is_open(one, *others) for one in last)
     if kind in ("repeat", "list"):
-        return _is_open(form["content"])
-    return bool(kind == "any_text" and not form["ends"])
+        return _is_open(form["content"], *others)
+    return kind in others or (kind == "any_text" and not form["ends"])
 
 
 def _closed(form: Form, end: str, where: str) -> Form:
-    """Return a format followed by `end`, which ends the free text at its end."""
-    if not _is_open(form):
+    """Return a format followed by `end`, which ends free text and expressions at its end."""
+    kind = form["type"]
+    if not _is_open(form, "regex"):
         return sequence(form, const(end))
-    if form["type"] == "any_text":
+    if kind == "any_text":
         return form | {"ends": [end]}
-    if form["type"] == "sequence":
+    if kind == "regex":
+        return form | {"end": end}
+    if kind == "sequence":
         *before, last = form["elements"]
         return sequence(*before, _closed(last, end, where))
-    if form["type"] == "or":
+    if kind == "or":
         return choice([_closed(one, end, where) for one in form["elements"]])
     if form.get("min") == 0 and form["max"] == 1:
         return choice([const(end), _closed(form["content"], end, where)])
-    raise SchemaError(f"{where}: any_text that repeats must not be followed by text")
+    if _is_open(form):
+        raise SchemaError(f"{where}: any_text that repeats must not be followed by text")
+    return sequence(form, const(end))
 
 
 def _fields(given: object, where: str) -> Form:

@@ -14,6 +14,7 @@ EOS, SPECIAL = 256, 257
 INTEGER = {"type": "json_schema", "json_schema": {"type": "integer"}}
 ANY = {"type": "any_text"}
 WORD = {"type": "regex", "pattern": "[a-c/]+"}
+LINE = {"type": "regex", "pattern": ".*"}
 
 
 class Tokens:
@@ -132,6 +133,17 @@ def allows(compiler, form, text):
             ["<>", "<a>"],
             ["<", "<a", "<a>>"],
         ),
+        (
+            {"type": "tag", "begin": "<", "content": LINE, "end": "</t>"},
+            ["<</t>", "<ab</t>", "<a</b></t>"],
+            ["<a", "<a</t>b", "<a</t></t>"],
+        ),
+        (
+            {"type": "tag", "begin": "<", "content": one_of(row(INTEGER, LINE), WORD), "end": "/a"},
+            ["<5 x/a", "<b/a"],
+            ["</a", "<5/a/a", "<b/a/a"],
+        ),
+        (row(calls(tags=[{"begin": "<f=", "content": LINE, "end": ">"}])), ["a<f=b>c"], ["<f=b"]),
         (calls(), ["", "x", "a<f=a>5</f>b<f=b>c</f>"], ["<f=", "<f=c>", "<f=a>c</f>"]),
         (calls(at_least_one=True), ["<f=a>5</f>", "x<f=b>a</f>y"], ["", "x"]),
         (calls(stop_after_first=True), ["", "x", "x<f=a>5</f>"], ["<f=a>5</f>x"]),
