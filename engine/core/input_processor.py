@@ -313,7 +313,8 @@ class InputProcessor:
                 own = self.tokenizer.encode(text, add_special_tokens=False)
                 behind = ids_behind(self.tokenizer, text, self._spelled)
                 words |= {tuple(ids): None for ids in (own, behind) if ids}
-        return tuple(words)
+        # A tokenizer may be larger than the vocabulary: such words are never drawn.
+        return tuple(ids for ids in words if max(ids) < self._vocab_size)
 
     def _spelled(self, ids: Sequence[int]) -> bytes:
         return b"".join(map(self.tokenizer.token_bytes, ids))

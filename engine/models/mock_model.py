@@ -57,7 +57,7 @@ class MockModel:
         self.deterministic = True
         self.eos_token_ids = eos_token_ids
         self.sampling_defaults = SamplingDefaults()
-        self.config = self.whole_config = ModelConfig(
+        self.config = ModelConfig(
             model_type="llama",
             vocab_size=vocab_size,
             hidden_size=2,
@@ -77,6 +77,11 @@ class MockModel:
 
     def share_pages(self, kv_cache: Any, swap: Any) -> None:
         """Do nothing: there is only one rank."""
+
+    @property
+    def whole_config(self) -> ModelConfig:
+        """The model's own: there are no shards and stages."""
+        return self.config
 
     @property
     def local_model(self) -> MockModel:

@@ -101,7 +101,8 @@ def quantize(array: Any, form: Format) -> Weight:
     Raises
     ------
     WeightsError
-        If the array is not a matrix or stack of matrices, or contains a NaN or infinity.
+        If the format is another one, or the array is not a matrix or stack of matrices, or contains
+        a NaN or infinity.
 
     Notes
     -----
@@ -115,6 +116,8 @@ def quantize(array: Any, form: Format) -> Weight:
     >>> float(abs(unpack_weight(quantize(array, FORMATS["int8_g64"])) - array).max()) < 0.005
     True
     """
+    if form.name not in QUANTIZABLE:
+        raise WeightsError(f"form must be one of {', '.join(QUANTIZABLE)}; got {form.name!r}")
     if array.ndim == 3 and len(array):
         return stack_matrices([quantize(matrix, form) for matrix in array])
     if form.is_packed and array.ndim == 2 and len(array) > _PART_ROWS:

@@ -297,6 +297,16 @@ def test_bad_words_with_and_without_a_space(monkeypatch, metadata):
         assert output.outputs[0].text == text
 
 
+def test_bad_words_of_ids_that_the_model_lacks(worded):
+    """A tokenizer may be larger than the model's vocabulary."""
+    free = greedy_alone(worded, LONG, 4, eos=False)
+    outside = worded.config.vocab_size
+    words = [f"w{outside}", f"w{free[0]} w{outside}", f"w{free[1]} w{free[2]}"]
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, bad_words=words)
+    ids = list(generate(worded, LONG, params).outputs[0].token_ids)
+    assert ids[:2] == free[:2] and ids[2] != free[2]
+
+
 def test_a_bad_word_of_whitespace_forbids_no_other(monkeypatch):
     """Without line breaks there may be spaces."""
     tokenizer = load_tokenizer(BYTE_LEVEL)

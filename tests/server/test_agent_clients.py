@@ -263,7 +263,7 @@ def test_a_response_that_is_too_long(responses):
         ({"max_output_tokens": 0}, "max_output_tokens must"),
         ({"temperature": -1}, "temperature must"),
         ({"extra_body": {"temprature": 1}}, "did you mean 'temperature'"),
-        ({"tools": [{"type": "web_search"}]}, "must be one of function"),
+        ({"tools": [{"type": "web_search"}]}, "must be function"),
         ({"input": []}, "input must not be empty"),
         ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{]"}]},
          "must be a JSON object"),
@@ -417,7 +417,7 @@ def test_count_tokens(messages, client):
     [
         ({"max_tokens": 0}, "max_tokens must"),
         ({"extra_body": {"max_tokns": 1}}, "did you mean 'max_tokens'"),
-        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "must be one of custom"),
+        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "must be custom"),
         ({"messages": [*user("Hi"), said("I ")]}, "must not end with trailing whitespace"),
         ({"messages": [*user("Hi"), said([TOOL_USE])]}, "followed by a tool_result"),
         ({"messages": [*user("Hi"), said([THINKING])]}, "messages\\[1\\] must be text"),

@@ -95,6 +95,9 @@ def test_names():
         WeightsError, match=r"quantization must be one of int4, fp8, .*; got 'q4_k'"
     ):
         resolve_format("q4_k")
+    for name in ("q4_1", "q4_k", "float16"):
+        with pytest.raises(WeightsError, match=f"form must be one of fp8, .*; got '{name}'"):
+            quantize(np.ones((2, 256), np.float32), FORMATS[name])
     with pytest.raises(WeightsError, match="array must have finite numbers only"):
         quantize(np.full((2, 32), np.nan, np.float32), FORMATS["fp8"])
     with pytest.raises(WeightsError, match="array must be a matrix, or several; got 1 dimensions"):
