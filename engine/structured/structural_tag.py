@@ -251,14 +251,16 @@ def _in_a_row(elements: Sequence[Form], where: str) -> Form:
 
 
 def _is_open(form: Form, *others: str) -> bool:
-    """Return whether a format may end with free text that nothing ends, or one of other kinds."""
+    """Return whether free text, or one of other kinds, may be last in a format, and has no end."""
     kind = form["type"]
     if kind in ("sequence", "or"):
         last = form["elements"][-1:] if kind == "sequence" else form["elements"]
         return any(_is_open(one, *others) for one in last)
     if kind in ("repeat", "list"):
         return _is_open(form["content"], *others)
-    return kind in others or (kind == "any_text" and not form["ends"])
+    if kind == "any_text":
+        return not form["ends"]
+    return kind in others and not form.get("end")
 
 
 def _closed(form: Form, end: str, where: str) -> Form:

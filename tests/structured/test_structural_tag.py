@@ -59,6 +59,10 @@ def one_of(*elements):
     return {"type": "or", "elements": list(elements)}
 
 
+def tagged(form, end):
+    return {"type": "tag", "begin": "<f=", "content": form, "end": end}
+
+
 def repeated(form, depth):
     return {"type": "repeat", "content": repeated(form, depth - 1), "max": 900} if depth else form
 
@@ -144,6 +148,19 @@ def allows(compiler, form, text):
             ["</a", "<5/a/a", "<b/a/a"],
         ),
         (row(calls(tags=[{"begin": "<f=", "content": LINE, "end": ">"}])), ["a<f=b>c"], ["<f=b"]),
+        *(
+            (
+                {"type": "tag", "begin": "(", "content": content, "end": ")"},
+                ["(<f=<f=b>)"],
+                ["(<f=<f=b)", "(<f=<f=b>"],
+            )
+            for content in (
+                tagged(LINE, ">"),
+                tagged(tagged(LINE, ""), ">"),
+                {"type": "optional", "content": tagged(LINE, ">")},
+                {"type": "tags_with_separator", "separator": ",", "tags": [tagged(LINE, ">")]},
+            )
+        ),
         (calls(), ["", "x", "a<f=a>5</f>b<f=b>c</f>"], ["<f=", "<f=c>", "<f=a>c</f>"]),
         (calls(at_least_one=True), ["<f=a>5</f>", "x<f=b>a</f>y"], ["", "x"]),
         (calls(stop_after_first=True), ["", "x", "x<f=a>5</f>"], ["<f=a>5</f>x"]),
