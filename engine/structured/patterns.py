@@ -18,7 +18,8 @@ _SPACES = (
 _CLASSES = {"d": "0-9", "s": _SPACES, "w": "_A-Za-z0-9"}
 # llguidance allows '"' and "\\" for a class of all control characters, even if it excludes them. So
 # U+0000 is left out of classes that are negated and of ranges that begin with it.
-_NOT = r"[^\x00"
+_NUL = r"\x00"
+_NOT = f"[^{_NUL}"
 _PROPERTY = re.compile(r"\{[^{}]*\}|[A-Za-z]")
 _RANGE_OF_NUL = re.compile(r"(?:\\x00|\\u0000|\\u\{0+\}|\x00)-(?!\])")
 _LINE_ENDS = r"\n\r\u{2028}\u{2029}"
@@ -141,7 +142,9 @@ def _negated(text: str) -> str:
     """Return the class of all characters but these."""
     if text[0] != "[":
         return f"{_NOT}{_literal(text[-1])}]"
-    return f"[{text.removeprefix(_NOT)}" if text.startswith(_NOT) else f"{_NOT}{text[1:]}"
+    if text[1] != "^":
+        return f"{_NOT}{text[1:]}"
+    return f"[{text[2:].removeprefix(_NUL)}"
 
 
 def all_but(texts: set[str]) -> str:

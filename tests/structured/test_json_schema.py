@@ -219,6 +219,16 @@ CASES = {
         ['"a"', r'"\\a\""'],
         [r'"\"a"', r'"b\""', r'"\u0000"'],
     ),
+    "look-ahead-of-negated-classes": (
+        {"type": "string", "pattern": r"^(?!\D)(?!\S+$)[\s\S]*$"},
+        ['"5 a"', '"5\u00a0"'],
+        ['"a b"', '"^ b"', '"5"', '"5a"', r'"\u0000 "'],
+    ),
+    "look-ahead-of-any-character": (
+        {"type": "string", "pattern": r"^(?!.)[\s\S]*$"},
+        ['""', r'"\na"'],
+        ['"a"', '"^"', r'"\"\n"'],
+    ),
     "names-without-quotes": (
         {"patternProperties": {'^[^"]+$': {"type": "null"}}, "additionalProperties": False},
         ['{"a":null}'],
