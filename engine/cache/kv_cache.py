@@ -28,8 +28,6 @@ __all__ = [
     "quantized_kv_dtype",
 ]
 
-"""Allowed numbers of tokens per block."""
-
 KV_CACHE_DTYPES = ("auto", *dtypes.KV_CODE_DTYPES)
 """Allowed values of `kv_cache_dtype`."""
 

@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 MAX_HEAD_DIM = 512
-BLOCK_SIZES = (16, 32, 64, 128)
+BLOCK_SIZES = (16, 32, 64, 128)  # allowed numbers of tokens per block
 _USUAL = "from 1e-18 to 1e18"  # allowed range of a scale or soft cap, in error messages
 
 

@@ -19,7 +19,6 @@ from engine.sampling_params import SamplingDefaults, SamplingParams
 
 __all__ = ["generation_config", "sampling_defaults", "with_recommended"]
 
-
 # Model name -> what its publisher's generation_config.json or model card recommends. A .gguf file
 # seldom carries it.
 _RECOMMENDED: dict[str, dict[str, float]] = {
