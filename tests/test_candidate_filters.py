@@ -182,7 +182,7 @@ def test_answers_do_not_depend_on_the_batch():
 
 
 @pytest.mark.parametrize("name", ["typical_p", "top_n_sigma", "xtc_threshold"])
-def test_filters_choose_among_penalised_logits(name):
+def test_filters_choose_among_penalised_logits(xp, name):
     """Filters with penalties keep what they keep of logits that the penalties have changed."""
     rng = np.random.default_rng(4)
     num_rows, vocab, width = 6, 33, 12
@@ -200,25 +200,26 @@ def test_filters_choose_among_penalised_logits(name):
         output = history[row, prompt_lens[row] : lens[row]].tolist()
         for token in set(output):
             out[token] -= frequency[row] * output.count(token) + presence[row]
-    chosen = np.array([0, 2, 3, 4, 5])
+    chosen = xp.asarray(np.array([0, 2, 3, 4, 5]))
     value = {"typical_p": 0.5, "top_n_sigma": 1.0, "xtc_threshold": 0.1}[name]
     batch = dataclasses.replace(
-        SamplingBatch.greedy(np, num_rows),
-        temperature=np.ones(num_rows, np.float32),
-        seeds=np.arange(num_rows, dtype=np.uint64),
+        SamplingBatch.greedy(xp, num_rows),
+        temperature=xp.ones(num_rows, np.float32),
+        seeds=xp.arange(num_rows, dtype=np.uint64),
         filter_rows=chosen,
-        **{name: np.full(len(chosen), value, np.float32)},
+        **{name: xp.full(len(chosen), value, np.float32)},
     )
     with_history = dataclasses.replace(
         batch,
-        history=history,
-        history_lens=lens,
-        prompt_lens=prompt_lens,
-        repetition_penalty=repetition,
-        presence_penalty=presence,
-        frequency_penalty=frequency,
+        history=xp.asarray(history),
+        history_lens=xp.asarray(lens),
+        prompt_lens=xp.asarray(prompt_lens),
+        repetition_penalty=xp.asarray(repetition),
+        presence_penalty=xp.asarray(presence),
+        frequency_penalty=xp.asarray(frequency),
     )
-    got, want = Sampler()(logits, with_history), Sampler()(penalised, batch)
+    got = Sampler()(xp.asarray(logits), with_history)
+    want = Sampler()(xp.asarray(penalised), batch)
     assert got.num_kept.tolist() == want.num_kept.tolist()
     assert got.token_ids.tolist() == want.token_ids.tolist()
 
