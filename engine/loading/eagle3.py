@@ -17,7 +17,7 @@ import numpy as np
 from engine.checks import shown
 from engine.config import ModelConfig
 from engine.errors import ConfigError, WeightsError
-from engine.loading._fields import Fields
+from engine.loading._fields import MAX_WIDTH, Fields
 from engine.loading.head_tensors import HeadTensors
 from engine.loading.hf_config import config_from_dict
 from engine.model_files import read_json
@@ -68,7 +68,7 @@ def load_eagle3_config(
     if fields.integer("num_hidden_layers", 1, 1024) != 1:
         raise fields.error("num_hidden_layers", "1")
     layer = _layer_config(values, target, where)
-    width = fields.integer("target_hidden_size", 1, 1 << 20, layer.hidden_size)
+    width = fields.integer("target_hidden_size", 1, MAX_WIDTH, layer.hidden_size)
     if width != target.hidden_size:
         key = "target_hidden_size" if fields.has("target_hidden_size") else "hidden_size"
         raise _differs(where, key, width, target.hidden_size)

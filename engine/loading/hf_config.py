@@ -499,7 +499,7 @@ def _depth_scales(fields: Fields, hidden_size: int) -> dict[str, float]:
     return {
         "embed_scale": fields.real("scale_emb", 1e-6, 1e6, 1.0),
         "branch_scale": depth / math.sqrt(num_layers) if depth else 1.0,
-        "logits_scale": fields.integer("dim_model_base", 1, 1 << 20, hidden_size) / hidden_size,
+        "logits_scale": fields.integer("dim_model_base", 1, MAX_WIDTH, hidden_size) / hidden_size,
     }
 
 

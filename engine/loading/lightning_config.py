@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from engine.config import LightningConfig
-from engine.loading._fields import MAX_HEADS, Fields
+from engine.loading._fields import MAX_HEADS, MAX_WIDTH, Fields
 
 __all__ = ["lightning_config"]
 
@@ -21,7 +21,7 @@ def lightning_config(fields: Fields, num_layers: int) -> LightningConfig:
         If a number is out of range.
     """
     heads = fields.integer("num_attention_heads", 1, MAX_HEADS)
-    hidden = fields.integer("hidden_size", 1, 1 << 20)
+    hidden = fields.integer("hidden_size", 1, MAX_WIDTH)
     head_dim = fields.integer("head_dim", 2, _MAX_HEAD_DIM, hidden // heads)
     groups = fields.integer("group_norm_size", 1, heads)
     if heads % groups:

@@ -10,7 +10,7 @@ from typing import Any
 from engine.checks import shown
 from engine.config import GatedDeltaConfig, Mamba2Config, ShortConvConfig
 from engine.errors import ConfigError
-from engine.loading._fields import MAX_HEADS, MAX_LAYERS, Fields
+from engine.loading._fields import MAX_HEADS, MAX_LAYERS, MAX_WIDTH, Fields
 from engine.loading.lightning_config import lightning_config
 from engine.models.mixer_family import FULL_ATTENTION, MixerFamily
 
@@ -160,7 +160,7 @@ def _check_activation(fields: Fields, kind: MixerFamily, layers: str) -> None:
 
 def _short_conv(fields: Fields) -> ShortConvConfig:
     return ShortConvConfig(
-        fields.integer("hidden_size", 1, 1 << 20),
+        fields.integer("hidden_size", 1, MAX_WIDTH),
         fields.integer("conv_L_cache", 2, _MAX_SHORT_CONV),
         fields.flag("conv_bias", False),
     )
@@ -172,7 +172,7 @@ def _mamba2(fields: Fields, kind: MixerFamily) -> Mamba2Config:
     groups = fields.integer("mamba_n_groups", 1, heads)
     if heads % groups:
         raise fields.error("mamba_n_groups", f"a divisor of the {heads} heads")
-    hidden = fields.integer("hidden_size", 1, 1 << 20)
+    hidden = fields.integer("hidden_size", 1, MAX_WIDTH)
     expanded = fields.integer("mamba_expand", 1, 64) * hidden
     inner = fields.integer("mamba_d_ssm", 1, 1 << 26, expanded)
     is_auto = fields.raw("mamba_d_head") == "auto"
@@ -253,7 +253,7 @@ def _gated_delta(fields: Fields, kind: MixerFamily) -> GatedDeltaConfig:
     value_heads = fields.integer("linear_num_value_heads", 1, MAX_HEADS, heads)
     if value_heads % key_heads:
         raise fields.error("linear_num_value_heads", f"a multiple of the {key_heads} key heads")
-    hidden = fields.integer("hidden_size", 1, 1 << 20)
+    hidden = fields.integer("hidden_size", 1, MAX_WIDTH)
     key_dim = fields.integer(
         "linear_key_head_dim", 1, _MAX_HEAD_DIM, max(1, 3 * hidden // (4 * key_heads))
     )

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from engine.config import MlaConfig, RopeConfig
-from engine.loading._fields import Fields
+from engine.loading._fields import MAX_HEADS, MAX_WIDTH, Fields
 from engine.models.family import Family
 
 __all__ = ["latent_factors", "mla_config", "mla_scale", "rope_width"]
@@ -31,8 +31,8 @@ def mla_config(fields: Fields, kind: Family) -> MlaConfig | None:
     if rope % 2:
         raise fields.error("qk_rope_head_dim", "even")
     nope = fields.integer("qk_nope_head_dim", 1, _MAX_HEAD_DIM - rope)
-    by_width = fields.integer("hidden_size", 1, 1 << 20) // fields.integer(
-        "num_attention_heads", 1, 1 << 12
+    by_width = fields.integer("hidden_size", 1, MAX_WIDTH) // fields.integer(
+        "num_attention_heads", 1, MAX_HEADS
     )
     q_rank = fields.integer("q_lora_rank", 1, _MAX_QUERY_RANK, 0)
     if not q_rank and fields.flag("attention_bias", False):
@@ -56,7 +56,7 @@ def rope_width(fields: Fields, mla: MlaConfig) -> int:
 
 def latent_factors(fields: Fields, mla: MlaConfig) -> dict[str, Any]:
     """Return the factors on the latents' norms: sqrt(N / rank), as if the latents were N wide."""
-    hidden = fields.integer("hidden_size", 1, 1 << 20)
+    hidden = fields.integer("hidden_size", 1, MAX_WIDTH)
     ranks = {"q": mla.q_rank, "kv": mla.kv_rank}
     factors = tuple(
         (f"mla_{name}_norm", (hidden / rank) ** 0.5, 1.0)
