@@ -77,8 +77,9 @@ class BlockForms(PlainForms):
         """Return content, also between the markers of answers."""
         block = self._block
         options = [sequence(const(b), _SPACE, content, const(e)) for b, e in block.answers]
-        end: Form = {"type": "optional", "content": const(block.end)}
-        return choice([sequence(content, end) if block.end else content, *options])
+        if block.end:  # no optional text: free text would not end with it
+            options.append(sequence(content, const(block.end)))
+        return choice([content, *options])
 
     def text(self, calls: CallFormat, opening: Opening, *, one_call: bool) -> Form:
         """Return free text with calls, which is no block if the answer may open one."""

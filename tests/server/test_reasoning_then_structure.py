@@ -186,6 +186,16 @@ def test_json_behind_every_format_of_reasoning(name, opening, are_special):
     assert num_answers and num_thoughts
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_free_text_with_values_behind_every_format_of_reasoning(name):
+    tags = [{"begin": "<v>", "content": {"type": "json_schema", "json_schema": {}}, "end": "</v>"}]
+    form = {"type": "triggered_tags", "triggers": ["<v>"], "tags": tags}
+    asked = {"structural_tag": {"type": "structural_tag", "format": form}}
+    prompt = FORMATS[name].opening[0]
+    structure, use = structure_of(name, prompt, structured_outputs=asked)
+    assert any(read(name, prompt, text, use)[1] for text in answers(structure, name, True))
+
+
 @pytest.mark.parametrize("depth", [200, 5000])
 def test_a_schema_that_nests_too_deeply_is_refused(depth):
     schema = {}

@@ -59,6 +59,10 @@ def one_of(*elements):
     return {"type": "or", "elements": list(elements)}
 
 
+def optional(form):
+    return {"type": "optional", "content": form}
+
+
 def tagged(form, end):
     return {"type": "tag", "begin": "<f=", "content": form, "end": end}
 
@@ -86,7 +90,7 @@ def allows(compiler, form, text):
         ({"type": "grammar", "grammar": 'start: "x" y\ny: "z"+'}, ["xzz"], ["x"]),
         ({"type": "sequence", "elements": [WORD, INTEGER, const("!")]}, ["a5!"], ["5!", "a!"]),
         ({"type": "or", "elements": [WORD, INTEGER]}, ["ab", "5"], ["a5"]),
-        ({"type": "optional", "content": const("x")}, ["", "x"], ["xx"]),
+        (optional(const("x")), ["", "x"], ["xx"]),
         ({"type": "star", "content": const("x")}, ["", "xxx"], ["y"]),
         ({"type": "plus", "content": const("x")}, ["x", "xx"], [""]),
         ({"type": "repeat", "content": const("x"), "min": 2, "max": 3}, ["xx", "xxx"], ["x"]),
@@ -128,12 +132,7 @@ def allows(compiler, form, text):
             ["<5", "<5>>"],
         ),
         (
-            {
-                "type": "tag",
-                "begin": "<",
-                "content": {"type": "optional", "content": ANY},
-                "end": ">",
-            },
+            {"type": "tag", "begin": "<", "content": optional(ANY), "end": ">"},
             ["<>", "<a>"],
             ["<", "<a", "<a>>"],
         ),
@@ -157,7 +156,7 @@ def allows(compiler, form, text):
             for content in (
                 tagged(LINE, ">"),
                 tagged(tagged(LINE, ""), ">"),
-                {"type": "optional", "content": tagged(LINE, ">")},
+                optional(tagged(LINE, ">")),
                 {"type": "tags_with_separator", "separator": ",", "tags": [tagged(LINE, ">")]},
             )
         ),
