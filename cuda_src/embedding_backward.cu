@@ -72,7 +72,7 @@ __device__ __forceinline__ void sum(const EmbeddingBackwardParams& p) {
   const int count = min(static_cast<int64_t>(kRows), p.num_tokens - first);
   for (int i = threadIdx.x; i < count + 2; i += blockDim.x) {
     ids[i] = id_at(p, first + i - 1);
-    // SAFETY: a row outside dout is clamped, so a damaged `order` cannot make us read elsewhere.
+    // SAFETY: rows are clamped to those of dout, so that a wrong `order` reads nothing else.
     if (i < count) rows[i] = min(max(p.order[first + i], 0ll), p.num_tokens - 1) * p.n;
   }
   __syncthreads();

@@ -43,9 +43,9 @@ _TOO_LARGE = (
     "large",
     "thousands",
 )
-# What racecheck reports without a fault: wrong offsets, whose experts overlap and write the same
-# tile (each a valid one), and chunks of mamba2, whose warps only arrive at some named barriers
-# (docs/lab-notebook.md).
+# Reported by racecheck, but right: experts that overlap, by wrong offsets, write the same tile, and
+# each writes a valid one; racecheck does not follow `bar.arrive`, by which mamba2's warps release
+# a chunk (docs/lab-notebook.md).
 _RACING = ("of_wrong_routings", "test_mamba2.py")
 
 

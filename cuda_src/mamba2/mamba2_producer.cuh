@@ -6,12 +6,12 @@
 #include "common/named_barrier.cuh"
 #include "mamba2/mamba2_chunk.cuh"
 
-// Named barriers. Those of a chunk: the producers arrive at the first when its copies have landed
-// and its M is complete; the consumers at the second when they have read all of it, and the copies
-// after it may fill its stage.
+// Named barriers. Producers arrive at a chunk's ready_barrier once its copies have landed and its M
+// is complete, and consumers wait there. Consumers arrive at its read_barrier once they have read
+// it, and producers wait there before they fill its stage again.
 //
-// SAFETY: two of each, because a warp may wait at one while others arrive at that of the next
-// chunk. They reach that of the chunk after it only once no warp waits at this one.
+// SAFETY: chunks alternate between two barriers of each kind. A warp may still wait at a chunk's
+// barrier while others arrive at the next chunk's, but none arrives at that of the chunk after it.
 constexpr int kProducerBarrier = 1;
 __device__ __forceinline__ int ready_barrier(int chunk) { return 2 + chunk % 2; }
 __device__ __forceinline__ int read_barrier(int chunk) { return 4 + chunk % 2; }

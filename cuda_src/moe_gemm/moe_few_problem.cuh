@@ -94,8 +94,8 @@ struct MoeFewRouting {
     return int2{first, min(max(p.offsets[expert + 1], first), p.num_pairs)};
   }
 
-  // Every pair is a token tile, so no scan is needed. SAFETY: wrong offsets may overlap, and two
-  // experts write a tile; whatever remains of both has an expert and a place that exist.
+  // Every pair is a token tile, so no scan is needed. SAFETY: where wrong offsets overlap, several
+  // experts write a tile; any mix of what they write names an expert and a place that exist.
   __device__ __forceinline__ void find_pairs(const MoeFewParams& p, int thread, int threads) {
     const int before = min(max(p.offsets[0], 0), p.num_pairs);
     for (int expert = thread; expert < p.num_experts; expert += threads) {

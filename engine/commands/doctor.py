@@ -224,15 +224,18 @@ def _settings() -> str:
         env.offline(),
         env.vllm_layers(),
     )  # raise if invalid
-    known = [variable.name for variable in env.VARIABLES]
-    texts = {name: f"{name}={os.environ[name]}" for name in known if name in os.environ}
-    if "ENGINE_PIPELINE_SECRET" in texts:
+    if "ENGINE_PIPELINE_SECRET" in os.environ:  # which may be unset
         env.pipeline_secret()
-        texts["ENGINE_PIPELINE_SECRET"] = "ENGINE_PIPELINE_SECRET=(hidden)"
+    known = [variable.name for variable in env.VARIABLES]
+    found = [
+        f"{name}={'(hidden)' if name.endswith('_SECRET') else os.environ[name]}"
+        for name in known
+        if name in os.environ
+    ]
     for name in sorted(set(os.environ) - set(known)):
         if name.startswith("ENGINE_") and (hint := did_you_mean(name, known)):
-            texts[name] = f"{name} is not read{hint}"
-    return " ".join(texts.values()) or "all at their defaults"
+            found.append(f"{name} is not read{hint}")
+    return " ".join(found) or "all at their defaults"
 
 
 def _cache() -> str:

@@ -31,9 +31,8 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 
 _KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
 _PRIORITY = NumberRange(1 - 2**31, 2**31 - 1, integer=True)
-# Third number of a continuation's seed: a request whose seed is the engine's must not share its
-# continuations' seeds with requests that have none of their own.
-_CONTINUATION = 0x636F6E74
+# Sets seeds derived from a request's apart from those derived from the engine's: both may be 0.
+_CONTINUATION = 1
 _TIMEOUT = NumberRange(0, math.inf, optional=True, low_open=True)
 
 
@@ -313,7 +312,7 @@ class InputProcessor:
                 own = self.tokenizer.encode(text, add_special_tokens=False)
                 behind = ids_behind(self.tokenizer, text, self._spelled)
                 words |= {tuple(ids): None for ids in (own, behind) if ids}
-        # A tokenizer may be larger than the vocabulary: such words are never drawn.
+        # The model cannot draw words with ids beyond its vocabulary, which a tokenizer may have.
         return tuple(ids for ids in words if max(ids) < self._vocab_size)
 
     def _spelled(self, ids: Sequence[int]) -> bytes:

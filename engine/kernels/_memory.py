@@ -9,7 +9,7 @@ import numpy as np
 
 __all__ = ["address", "is_same", "overlaps", "repeats_elements"]
 
-_MAX_WORK: Any = 1000  # candidate solutions that `overlaps` tries; NumPy is typed for 0 and -1 only
+_MAX_WORK: Any = 1000  # candidate solutions that `overlaps` tries; NumPy's stubs allow 0 and -1
 
 
 def address(array: Any) -> int:

@@ -12,7 +12,7 @@ __all__ = ["quantize_heads"]
 Array = np.ndarray[Any, Any]
 
 _LARGEST = np.float32(448)  # largest finite e4m3
-_NAN = np.uint8(0x7F)  # of either sign
+_NAN = np.uint8(0x7F)  # e4m3 code; the kernel writes it for a negative NaN, too
 
 
 def quantize_heads(

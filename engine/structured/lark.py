@@ -155,7 +155,7 @@ class _Writer:
             return " ".join([self._terminal(form, end), first, *rest])
         before = json.loads(first)
         is_free = not any(form.get(name) for name in ("matches", "also", "excludes"))
-        # Behind another terminal, llguidance reads on beyond an end of one byte.
+        # Where a terminal precedes the text, llguidance reads past an end of one byte.
         text = self._terminal(form, "" if is_free and len(before.encode()) > 1 else before)
         return " ".join([self._defined(f"e[suffix={first}]", text), *rest])
 

@@ -16,8 +16,8 @@ _SPACES = (
 )
 # ECMA-262's classes, which Rust's library extends to all of Unicode. A "-" behind one is literal.
 _CLASSES = {"d": "0-9", "s": _SPACES, "w": "_A-Za-z0-9"}
-# llguidance allows '"' and "\\" for a class of all control characters, even if it excludes them. So
-# U+0000 is left out of classes that are negated and of ranges that begin with it.
+# llguidance lets a class with all control characters match '"' and "\\" too, even if the class
+# excludes them. So negated classes, and ranges from U+0000, leave out U+0000.
 _NUL = r"\x00"
 _NOT = f"[^{_NUL}"
 _PROPERTY = re.compile(r"\{[^{}]*\}|[A-Za-z]")

@@ -101,8 +101,8 @@ def quantize(array: Any, form: Format) -> Weight:
     Raises
     ------
     WeightsError
-        If the format is another one, or the array is not a matrix or stack of matrices, or contains
-        a NaN or infinity.
+        If `form` is not one of `QUANTIZABLE`, or the array is not a matrix or stack of matrices, or
+        contains a NaN or infinity.
 
     Notes
     -----

@@ -253,12 +253,27 @@ def test_penalties_count_the_output_only_once_each(model, late):
     assert list(output.outputs[0].token_ids).count(42) == 1
 
 
+def _with_tokenizer(model, tokenizer, monkeypatch):
+    monkeypatch.setattr(type(model), "has_tokenizer", True)
+    monkeypatch.setitem(model.__dict__, "tokenizer", tokenizer)
+    return model
+
+
+def _prefer(first, second, third):
+    """Draw three tokens: the first of these ids that is not forbidden."""
+    return SamplingParams(
+        temperature=0,
+        max_tokens=3,
+        ignore_eos=True,
+        allowed_token_ids=[first, second, third],
+        logit_bias={first: 100.0, second: 99.0},
+    )
+
+
 @pytest.fixture
 def worded(model, monkeypatch):
     """The model, with a tokenizer."""
-    monkeypatch.setattr(type(model), "has_tokenizer", True)
-    monkeypatch.setitem(model.__dict__, "tokenizer", Words())
-    return model
+    return _with_tokenizer(model, Words(), monkeypatch)
 
 
 def test_bad_words(worded, late):
@@ -279,19 +294,11 @@ def test_bad_words_with_and_without_a_space(monkeypatch, metadata):
     """Tokenizers that begin a text with a space have the word without one behind other text."""
     tokenizer = load_tokenizer(metadata)
     config = dataclasses.replace(CONFIG, vocab_size=tokenizer.vocab_size)
-    model = tiny_model(config=config)
-    monkeypatch.setattr(type(model), "has_tokenizer", True)
-    monkeypatch.setitem(model.__dict__, "tokenizer", tokenizer)
+    model = _with_tokenizer(tiny_model(config=config), tokenizer, monkeypatch)
     # Of ids of one text the last: the others are single bytes, which no text is encoded to.
     ids = {tokenizer.token_bytes(i): i for i in range(tokenizer.vocab_size)}
     bare, spaced, other = (ids[text] for text in (b"a", b" a", b"b"))
-    params = SamplingParams(
-        temperature=0,
-        max_tokens=3,
-        ignore_eos=True,
-        allowed_token_ids=[bare, spaced, other],
-        logit_bias={bare: 100.0, spaced: 99.0},
-    )
+    params = _prefer(bare, spaced, other)
     for words, text in ([], "aaa"), (["a"], "bbb"):
         output = generate(model, [5], dataclasses.replace(params, bad_words=words))
         assert output.outputs[0].text == text
@@ -310,17 +317,10 @@ def test_bad_words_of_ids_that_the_model_lacks(worded):
 def test_a_bad_word_of_whitespace_forbids_no_other(monkeypatch):
     """Without line breaks there may be spaces."""
     tokenizer = load_tokenizer(BYTE_LEVEL)
-    model = tiny_model(config=dataclasses.replace(CONFIG, vocab_size=tokenizer.vocab_size))
-    monkeypatch.setattr(type(model), "has_tokenizer", True)
-    monkeypatch.setitem(model.__dict__, "tokenizer", tokenizer)
+    config = dataclasses.replace(CONFIG, vocab_size=tokenizer.vocab_size)
+    model = _with_tokenizer(tiny_model(config=config), tokenizer, monkeypatch)
     line, space, other = (tokenizer.encode(text)[-1] for text in ("\n", " ", "b"))
-    params = SamplingParams(
-        temperature=0,
-        max_tokens=3,
-        ignore_eos=True,
-        allowed_token_ids=[line, space, other],
-        logit_bias={line: 100.0, space: 99.0},
-    )
+    params = _prefer(line, space, other)
     for words, token in ([], line), (["\n"], space), ([" "], line):
         output = generate(model, [5], dataclasses.replace(params, bad_words=words))
         assert list(output.outputs[0].token_ids) == [token] * 3

@@ -127,8 +127,6 @@ def checked_options(
 def averaged(total: Any, target: Any, ignore_index: int, reduction: str) -> jax.Array:
     """Return the sum of the losses, or their mean over the targets that are not ignored."""
     result: jax.Array = total
-    return (
-        result
-        if reduction == "sum"
-        else result / jnp.sum(target != ignore_index, dtype=result.dtype)
-    )
+    if reduction == "sum":
+        return result
+    return result / jnp.sum(target != ignore_index, dtype=result.dtype)

@@ -46,8 +46,8 @@ def attention_decode(
     return_lse: bool = False,
 ) -> Any:
     """See `engine.kernels.attention_decode`."""
-    is_plain = q.shape[1] == 1 and sinks is None and not softcap and not return_lse
-    is_plain &= tree_mask is None
+    is_plain = q.shape[1] == 1 and sinks is None and tree_mask is None
+    is_plain = is_plain and not softcap and not return_lse
     if not is_plain or q.dtype != _FLOAT32 or k_pages.dtype != _FLOAT32:
         return reference.attention_decode(
             q,

@@ -213,10 +213,10 @@ def gated_delta(
         return call.finish(out, result)
     out = call.output("out", out, v.shape, v.dtype)
     args = kernel_args(arrays, slots, norm, out, numbers)
-    # A chunk leaves no states between its tokens, where `state_targets` may ask for them.
-    few = max(_MAX_STEPS, args["num_targets"])
-    is_chunked = not deterministic and longest > few and chunks.is_supported(args)
-    max_steps = few if is_chunked else longest
+    # Chunks write one state each; `state_targets` asks for the states after every token.
+    step_limit = max(_MAX_STEPS, args["num_targets"])
+    is_chunked = not deterministic and longest > step_limit and chunks.is_supported(args)
+    max_steps = step_limit if is_chunked else longest
     is_normed = False
     if not (is_chunked and args["num_sequences"] == 1):
         has_norm = z is not None and not deterministic

@@ -157,10 +157,10 @@ def mamba2(
         return call.finish(out, reference.mamba2(**arrays, **slots.arrays, **limits))
     out = call.output("out", out, x.shape, x.dtype)
     args = kernel_args(arrays, slots, limits, out)
-    # A chunk leaves no states between its tokens, where `state_targets` may ask for them.
-    few = max(_MAX_STEPS, args["num_targets"])
-    is_chunked = not deterministic and longest > few and chunks.is_supported(args)
-    max_steps = few if is_chunked else longest
+    # Chunks write one state each; `state_targets` asks for the states after every token.
+    step_limit = max(_MAX_STEPS, args["num_targets"])
+    is_chunked = not deterministic and longest > step_limit and chunks.is_supported(args)
+    max_steps = step_limit if is_chunked else longest
     if not (is_chunked and slots.state_slots.shape[0] == 1):
         steps.launch(args, max_steps=max_steps, pdl=pdl)
     if is_chunked:

@@ -5,12 +5,20 @@ from __future__ import annotations
 import functools
 import re
 import typing
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, Literal
 
 import msgspec
 
-__all__ = ["field_hints", "field_names", "hints_at", "invalid", "structs_in", "wrong_choice"]
+__all__ = [
+    "field_hints",
+    "field_names",
+    "hints_at",
+    "invalid",
+    "one_of",
+    "structs_in",
+    "wrong_choice",
+]
 
 _STEP = re.compile(r"\.([A-Za-z_]\w*)|\[[^\]]*\]")
 _CHOICE = re.compile(r"Invalid enum value ('.*')$", re.DOTALL)
@@ -92,5 +100,9 @@ def wrong_choice(reason: str, kind: Any, path: str) -> str:
     if (given := _CHOICE.match(reason)) is None:
         return ""
     choices = [repr(choice) for hint in hints_at(kind, path) for choice in _literals_in(hint)]
-    one_of = "one of " if len(choices) > 1 else ""
-    return f"must be {one_of}{', '.join(choices)}; got {given[1][:80]}"
+    return f"must be {one_of(choices)}; got {given[1][:80]}"
+
+
+def one_of(choices: Collection[str]) -> str:
+    """Return "one of a, b" for an error; of a single choice, the choice."""
+    return f"{'one of ' if len(choices) > 1 else ''}{', '.join(choices)}"

@@ -9,7 +9,7 @@ import msgspec
 
 from engine.checks import shown
 from engine.errors import RequestError, did_you_mean
-from engine.server.protocol.annotations import invalid, wrong_choice
+from engine.server.protocol.annotations import invalid, one_of, wrong_choice
 from engine.server.protocol.unknown_fields import is_dropped
 
 __all__ = ["media_hint", "text_of", "typed_item", "typed_items"]
@@ -56,8 +56,8 @@ def typed_item(
         raise RequestError(f"{where} must be an object; got {shown(item)}")
     kind = default if item.get("type") is None else item["type"]
     if not isinstance(kind, str) or kind not in kinds:
-        wanted = f"{'one of ' if len(kinds) > 1 else ''}{', '.join(kinds)}"
-        raise RequestError(f"{where}.type must be {wanted}; got {shown(kind)}{media_hint(kind)}")
+        got = f"{shown(kind)}{media_hint(kind)}"
+        raise RequestError(f"{where}.type must be {one_of(kinds)}; got {got}")
     struct = kinds[kind]
     fields = {name: value for name, value in item.items() if value is not None and name != "type"}
     known = struct.__struct_encode_fields__
