@@ -126,7 +126,7 @@ def test_preemption_and_swap_of_requests_with_drafts():
 
 WAYS = {
     "n": {"n": 3, "temperature": 0.9},
-    "best_of": {"n": 2, "best_of": 4, "temperature": 0.9},
+    "best_of": {"n": 2, "best_of": 4, "temperature": 0.5},
     "logprobs": {"logprobs": 3},
     "all logprobs": {"logprobs": -1, "prompt_logprobs": 2},
     "repetition": {"repetition_penalty": 1.4},
