@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from engine.errors import ConfigError
+from engine.errors import ConfigError, did_you_mean
 from engine.models.afmoe import AFMOE
 from engine.models.apertus import APERTUS
 from engine.models.arcee import ARCEE
@@ -228,7 +228,7 @@ def family(model_type: object) -> Family:
     Raises
     ------
     ConfigError
-        If it is not supported; the message lists those that are.
+        If it is not supported; the message says what is missing, or names the nearest one.
 
     Examples
     --------
@@ -237,9 +237,12 @@ def family(model_type: object) -> Family:
     """
     if isinstance(model_type, str) and model_type in FAMILIES:
         return FAMILIES[model_type]
-    known = ", ".join(sorted((*FAMILIES, *WRAPPERS)))
-    hint = _HINTS.get(model_type, "") if isinstance(model_type, str) else ""
-    raise ConfigError(f"model_type must be one of {known}; got {model_type!r:.80}{hint}")
+    known = (*FAMILIES, *WRAPPERS)
+    hint = ""
+    if isinstance(model_type, str):
+        hint = _HINTS.get(model_type) or did_you_mean(model_type, known)
+    wanted = f"one of the {len(known)} in docs/models.md"
+    raise ConfigError(f"model_type must be {wanted}; got {model_type!r:.80}{hint}")
 
 
 # Keys of Kimi delta attention in a config.json of Ling 3.
