@@ -76,8 +76,8 @@ class _Allocators:
         return _Pointer(_Memory(next(self._numbers) * _REGION, size, None, 0), 0)
 
     @contextlib.contextmanager
-    def using(self, allocate):
-        self._current.append(allocate)
+    def using(self, allocate=None):  # None: CuPy's, which asks the driver
+        self._current.append(allocate or self.pool)
         try:
             yield
         finally:

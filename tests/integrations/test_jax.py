@@ -733,7 +733,7 @@ def test_the_example_of_the_documentation():
 
 X = np.ones((2, 8), np.float32)
 BAD_CALLS = {
-    "weight: must have shape .N.; N = 8 from x; got .5,": lambda: ops.rmsnorm(X, X[0, :5]),
+    "weight: must have shape .N,.; N = 8 from x; got .5,": lambda: ops.rmsnorm(X, X[0, :5]),
     "residual: must be float32; got float16": lambda: ops.rmsnorm(
         X, X[0], residual=X.astype(np.float16)
     ),

@@ -269,7 +269,7 @@ def test_what_is_supported():
     if not _IS_OLD:
         assert _validate(has_sliding_window=True) == []
     for name, value, reason in (
-        ("head_size", 320, "head_size"),
+        ("head_size", 513, "head_size"),
         ("kv_cache_dtype", "fp8_e5m2", "kv_cache_dtype"),
         ("kv_cache_dtype", "float16", "a cache of float16 needs a model of that dtype"),
         ("block_size", 8, "block_size"),

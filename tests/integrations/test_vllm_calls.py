@@ -111,6 +111,8 @@ class _Custom(SimpleNamespace):
 
 def _stub_registry(monkeypatch, custom):
     """Put a vLLM into `sys.modules` that holds its registry, and no layers."""
+    for module in [name for name in sys.modules if name.split(".")[0] == "vllm"]:
+        monkeypatch.delitem(sys.modules, module)
     registered = []
     name = "vllm.v1.attention.backends.registry"
     registry = ModuleType(name)
