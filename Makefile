@@ -99,7 +99,7 @@ shots: model   ## the pictures of the docs: terminal recordings (needs npm) and 
 	  --in docs/casts/$$name.cast --out docs/img/terminal-$$name.svg || exit 1; done
 	$(BIN)/python -m tests.server.page_screenshots
 
-C_FILES := $(shell find cuda_src engine examples -name '*.cu' -o -name '*.cuh' -o -name '*.c')
+C_FILES := $(shell find cuda_src engine examples -name '*.cu' -o -name '*.cuh' -o -name '*.[ch]')
 
 lint: $(VENV)/.installed-dev   ## ruff for Python, clang-format for C and CUDA
 	$(BIN)/ruff check .

@@ -61,7 +61,7 @@ VARIABLES: tuple[Variable, ...] = (
     Variable(
         "ENGINE_CC",
         "CC if set, else cc, gcc or clang if found",
-        'C compiler of the products with quantized weights on the CPU; "none": NumPy',
+        'C compiler of the kernels for the CPU; "none": NumPy',
     ),
     Variable("ENGINE_DEBUG", "0", "1 checks every block table and poisons freed memory (slow)"),
     Variable("ENGINE_OFFLINE", "0", "1 forbids network access (also HF_HUB_OFFLINE=1)"),

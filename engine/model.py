@@ -203,6 +203,7 @@ def load(
     if not place.is_cuda:
         features = 2 * max(config.intermediate_size, config.hidden_size)
         threads.choose((features, config.hidden_size))
+        compiled.kernels()  # compiled now, not during the first request
     if device == "auto":
         what = f"{place} ({why})"
         if not place.is_cuda:

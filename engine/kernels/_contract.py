@@ -307,14 +307,14 @@ class Contract:
             self._shape_error(name, shape, array.shape, "")
         dims = self.dims
         for symbol, size in zip(symbols, sizes, strict=False):
-            if not isinstance(symbol, str):
-                if size != symbol:
-                    self._shape_error(name, shape, array.shape, "")
-            elif symbol not in dims:
+            if symbol in dims:
+                if dims[symbol] != size:
+                    where = f"; {symbol} = {dims[symbol]} from {self._origin[symbol]}"
+                    self._shape_error(name, shape, array.shape, where)
+            elif isinstance(symbol, str):
                 self.bind(symbol, size, name)
-            elif dims[symbol] != size:
-                where = f"; {symbol} = {dims[symbol]} from {self._origin[symbol]}"
-                self._shape_error(name, shape, array.shape, where)
+            elif symbol != size:
+                self._shape_error(name, shape, array.shape, "")
 
     def _shape_error(self, name: str, shape: str, got: tuple[int, ...], where: str) -> None:
         dims = shape.replace("*", "...").split()

@@ -1,4 +1,4 @@
-"""Attention of one new token a sequence, on float32 pages, in few NumPy calls."""
+"""Attention of one new token a sequence, on float32 pages: in C, or in few NumPy calls."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 
 from engine import reference
+from engine.kernels._cpu import compiled
+from engine.kernels._cpu.compiled import Kernels
 from engine.kernels._cpu.norms import normalised
 
 __all__ = ["attention_decode"]
@@ -74,6 +76,17 @@ def attention_decode(
             v_scale=v_scale,
             return_lse=return_lse,
         )
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    kernels = compiled.kernels()
+    if kernels is not None and q.size and _has_whole_steps(q, k, v, k_pages, v_pages, block_tables):
+        longest = max(context_lens.tolist())
+        return _attend_in_c(
+            kernels,
+            q,
+            (k_pages, v_pages, block_tables, context_lens, longest),
+            (k, v, positions, cos_sin, slot_mapping, q_weight, k_weight, eps, weight_offset),
+            (scale, window, chunk),
+        )
     queries = q[:, 0]
     if k is not None:
         assert v is not None and positions is not None
@@ -87,7 +100,7 @@ def attention_decode(
         queries = _rotated(queries, rows)
         _store(_rotated(keys, rows), v[:, 0], k_pages, v_pages, slot_mapping)
     out = np.zeros(q.shape, np.float32)
-    queries = queries * np.float32(q.shape[-1] ** -0.5 if scale is None else scale)
+    queries = queries * np.float32(scale)
     for b, length in enumerate(context_lens.tolist()):
         reach = (length - 1) % chunk + 1 if chunk else window or length
         if length:
@@ -95,6 +108,49 @@ def attention_decode(
             sequence = _Keys(block_tables[b], first, length, k_pages.shape[2])
             _attend(queries[b], sequence, k_pages, v_pages, out[b, 0])
     return out
+
+
+def _has_whole_steps(*arrays: Array | None) -> bool:
+    """Tell whether the strides of the arrays, views perhaps, are whole numbers of elements."""
+    return all(x is None or x.flags.aligned for x in arrays)
+
+
+def _attend_in_c(
+    kernels: Kernels,
+    q: Array,
+    pages: tuple[Any, ...],
+    new_tokens: tuple[Any, ...],
+    rule: tuple[float, int, int],
+) -> Array:
+    k_pages, v_pages, block_tables, context_lens, longest = pages
+    k, v, positions, cos_sin, slot_mapping, q_weight, k_weight, eps, weight_offset = new_tokens
+    batch, _, num_heads, head_dim = q.shape
+    _, num_kv_heads, block_size, _ = k_pages.shape
+    scratch = np.empty(num_heads * head_dim + num_heads // num_kv_heads * longest, np.float32)
+    out = np.empty(q.shape, np.float32)
+    kernels.attend(
+        *(out.ctypes.data, scratch.ctypes.data),
+        *(*_heads(q), *_heads(k), *_heads(v)),
+        *(_address(positions), _address(cos_sin), 0 if cos_sin is None else cos_sin.shape[1]),
+        *(_address(slot_mapping), _address(q_weight), _address(k_weight), eps, weight_offset),
+        *(k_pages.ctypes.data, v_pages.ctypes.data),
+        *(step // k_pages.itemsize for step in k_pages.strides[:3]),
+        *(block_size, block_tables.ctypes.data, block_tables.strides[0] // block_tables.itemsize),
+        *(context_lens.ctypes.data, batch, num_heads, num_kv_heads, head_dim),
+        *rule,
+    )
+    return out
+
+
+def _address(x: Array | None) -> int | None:
+    return None if x is None else x.ctypes.data
+
+
+def _heads(x: Array | None) -> tuple[int | None, int, int]:
+    """Return the address and the strides, in floats, of sequences and heads (B, 1, H, D)."""
+    if x is None:
+        return None, 0, 0
+    return x.ctypes.data, x.strides[0] // x.itemsize, x.strides[2] // x.itemsize
 
 
 def _rotated(x: Array, cos_sin: Array) -> Array:

@@ -30,30 +30,39 @@ from engine.kernels._disk_cache import cache_folder, write_file
 
 __all__ = ["Kernels", "description", "kernels"]
 
-_SOURCE = Path(__file__).with_name("panels.c")
+_FOLDER = Path(__file__).parent
+_SOURCES = ("panels.c", "attention.c")
+_HEADERS = ("vectors.h",)
 _OPTIONS = ("-std=gnu11", "-O3", "-shared", "-fPIC", "-fvisibility=hidden")
 _TARGETS = ("-march=native", "-mcpu=native")  # some compilers for ARM know only the second one
 _COMPILERS = ("cc", "gcc", "clang")
 _TIMEOUT = 120  # maximum time of a compilation, s
 
-_POINTER = ctypes.c_void_p
-_INTEGER = ctypes.c_int64
+_KINDS = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
+_ARGUMENTS = {
+    "panels_multiply": "pppppp iiiiii",
+    "panels_help": "",
+    "panels_reset": "",
+    # out, q, k, v, new tokens, pages, block tables, sizes
+    "attention_decode": "pp pii pii pii ppipppff ppiiii pip iiiifii",
+}
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """The functions of `panels.c`, which describes their arguments.
+    """The functions of the C files, which describe their arguments.
 
     Attributes
     ----------
-    multiply : callable
-        Takes addresses and integers.
+    multiply, attend : callable
+        Take addresses and numbers.
     helpers : Helpers
     compiler : str
         The command that compiled them.
     """
 
     multiply: Callable[..., None]
+    attend: Callable[..., None]
     helpers: Helpers
     compiler: str
 
@@ -139,7 +148,7 @@ def _has_developer_tools() -> bool:
 
 def _library(command: list[str]) -> ctypes.CDLL:
     """Return the library, from the cache if it is there and whole."""
-    name = f"cpu-panels-{_cache_key(command)}.{'dll' if os.name == 'nt' else 'so'}"
+    name = f"cpu-kernels-{_cache_key(command)}.{'dll' if os.name == 'nt' else 'so'}"
     cached: Path | None = None
     with contextlib.suppress(CompileError):  # without a cache, every process compiles
         cached = cache_folder() / name
@@ -161,7 +170,8 @@ def _cache_key(command: list[str]) -> str:
     status = os.stat(path) if path else None
     compiler = [command, path, status and (status.st_size, status.st_mtime_ns)]
     machine = [platform.system(), platform.machine(), sorted(cpu_features())]
-    text = json.dumps([_SOURCE.read_text(), _OPTIONS, _TARGETS, compiler, machine])
+    files = [(_FOLDER / name).read_text() for name in (*_SOURCES, *_HEADERS)]
+    text = json.dumps([files, _OPTIONS, _TARGETS, compiler, machine])
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
@@ -169,7 +179,8 @@ def _compile(command: list[str], path: Path) -> None:
     """Compile the library to a file."""
     problems = []
     for target in _TARGETS:
-        arguments = [*command, *_OPTIONS, target, "-o", str(path), str(_SOURCE)]
+        files = [str(_FOLDER / name) for name in _SOURCES]
+        arguments = [*command, *_OPTIONS, target, "-o", str(path), *files, "-lm"]
         try:
             done = subprocess.run(
                 arguments, stdin=subprocess.DEVNULL, capture_output=True, text=True,
@@ -186,11 +197,13 @@ def _compile(command: list[str], path: Path) -> None:
 
 
 def _functions(library: ctypes.CDLL, compiler: str) -> Kernels:
-    library.panels_multiply.argtypes = [*[_POINTER] * 6, *[_INTEGER] * 6]
-    for name in ("multiply", "help", "reset"):
-        getattr(library, f"panels_{name}").restype = None
+    for name, kinds in _ARGUMENTS.items():
+        function = getattr(library, name)
+        function.argtypes = [_KINDS[kind] for kind in kinds.replace(" ", "")]
+        function.restype = None
     return Kernels(
         library.panels_multiply,
+        library.attention_decode,
         Helpers(library.panels_help, library.panels_reset),
         compiler,
     )

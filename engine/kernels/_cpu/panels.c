@@ -23,52 +23,50 @@
 
 #include <stdatomic.h>
 #include <stdbool.h>
-#include <stddef.h>
-#include <stdint.h>
-#include <string.h>
 #include <time.h>
+
+#include "vectors.h"
 
 #ifndef _WIN32
 #include <sched.h>
 #endif
 
 enum { kWidth = 64 };          // output features of a panel
+enum { kAhead = 4096 };        // distance at which codes are prefetched, bytes
 enum { kSpinNs = 500000 };     // time that an idle helper spins, ns
 enum { kLateNs = 500000 };     // time after which a helper that is waited for is late, ns
 enum { kAloneNs = 50000000 };  // time without helpers after one was late, ns
 
-// A vector of floats, and the codes of as many columns as integers. A tile has up to kMaxTile rows,
+// The codes of as many columns as a vector has lanes, as integers. A tile has up to kMaxTile rows,
 // and its sums take kAccumulators vector registers: the others hold codes and a number of x.
 #if defined(__AVX512F__)
-#include <immintrin.h>
-enum { kLanes = 16, kMaxTile = 6, kAccumulators = 24 };
-typedef __m512 Vector;
+enum { kMaxTile = 6, kAccumulators = 24 };
 typedef __m512i Codes;
 static inline Codes load_codes(const int8_t* from) {
   return _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from));
 }
 static inline Vector widen(Codes codes) { return _mm512_cvtepi32_ps(codes); }
-static inline Codes low_half(Codes codes) {
-  return _mm512_srai_epi32(_mm512_slli_epi32(codes, 28), 28);
+// The number of a code, looked up by its 4 bits.
+static inline Vector widen_low_half(Codes codes) {
+  const Vector numbers = {0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1};
+  return _mm512_permutexvar_ps(codes, numbers);
 }
-static inline Codes high_half(Codes codes) { return _mm512_srai_epi32(codes, 4); }
+static inline Vector widen_high_half(Codes codes) {
+  return widen_low_half(_mm512_srli_epi32(codes, 4));
+}
 #elif defined(__AVX2__)
-#include <immintrin.h>
-enum { kLanes = 8, kMaxTile = 5, kAccumulators = 12 };
-typedef __m256 Vector;
+enum { kMaxTile = 5, kAccumulators = 12 };
 typedef __m256i Codes;
 static inline Codes load_codes(const int8_t* from) {
   return _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from));
 }
 static inline Vector widen(Codes codes) { return _mm256_cvtepi32_ps(codes); }
-static inline Codes low_half(Codes codes) {
-  return _mm256_srai_epi32(_mm256_slli_epi32(codes, 28), 28);
+static inline Vector widen_low_half(Codes codes) {
+  return widen(_mm256_srai_epi32(_mm256_slli_epi32(codes, 28), 28));
 }
-static inline Codes high_half(Codes codes) { return _mm256_srai_epi32(codes, 4); }
+static inline Vector widen_high_half(Codes codes) { return widen(_mm256_srai_epi32(codes, 4)); }
 #elif defined(__ARM_NEON)
-#include <arm_neon.h>
-enum { kLanes = 4, kMaxTile = 6, kAccumulators = 24 };
-typedef float32x4_t Vector;
+enum { kMaxTile = 6, kAccumulators = 24 };
 typedef int32x4_t Codes;
 static inline Codes load_codes(const int8_t* from) {
   int32_t four;
@@ -76,21 +74,13 @@ static inline Codes load_codes(const int8_t* from) {
   return vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(four)))));
 }
 static inline Vector widen(Codes codes) { return vcvtq_f32_s32(codes); }
-static inline Codes low_half(Codes codes) { return vshrq_n_s32(vshlq_n_s32(codes, 28), 28); }
-static inline Codes high_half(Codes codes) { return vshrq_n_s32(codes, 4); }
-#else
-#error "no vectors of 8-bit integers: NumPy is as fast"
+static inline Vector widen_low_half(Codes codes) {
+  return widen(vshrq_n_s32(vshlq_n_s32(codes, 28), 28));
+}
+static inline Vector widen_high_half(Codes codes) { return widen(vshrq_n_s32(codes, 4)); }
 #endif
 
 enum { kVectors = kWidth / kLanes };  // vectors of a panel's row
-
-static inline Vector load(const float* from) {
-  Vector vector;
-  memcpy(&vector, from, sizeof vector);
-  return vector;
-}
-
-static inline void store(float* to, Vector vector) { memcpy(to, &vector, sizeof vector); }
 
 // A product; see panels_multiply.
 typedef struct {
@@ -135,12 +125,13 @@ static inline __attribute__((always_inline)) void multiply_tile(const Task* task
       memset(sums, 0, sizeof sums);
       for (int64_t k = 0; k < num_codes; k++) {
         const float* features = x + q * g + k;
+        __builtin_prefetch(codes + k * kWidth + kAhead);
         for (int i = 0; i < strip; i++) {
           const Codes loaded = load_codes(codes + k * kWidth + (v + i) * kLanes);
-          const Vector first = widen(bits == 4 ? low_half(loaded) : loaded);
+          const Vector first = bits == 4 ? widen_low_half(loaded) : widen(loaded);
           for (int t = 0; t < T; t++) sums[t][i] += features[t * G * g] * first;
           if (bits == 4) {
-            const Vector second = widen(high_half(loaded));
+            const Vector second = widen_high_half(loaded);
             for (int t = 0; t < T; t++) sums[t][i] += features[t * G * g + g / 2] * second;
           }
         }
@@ -294,17 +285,10 @@ static float sum_of(const float* x, int64_t count) {
   Vector sums = {0};
   int64_t k = 0;
   for (; k + kLanes <= count; k += kLanes) sums += load(x + k);
-  float sum = 0;
-  for (int lane = 0; lane < kLanes; lane++) sum += sums[lane];
+  float sum = sum_of_lanes(sums);
   for (; k < count; k++) sum += x[k];
   return sum;
 }
-
-#ifdef _WIN32
-#define EXPORT __declspec(dllexport)
-#else
-#define EXPORT __attribute__((visibility("default")))
-#endif
 
 // Write x W^T to y. `num_threads` > 1 shares the work with helpers; one caller at a time may.
 // `group_sums` is a buffer for T * G floats.

@@ -65,15 +65,18 @@ def _multiply_in_c(kernels: Kernels, x: Array, panels: Panels) -> Array:
     y = np.empty((len(x), panels.shape[0]), np.float32)
     num_panels, num_groups, _ = panels.scales.shape
     group_sums = _scratch("group sums", len(x), num_groups)
-    is_large = len(x) * math.prod(panels.shape) >= _MIN_SHARED
-    with kernels.helpers.at_work(num_panels if is_large else 1) as num_threads:
-        kernels.multiply(
-            x.ctypes.data,
-            *panels.addresses,
-            y.ctypes.data,
-            group_sums.ctypes.data,
-            *(len(x), panels.shape[0], num_groups, panels.group, panels.bits, num_threads),
-        )
+    arguments = (
+        x.ctypes.data,
+        *panels.addresses,
+        y.ctypes.data,
+        group_sums.ctypes.data,
+        *(len(x), panels.shape[0], num_groups, panels.group, panels.bits),
+    )
+    if len(x) * math.prod(panels.shape) < _MIN_SHARED:
+        kernels.multiply(*arguments, 1)
+        return y
+    with kernels.helpers.at_work(num_panels) as num_threads:
+        kernels.multiply(*arguments, num_threads)
     return y
 
 

@@ -23,7 +23,6 @@ from engine.kernels._attention import (
 from engine.kernels._contract import MIRROR_FLOATS, Contract
 from engine.kernels._module import ModuleSpec
 from engine.kernels._new_tokens import NewTokens
-from engine.kernels._pages import written_pages
 from engine.kernels._quantize import GROUP
 from engine.kernels.attention_decode import portable, sm90
 from engine.kernels.attention_decode.portable import choose_num_splits, choose_tile
@@ -271,7 +270,8 @@ def attention_decode(
         if out is not None:  # check before the pages are written
             call.written("out", out, "B Q H D", q.dtype, layout="rows")
         if new_tokens is not None:
-            written_pages(call, pages.k, pages.v, "P K block_size D", q.dtype)
+            for name, array in (("k_pages", pages.k), ("v_pages", pages.v)):
+                call.written(name, array, "P K block_size D", array.dtype, layout="rows")
         result = _on_cpu(q, pages, rule, tree_mask, sinks, new_tokens, return_lse)
         result, *lses = result if return_lse else (result,)
         if quantize_out:
