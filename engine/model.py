@@ -167,6 +167,8 @@ def load(
         If a keyword is not one of the above.
     DeviceError, ConfigError, WeightsError, DownloadError, OutOfMemoryError
         If the device is unavailable, or the configuration or the files cannot be used.
+    CompileError
+        If kernels cannot be compiled, on the CPU by the compiler that `ENGINE_CC` names.
 
     Examples
     --------
@@ -203,7 +205,8 @@ def load(
     if not place.is_cuda:
         features = 2 * max(config.intermediate_size, config.hidden_size)
         threads.choose((features, config.hidden_size))
-        compiled.kernels()  # compiled now, not during the first request
+        if options.dtype == "float32":
+            compiled.kernels()  # compiled now, not during the first request
     if device == "auto":
         what = f"{place} ({why})"
         if not place.is_cuda:

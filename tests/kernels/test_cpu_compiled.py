@@ -87,9 +87,21 @@ def test_a_compiler_that_was_asked_for_must_work(own_cache):
         compiled._compiled("no-such-cc")
     with pytest.raises(CompileError, match="exit status 1: "):
         compiled._compiled(f"{sys.executable} -m no_such_compiler")
+    for value in (" ", 'gcc "x'):
+        with pytest.raises(CompileError, match=f"^ENGINE_CC={value}: must be a command"):
+            compiled._compiled(value)
+
+
+def test_a_library_without_the_functions_is_not_used(own_cache, monkeypatch, tmp_path):
+    (tmp_path / "other.c").write_text("int other;")
+    monkeypatch.setattr(compiled, "_SOURCES", (str(tmp_path / "other.c"),))
+    assert "panels_multiply" in compiled._compiled(None)
 
 
 def test_without_a_compiler_numpy_computes(own_cache, monkeypatch):
+    for value in (" ", 'gcc "x'):
+        monkeypatch.setenv("CC", value)
+        assert compiled._compiled(None).startswith(f"{value}: must be a command")
     monkeypatch.setenv("CC", f"{sys.executable} -m no_such_compiler")
     assert "no_such_compiler: exit status 1" in compiled._compiled(None)
     monkeypatch.delenv("CC")

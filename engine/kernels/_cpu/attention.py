@@ -78,15 +78,11 @@ def attention_decode(
         )
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     kernels = compiled.kernels()
-    if kernels is not None and q.size and _has_whole_steps(q, k, v, k_pages, v_pages, block_tables):
-        longest = max(context_lens.tolist())
-        return _attend_in_c(
-            kernels,
-            q,
-            (k_pages, v_pages, block_tables, context_lens, longest),
-            (k, v, positions, cos_sin, slot_mapping, q_weight, k_weight, eps, weight_offset),
-            (scale, window, chunk),
-        )
+    pages = (k_pages, v_pages, block_tables, context_lens)
+    new_tokens = (k, v, positions, cos_sin, slot_mapping, q_weight, k_weight)
+    if kernels is not None and q.size and _are_aligned(q, *pages, *new_tokens):
+        numbers = (eps, weight_offset, scale, window, chunk)
+        return _attend_in_c(kernels, q, pages, new_tokens, numbers)
     queries = q[:, 0]
     if k is not None:
         assert v is not None and positions is not None
@@ -110,23 +106,25 @@ def attention_decode(
     return out
 
 
-def _has_whole_steps(*arrays: Array | None) -> bool:
-    """Tell whether the strides of the arrays, views perhaps, are whole numbers of elements."""
+def _are_aligned(*arrays: Array | None) -> bool:
+    """Tell whether addresses and strides of the arrays are whole numbers of elements."""
     return all(x is None or x.flags.aligned for x in arrays)
 
 
 def _attend_in_c(
     kernels: Kernels,
     q: Array,
-    pages: tuple[Any, ...],
+    pages: tuple[Array, ...],
     new_tokens: tuple[Any, ...],
-    rule: tuple[float, int, int],
+    numbers: tuple[float, float, float, int, int],
 ) -> Array:
-    k_pages, v_pages, block_tables, context_lens, longest = pages
-    k, v, positions, cos_sin, slot_mapping, q_weight, k_weight, eps, weight_offset = new_tokens
+    k_pages, v_pages, block_tables, context_lens = pages
+    k, v, positions, cos_sin, slot_mapping, q_weight, k_weight = new_tokens
+    eps, weight_offset, *rule = numbers
     batch, _, num_heads, head_dim = q.shape
     _, num_kv_heads, block_size, _ = k_pages.shape
-    scratch = np.empty(num_heads * head_dim + num_heads // num_kv_heads * longest, np.float32)
+    num_scores = num_heads // num_kv_heads * max(context_lens.tolist())
+    scratch = np.empty(num_heads * head_dim + num_scores, np.float32)
     out = np.empty(q.shape, np.float32)
     kernels.attend(
         *(out.ctypes.data, scratch.ctypes.data),

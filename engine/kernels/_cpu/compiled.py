@@ -114,30 +114,36 @@ def _compiled(wanted: str | None) -> Kernels | str:
     """Return the kernels, or why there are none."""
     if wanted == "none":
         return "ENGINE_CC=none"
-    command = _installed_compiler() if wanted is None else _words(wanted)
+    command = wanted or os.environ.get("CC") or _installed_compiler()
     if command is None:
         return "no C compiler found"
     try:
-        return _functions(_library(command), shlex.join(command))
-    except (CompileError, OSError) as error:
+        return _functions(_library(_words(command)), command)
+    except (CompileError, OSError, AttributeError) as error:  # or a library without our functions
         if wanted is not None:
             raise CompileError(f"ENGINE_CC={wanted}: {error}") from error
-        return f"{shlex.join(command)}: {error}"
+        return f"{command}: {error}"
 
 
-def _installed_compiler() -> list[str] | None:
-    """Return the command of the C compiler: `CC`, or one of the usual names."""
-    if own := os.environ.get("CC"):
-        return _words(own)
+def _installed_compiler() -> str | None:
+    """Return the path of the first compiler that is found."""
     path = next((path for name in _COMPILERS if (path := shutil.which(name))), None)
     if path is None or (sys.platform == "darwin" and not _has_developer_tools()):
         return None
-    return [path]
+    return path
 
 
 def _words(command: str) -> list[str]:
     """Return the words of a command; a path may hold spaces."""
-    return [command] if shutil.which(command) else shlex.split(command)
+    if shutil.which(command):
+        return [command]
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise CompileError(f"must be a command: {error}") from error
+    if not words:
+        raise CompileError("must be a command")
+    return words
 
 
 def _has_developer_tools() -> bool:

@@ -26,7 +26,7 @@ enum { kLanes = 4 };
 typedef float32x4_t Vector;
 static inline float sum_of_lanes(Vector x) { return vaddvq_f32(x); }
 #else
-#error "no vectors of 8-bit integers: NumPy is as fast"
+#error "the CPU has neither AVX2 nor NEON"
 #endif
 
 static inline Vector load(const float* from) {
