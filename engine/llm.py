@@ -146,8 +146,13 @@ class LLM:
         """See `generate`; errors call the prompts `name`."""
         # Only final outputs are returned, so the engine need not build intermediate ones.
         params = self._params_for(len(batch), sampling_params, RequestOutputKind.FINAL_ONLY)
-        priorities = _one_per_prompt("priority", priority, len(batch), numbers.Integral)
-        adapters = _one_per_prompt("lora_request", lora_request, len(batch), LoRARequest | None)
+        count = len(batch)
+        priorities = _one_per_prompt(
+            "priority", priority, count, (numbers.Integral, "whole number")
+        )
+        adapters = _one_per_prompt(
+            "lora_request", lora_request, count, (LoRARequest | None, "LoRARequest or None")
+        )
         ids = self._add(name, batch, params, priorities, adapters)
         finished: dict[str, RequestOutput] = {}
         from tqdm import tqdm
@@ -499,7 +504,9 @@ class LLM:
     def _params_for(self, count: int, given: Any, kind: RequestOutputKind) -> list[SamplingParams]:
         if given is None:
             given = self.get_default_sampling_params()
-        params = _one_per_prompt("sampling_params", given, count, SamplingParams)
+        params = _one_per_prompt(
+            "sampling_params", given, count, (SamplingParams, "SamplingParams")
+        )
         for index, item in enumerate(params):
             if not isinstance(item, SamplingParams):
                 raise RequestError(
@@ -603,13 +610,13 @@ def _as_prompts(prompts: Any) -> list[Prompt]:
     return found
 
 
-def _one_per_prompt(name: str, values: Any, count: int, kind: Any) -> list[Any]:
-    """Return `values`, either a sequence or one value of type `kind`, as a list of `count`."""
-    if isinstance(values, kind):
+def _one_per_prompt(name: str, values: Any, count: int, kind: tuple[Any, str]) -> list[Any]:
+    """Return `values`, a sequence or one value of `kind` (type, name), as a list of `count`."""
+    if isinstance(values, kind[0]):
         return [values] * count
     is_no_list = isinstance(values, str | Mapping) or not hasattr(values, "__iter__")
     if is_no_list or getattr(values, "ndim", 1) == 0:
-        got = type(values).__name__
+        got = shown_with_type(values)
     else:
         items = list(itertools.islice(values, count + 1))
         if len(items) == count:
@@ -620,5 +627,4 @@ def _one_per_prompt(name: str, values: Any, count: int, kind: Any) -> list[Any]:
             if known is None
             else shown_with_type(known)
         )
-    one = "SamplingParams" if kind is SamplingParams else "value"
-    raise RequestError(f"{name} must be one {one}, or one per prompt ({count}); got {got}")
+    raise RequestError(f"{name} must be one {kind[1]}, or one per prompt ({count}); got {got}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping
 from os import PathLike
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.checks import shown
+from engine.checks import shown, shown_with_type
 from engine.config import ModelConfig
 from engine.device import Device, array_module, is_cupy_array
 from engine.dtypes import np_dtype
@@ -58,10 +59,19 @@ def open_update(
     Raises
     ------
     WeightsError
-        If a tensor is not the model's or has another shape, or a weight is stored in a format that
-        numbers cannot be rounded to.
+        If there is no such folder, a tensor is not the model's or has another shape, or a weight is
+        stored in a format that numbers cannot be rounded to.
     """
-    tensors = ArrayTensors(source, new_name) if isinstance(source, Mapping) else Path(source)
+    tensors: ArrayTensors | Path
+    if isinstance(source, Mapping):
+        tensors = ArrayTensors(source, new_name)
+    else:
+        is_path = isinstance(source, str | PathLike) and isinstance(os.fspath(source), str)
+        if not is_path or not os.fspath(source):
+            raise WeightsError(
+                f"source must be a folder, or a mapping of arrays; got {shown_with_type(source)}"
+            )
+        tensors = Path(source)
     reader = TensorReader(tensors, config)
     form = FORMATS.get(quantization or "")
     formats = {} if form is None else quantized_formats(config, form, shard)

@@ -468,7 +468,7 @@ class PipelinedModel(Model):
         if pages is None or caches_address(kv_pages) != caches_address(pages.layers):
             raise RequestError(
                 "a model of several pipeline stages computes on its engine's pages only: "
-                "embeddings, Model.step and calibration need pipeline_parallel_size=1"
+                "embeddings, classes, Model.step and calibration need pipeline_parallel_size=1"
             )
 
     def _entered(self, batch: ForwardBatch) -> ForwardBatch:

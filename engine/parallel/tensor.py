@@ -441,7 +441,7 @@ class TensorParallelModel(Model):
                 f"hidden must be {dtype} (R, {width}), as hidden_states returns; got "
                 f"{hidden.dtype} {hidden.shape}"
             )
-        if last is not None:
+        if last is not None and hidden.flags.c_contiguous:
             first, rest = divmod(address(hidden) - address(last), width * dtype.itemsize)
             if not rest and first >= 0 and first + hidden.shape[0] <= last.shape[0]:
                 return int(first)

@@ -7,6 +7,7 @@ import pytest
 
 from engine import SamplingParams
 from engine.errors import ConfigError, RequestError
+from engine.layers.batch import ForwardBatch
 from engine.tasks.embeddings import embed_in_parts
 from engine.tasks.logit_lens import logit_lens_in_parts
 from tests.distributed.engines import CONFIG, make_engine, run
@@ -113,6 +114,17 @@ def test_traces_and_what_is_read_from_their_residuals(engines):
             engines[1].model.trace(wrong)
     with pytest.raises(RequestError, match=r"hidden must be float32 \(R, 64\)"):
         engines[1].model.logits(np.zeros((1, 32), np.float32))
+
+
+def test_logits_of_views_of_hidden_states(engines):
+    def logits(model):
+        cache = model.new_cache(1, 64)
+        batch = ForwardBatch.build([IDS[0]], [0], [[0]], 16, logits="all")
+        hidden = model.hidden_states(batch, cache.kv.layers)
+        rows = slice(1, 3), slice(None, None, 2), slice(None, None, -1)
+        return [model.logits(hidden[each]) for each in rows]
+
+    _assert_same(engines, logits)
 
 
 def test_scales_of_pages(engines):

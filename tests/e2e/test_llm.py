@@ -55,16 +55,17 @@ def test_prompts_may_be_ids_mappings_and_arrays(llm):
         (np.array(5), {}, "prompts must be .*; got ndarray"),
         ([[]], {}, r"^prompt must have 1 to 255 tokens .*; got 0"),
         ([[5], [-1]], {}, r"prompts\[1\]: prompt\[0\] must be .* \[0, 97\); got -1"),
-        ([[5]], {"sampling_params": {"n": 1}}, "must be one SamplingParams, .*; got dict"),
-        ([[5]], {"sampling_params": 5}, r"sampling_params must be one S.*, or .* \(1\); got int"),
+        ([[5]], {"sampling_params": {"n": 1}}, r"must be one SamplingParams, .*\(dict\)"),
+        ([[5]], {"lora_request": "a"}, "lora_request must be one LoRARequest or None, .*; got 'a'"),
+        ([[5]], {"sampling_params": 5}, r"sampling_params must be one S.*, or .* \(1\); got 5"),
         ([[5]], {"sampling_params": [GREEDY] * 2}, "sampling_params must be .*; got 2"),
         ([[5]], {"sampling_params": [None]}, r"sampling_params\[0\] must be .*; got NoneType"),
         (
             [[5]],
             {"priority": None},
-            r"priority must be one value, or one per prompt \(1\); got NoneType",
+            r"priority must be one whole number, or one per prompt \(1\); got None",
         ),
-        ([[5]], {"priority": 1.5}, "priority must be one value, .*; got float"),
+        ([[5]], {"priority": 1.5}, "priority must be one whole number, .*; got 1.5"),
         ([[5]], {"priority": [1.5]}, r"^priority must be a whole number .*; got 1.5"),
     ],
 )
@@ -103,7 +104,7 @@ def _template(messages):
 def test_other_bad_arguments_are_named(llm):
     with pytest.raises(RequestError, match="params must be a BeamSearchParams; got SamplingParams"):
         llm.beam_search([5], GREEDY)
-    with pytest.raises(RequestError, match=r"must be one SamplingParams, .*; got dict"):
+    with pytest.raises(RequestError, match=r"must be one SamplingParams, .*\(dict\)"):
         llm.stream([5], {"n": 1})
 
 

@@ -579,7 +579,7 @@ def test_llm_takes_priorities_and_salts(model):
     outputs = llm.generate(prompts, params, priority=[1, 0])
     assert [list(o.outputs[0].token_ids) for o in outputs] == [greedy_alone(model, LONG, 3)] * 2
     with pytest.raises(
-        RequestError, match=r"priority must be one value, or one per prompt \(2\); got 3"
+        RequestError, match=r"priority must be one whole number, or one per prompt \(2\); got 3"
     ):
         llm.generate(prompts, params, priority=[1, 2, 3])
     assert llm.get_metrics().prompt_tokens == 2 * len(LONG)

@@ -113,4 +113,7 @@ def test_what_is_refused(served):
             llm.update_weights({})
         with pytest.raises(RequestError, match="nothing must be a directory with a model"):
             llm.update_weights(served.base.parent / "nothing")
+        for wrong in (3, None, ["a"], b"a", ""):
+            with pytest.raises(RequestError, match="source must be a folder, or a mapping of arra"):
+                llm.update_weights(wrong)
         assert tokens_of(llm, served.prompts[:2], None) == [served.want[row, -1] for row in (0, 1)]

@@ -300,6 +300,13 @@ def test_an_id_that_int32_does_not_hold_is_outside_the_table(token_id):
     assert np.isnan(rows).all()
 
 
+def test_an_override_does_not_reach_a_compiled_program():
+    x = random(0, 4, 5)
+    with kernels.override("silu", lambda x: 0 * x):
+        assert_close(ops.silu(x), jax.nn.silu(x), "float32")
+        assert_close(jax.jit(ops.silu)(x), jax.nn.silu(x), "float32")
+
+
 def test_residual_is_added_first():
     x, residual, weight = random(0, 4, 8), random(1, 4, 8), random(2, 8)
 

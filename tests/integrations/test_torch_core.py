@@ -9,6 +9,8 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
+from engine import kernels  # noqa: E402
+from engine.errors import ConfigError  # noqa: E402
 from engine.integrations import torch as ops  # noqa: E402
 
 F = torch.nn.functional
@@ -175,6 +177,41 @@ def test_memory_comes_from_torch():
     kept = [ops.rmsnorm(x, weight) for _ in range(4)]
     assert cupy.get_default_memory_pool().total_bytes() == before
     assert torch.cuda.memory_allocated() - allocated == sum(y.nbytes for y in kept)
+
+
+def _zeros():
+    return kernels.define(
+        name="zeros",
+        signature="x: (T, N) float -> (T, N) like x",
+        reference=lambda x: 0 * x,
+        source="""
+extern "C" __global__ void zeros(const scalar_t* x, scalar_t* out, int64_t T, int64_t N) {
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (i < T * N) out[i] = from_float<scalar_t>(0.0f);
+}
+""",
+        launch=lambda call: call.grid1d(call["T"] * call["N"], 256),
+    )
+
+
+def test_an_override_holds_in_its_block(where):
+    x = _values(3, 64, where=where)
+    zeros = _zeros()
+    for _ in range(2):
+        _close(ops.silu(x), F.silu(x))
+        with kernels.override("silu", zeros):
+            assert not ops.silu(x).any()
+
+
+@pytest.mark.gpu
+def test_cuda_tensors_need_an_op_as_override():
+    x = _values(3, 64, where="cuda")
+    with (
+        kernels.override("silu", lambda x: x * 2),
+        pytest.raises(ConfigError, match="silu: an override of CUDA tensors must be an op"),
+    ):
+        ops.silu(x)
+    _close(ops.silu(x), F.silu(x))
 
 
 def test_threads_have_calls_of_their_own(where):

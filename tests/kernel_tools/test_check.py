@@ -174,6 +174,9 @@ def test_inputs_of_the_definition_are_used():
     values = make_inputs(op, case, 0)
     assert values["ids"].tolist() == [4, 4, 4]
     assert values["ids"].dtype == np.int32
+    op = _op(WIDE, reference=lambda x, *_: x, inputs={"ids": lambda rng, call: np.zeros(2)})
+    with pytest.raises(errors.ConfigError, match=r"'ids' must return shape \(T,\) = \(3,\); got"):
+        make_inputs(op, case, 0)
 
 
 @pytest.mark.parametrize(

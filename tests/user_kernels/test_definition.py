@@ -52,6 +52,8 @@ def _define(signature="x: (N,) float -> (N,) like x", **options):
         ("x: (N,) float, n: uint32 = -1 -> (N,) like x", "its default must be uint32; got '-1'"),
         ("x: (N,) float, n: int32 = 4294967296 -> (N,) like x", "its default must be int32"),
         ("x: (N,) float zeroed -> (N,) like x", "x: only a result may be 'zeroed'"),
+        ("size: (N,) int32|int64 -> (N,) int32", "'size' must have another name: its type in"),
+        ("uint8: (N,) int32|int64 -> (N,) int32", "would be uint8_t, which is another type"),
         ("x: (1.5,) float -> () like x", "x: a size must be an integer of at least 0; got 1.5"),
         ("x: (N,) float -> (2 - 3,) like x", "a size must be an integer of at least 0; got 2 - 3"),
         ("x: (N,) float = None, y: (N,) float -> (N,) like y", "'y', which must be given, follows"),
@@ -129,6 +131,14 @@ def test_a_reference_may_be_a_callable_without_a_name():
         ({"reference": 3}, "reference: must be callable; got 3"),
         ({"source": "missing.cu"}, "there is no file 'missing.cu'"),
         ({"source": "__global__ void f() {}"}, 'must be declared extern "C"'),
+        (
+            {"source": 'extern "C" { __device__ int g() { return 1; } } __global__ void f() {}'},
+            'must be declared extern "C"',
+        ),
+        (
+            {"source": 'extern "C" { template <class T> __global__ void f() {} }'},
+            'must be declared extern "C"',
+        ),
         ({"source": 'extern "C" __global__ void f(const Foo x) {}'}, "parameter 'x' must be"),
         ({"source": 'extern "C" __global__ void f(float& x) {}'}, "must be a pointer or a number"),
         ({"source": 'extern "C" __global__ void class() {}'}, "kernel 'class' must have another"),
@@ -420,6 +430,33 @@ def test_arrays_that_are_written_must_not_overlap():
     assert both.tolist() == [1, 0, 1, 2, 3, 2]
 
 
+def test_a_result_must_not_overlap_an_argument_that_is_written():
+    def double(x):
+        x *= 2
+        return x + 1
+
+    op = _define("x: (N,) float inout -> (N,) like x", reference=double)
+    x = np.arange(4, dtype=np.float32)
+    for given, out in ((x, x), (x[:3], x[1:])):
+        with pytest.raises(errors.ContractError, match="out: must not overlap x, which is written"):
+            op(given, out=out)
+    assert x.tolist() == [0, 1, 2, 3]
+
+
+def test_what_overlaps_an_argument_that_is_written_keeps_its_values():
+    def add_reversed(x, y):
+        x += y[::-1]
+
+    op = _define("x: (N,) float inout, y: (N,) like x", reference=add_reversed)
+    x = np.arange(4, dtype=np.float32)
+    assert op(x, x).tolist() == [3, 3, 3, 3]
+
+
+def test_an_argument_may_be_called_self():
+    op = _define("self: (N,) float -> (N,) like self", reference=lambda x: x)
+    assert op(self=np.ones(2, np.float32)).tolist() == [1, 1]
+
+
 def test_results_that_are_one_array_of_the_reference_are_two():
     def reference(x):
         y = 2 * x
@@ -628,6 +665,23 @@ def test_a_launch_holds_plain_integers():
     )
     [launch] = op.launches(op.example_problem({"N": 8}))
     assert repr((launch.shared, launch.defines)) == "(16, (('A', 1), ('B', 3)))"
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        '#include "my_templates.cuh"\n',
+        "#define template_size 4\n",
+        'extern "C" {}\n',
+        'extern "C" { __device__ int g() { return 1; } }\ntemplate <class T> class Template;\n',
+    ],
+)
+def test_a_kernel_is_found_whatever_stands_before_it(before):
+    op = _define(source=before + BODY)
+    assert [each.kernel.entry for each in op.match(op.example_problem({"N": 8}))] == ["f"]
+    inside = BODY.replace('extern "C"', "")
+    op = _define(source=f'{before}extern  "C" {{\n__device__ int h() {{ return 1; }}\n{inside}}}')
+    assert [each.kernel.entry for each in op.match(op.example_problem({"N": 8}))] == ["f"]
 
 
 def test_a_pointer_that_is_const_itself_may_be_written_to():

@@ -96,6 +96,45 @@ extern "C" __global__ void both(const float* x, float* y, float* z, int N) {
     assert buffer.tolist() == [0, 1, 2, 0, 1, 2, 1, 2, 3]
 
 
+def test_what_overlaps_an_argument_that_is_written_keeps_its_values(cp):
+    def add_reversed(x, y):
+        x += y[::-1]
+
+    op = kernels.define(
+        name="add_reversed",
+        signature="x: (N,) float32 inout, y: (N,) float32",
+        reference=add_reversed,
+        source=r"""
+extern "C" __global__ void add_reversed(float* x, const float* y, int N) {
+  for (int i = 0; i < N; i++) x[i] += y[N - 1 - i];
+}
+""",
+        launch=lambda call: call.grid(1, 1),
+    )
+    x = cp.arange(6, dtype=cp.float32)
+    op(x[:4], x[1:5])
+    assert x.tolist() == [4, 4, 4, 4, 4, 5]
+    assert op(x[2:], x[2:]).tolist() == [9, 8, 8, 9]
+
+
+def test_a_result_over_an_argument_that_is_written_is_refused(cp):
+    op = kernels.define(
+        name="doubled",
+        signature="x: (N,) float32 inout -> (N,) float32",
+        reference=lambda x: (x.__imul__(2), x + 1)[1],
+        source=r"""
+extern "C" __global__ void doubled(float* x, float* out, int N) {
+  if (threadIdx.x < N) out[threadIdx.x] = (x[threadIdx.x] *= 2) + 1;
+}
+""",
+        launch=lambda call: call.grid(1, 32),
+    )
+    x = cp.arange(4, dtype=cp.float32)
+    with pytest.raises(errors.ContractError, match="out: must not overlap x"):
+        op(x[:3], out=x[1:])
+    assert op(x, out=cp.empty_like(x)).tolist() == [1, 3, 5, 7] and x.tolist() == [0, 2, 4, 6]
+
+
 def test_other_frameworks_arrays(cp):
     class Foreign:
         def __init__(self, array):

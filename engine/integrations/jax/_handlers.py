@@ -25,6 +25,7 @@ from engine.integrations.jax._operators import (
     spread,
     target_name,
 )
+from engine.kernels._override.dispatch import without_overrides
 from engine.kernels._prepared_call import ALIGNMENT, ArrayLayout, PreparedCall, prepare
 
 __all__ = ["register"]
@@ -52,7 +53,8 @@ def _run_on_cpu(call: Call) -> None:
     for i, array in enumerate(arrays):
         if array is not None and i not in operator.aliases:
             array.flags.writeable = False
-    results = _as_tuple(operator.function(*arrays, **options))
+    with without_overrides():
+        results = _as_tuple(operator.function(*arrays, **options))
     for buffer, result in zip(_new_results(call), results, strict=True):
         np.copyto(_view(buffer), result.reshape(buffer.shape))
 
@@ -174,7 +176,11 @@ def _prepare(config: bytes, arguments: Sequence[Buffer]) -> PreparedCall:
         ArrayLayout.contiguous(b.shape, b.dtype)._replace(offset=b.address % ALIGNMENT)
         for b in _widened(config, arguments)
     ]
-    return prepare(lambda *arrays: operator.function(*spread(given, arrays), **options), layouts)
+    # A program is prepared once, and runs in threads that know of no `override` block.
+    with without_overrides():
+        return prepare(
+            lambda *arrays: operator.function(*spread(given, arrays), **options), layouts
+        )
 
 
 def _size_of_scratch(prepared: PreparedCall) -> int:

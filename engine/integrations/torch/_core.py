@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from engine import device
-from engine.errors import ContractError
+from engine.errors import ConfigError, ContractError, LaunchPlanError
 from engine.integrations.torch._tensors import array_of, layout_of, tensor_of, torch_dtype
 from engine.integrations.torch._transforms import (
     Function,
@@ -27,6 +27,7 @@ from engine.integrations.torch._transforms import (
     operator_of,
     transformed_function,
 )
+from engine.kernels._override.dispatch import active_overrides
 from engine.kernels._prepared_call import ALIGNMENT, PreparedCall, constant, prepare
 from engine.plan_array import NotContiguousError, PlanArray
 
@@ -198,7 +199,7 @@ class Operator:
             return self._launch(args, tensors, index)
 
     def _launch(self, args: tuple[Any, ...], tensors: list[Any], index: int) -> Any:
-        key: list[Any] = [self.name, index]
+        key: list[Any] = [self.name, index, active_overrides()]
         for value in args:
             if isinstance(value, torch.Tensor):
                 offset = value.data_ptr() % ALIGNMENT
@@ -224,7 +225,16 @@ class Operator:
                 ready[place] = array
             return self._function(*ready)
 
-        return prepare(on_arrays, [layout_of(tensor) for tensor in tensors])
+        try:
+            return prepare(on_arrays, [layout_of(tensor) for tensor in tensors])
+        except LaunchPlanError as error:
+            table = active_overrides()
+            if table is None or table.is_planned:
+                raise
+            raise ConfigError(
+                f"{self.name}: an override of CUDA tensors must be an op of kernels.define; got "
+                f"functions for {', '.join(table.functions)}"
+            ) from error
 
 
 class _Call:

@@ -69,7 +69,7 @@ _EMBEDDING_BACKWARD = define_composite(
 _EMBEDDING = define(
     "embedding(Tensor token_ids, Tensor weight, float scale, int padding_idx) -> Tensor",
     lambda token_ids, weight, scale, padding_idx: kernels.embedding(token_ids, weight, scale=scale),
-    lambda token_ids, weight, *_: weight.new_empty(len(token_ids), weight.shape[1]),
+    lambda token_ids, weight, *_: weight.new_empty(token_ids.shape[0], weight.shape[1]),
     backward=_backward,
     setup_context=_setup,
 )

@@ -213,7 +213,7 @@ def _fake_forward(
         x.new_empty(1, dtype=dtype),
         x.new_empty(x.shape if need_dx and not is_late else 0),
         weight.new_empty(weight.shape if need_dweight and not is_late else 0),
-        x.new_empty(len(weight) if need_dbias and not is_late else 0),
+        x.new_empty(weight.shape[0] if need_dbias and not is_late else 0),
     )
 
 
@@ -234,7 +234,7 @@ def _fake_gradients(
     return (
         x.new_empty(x.shape if need_dx else 0),
         weight.new_empty(weight.shape if need_dweight else 0),
-        x.new_empty(len(weight) if need_dbias else 0),
+        x.new_empty(weight.shape[0] if need_dbias else 0),
     )
 
 

@@ -21,6 +21,7 @@ __all__ = [
     "ACTIVE",
     "OPS",
     "Active",
+    "active_overrides",
     "add_runs",
     "by_position",
     "count",
@@ -28,6 +29,7 @@ __all__ = [
     "recorded_runs",
     "refuse_non_arrays",
     "run",
+    "without_overrides",
 ]
 
 OpT = TypeVar("OpT", bound=Callable[..., Any])
@@ -60,6 +62,22 @@ class Active:
 ACTIVE: ContextVar[Active | None] = ContextVar("active_kernels", default=None)
 
 _dispatchers: dict[str, Callable[..., Any]] = {}
+
+
+def active_overrides() -> Any:
+    """Return the table of overrides that is active here, which has a hash, or None."""
+    active = ACTIVE.get()
+    return None if active is None else active.overrides
+
+
+@contextlib.contextmanager
+def without_overrides() -> Iterator[None]:
+    """Call the catalog's own ops in this block."""
+    token = ACTIVE.set(None)
+    try:
+        yield
+    finally:
+        ACTIVE.reset(token)
 
 
 def dispatched(op: OpT) -> OpT:

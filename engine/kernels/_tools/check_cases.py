@@ -250,7 +250,7 @@ def make_inputs(op: Op, case: Case, seed: int) -> dict[str, Any]:
     Raises
     ------
     ConfigError
-        If a function in `inputs=` fails.
+        If a function in `inputs=` fails, or returns another shape.
     """
     problem = case_problem(op, case)
     dtypes = dict(case.dtypes)
@@ -261,10 +261,14 @@ def make_inputs(op: Op, case: Case, seed: int) -> dict[str, Any]:
             continue
         rng = np.random.default_rng([seed, zlib.crc32(array.name.encode())])
         if array.name in op.definition.inputs:
-            drawn = _given(op, array.name, rng, problem)
-            values[array.name] = np.asarray(drawn, order="C").astype(
-                DTYPES[dtypes[array.name]], copy=False
-            )
+            drawn = np.asarray(_given(op, array.name, rng, problem), order="C")
+            wanted = array_shape(array, dict(case.sizes) | dict(case.scalars))
+            if drawn.shape != wanted:
+                raise ConfigError(
+                    f"{op.name}: inputs: the function for {array.name!r} must return shape "
+                    f"{array.shape_text} = {wanted}; got {drawn.shape}"
+                )
+            values[array.name] = drawn.astype(DTYPES[dtypes[array.name]], copy=False)
         else:
             values[array.name] = _drawn(op, array, dtypes[array.name], case, rng)
     for scalar in op.signature.scalars:

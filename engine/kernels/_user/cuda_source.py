@@ -247,9 +247,7 @@ def _entries(text: str, label: str) -> list[Entry]:
     hidden: list[str] = []
     for match in re.finditer(r"\b__global__\b", code):
         name, params = _declaration(code, match.end(), label)
-        before = re.split(r"[;{}]", code[: match.start()])[-1]
-        is_c = 'extern "C"' in before or re.search(r'extern\s+"C"\s*\{', code[: match.start()])
-        if "template" in before or not is_c:
+        if not _has_c_name(code[: match.start()]):
             hidden.append(name)
             continue
         if is_reserved_kernel(name):
@@ -266,6 +264,26 @@ def _entries(text: str, label: str) -> list[Entry]:
             "be found by its name; a template cannot be, so call it from such a function"
         )
     return found
+
+
+def _has_c_name(before: str) -> bool:
+    """Tell whether a declaration after this code is extern "C", itself or in a block."""
+    head = re.split(r"[;{}]", before)[-1]
+    if re.search(r"\btemplate\s*<", head):
+        return False
+    blocks = re.finditer(r'\bextern\s+"C"\s*\{', before)
+    is_c = re.search(r'\bextern\s+"C"', head) is not None
+    return is_c or any(_is_open(before, block.end()) for block in blocks)
+
+
+def _is_open(code: str, start: int) -> bool:
+    """Tell whether the block that begins at `start` has no end."""
+    depth = 1
+    for brace in re.finditer("[{}]", code[start:]):
+        depth += 1 if brace[0] == "{" else -1
+        if depth == 0:
+            return False
+    return True
 
 
 def _declaration(code: str, start: int, label: str) -> tuple[str, list[str]]:

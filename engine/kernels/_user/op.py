@@ -128,7 +128,7 @@ class Op:
         """The CUDA source."""
         return self.definition.source
 
-    def __call__(self, *args: Any, out: Any = None, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, out: Any = None, **kwargs: Any) -> Any:
         """Check the arguments, and run the reference (NumPy) or the kernel (CuPy).
 
         Parameters
@@ -371,7 +371,8 @@ class Op:
             for out, result, array in zip(outs, results, self.signature.outputs, strict=True)
         ]
         outputs = zip(self.signature.outputs, outs, targets, strict=True)
-        self._check_apart({a.name: target for a, out, target in outputs if out is not None})
+        given = {a.name: target for a, out, target in outputs if out is not None}
+        self._check_apart(written | given)
         for name, array in written.items():
             array[...] = args[self._names.index(name)].astype(array.dtype)
         filled = [bound.contract.fill(*pair) for pair in zip(targets, results, strict=True)]
@@ -447,10 +448,10 @@ class Op:
             results[array.name] = new
             targets[array.name] = new if given is None else given
             copies += [] if given is None else [(given, new)]
-        inout = [arrays[a.name] for a in self.signature.arrays if a.is_inout]
-        written = [array for array in inout if array is not None]
-        self._check_apart({a.name: arrays[a.name] for a in self.signature.arrays if a.is_inout})
-        self._check_apart(targets)
+        inout = {a.name: arrays[a.name] for a in self.signature.arrays if a.is_inout}
+        written = [array for array in inout.values() if array is not None]
+        self._check_apart(inout | targets)
+        arrays |= self._copies(arrays, written)
         if any(array.size for array in (*results.values(), *written)):
             aligned = self._aligned(bound) and all(map(is_aligned, results.values()))
             problem = self._problem(bound, _chip(index), is_aligned=aligned)
@@ -463,7 +464,30 @@ class Op:
         final = dict(results)
         for array, out in zip(self.signature.outputs, outs, strict=True):
             final[array.name] = results[array.name] if out is None else out
-        return _returned([*final.values()] or inout)
+        return _returned([*final.values()] or [*inout.values()])
+
+    def _copies(self, arrays: Mapping[str, Any], written: Sequence[Any]) -> dict[str, Any]:
+        """Return copies of the arguments that overlap one which is written.
+
+        A kernel may read them after it has begun to write.
+        """
+        copies = {}
+        for array in self.signature.arrays:
+            value = arrays[array.name]
+            if value is None or array.is_inout:
+                continue
+            is_in_place = array.name in self.definition.in_place
+            clashes = [each for each in written if overlaps(value, each)]
+            if is_in_place and all(is_same(value, each) for each in clashes):
+                continue
+            if clashes and isinstance(value, PlanArray):
+                raise LaunchPlanError(
+                    f"{self.name}: {array.name}: must not overlap an argument that is written; "
+                    "name it in_place, if the kernel reads each element before it writes there"
+                )
+            if clashes:
+                copies[array.name] = value.copy()
+        return copies
 
     def _at_alignment(self, bound: Bound, array: ArrayArg) -> Any:
         """Return the argument, copied if the kernel's accesses need a better alignment."""

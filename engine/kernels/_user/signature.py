@@ -345,10 +345,20 @@ def _check(signature: Signature, op: str) -> None:
             raise ConfigError(f"{op}: signature: no argument has an axis {symbol!r}")
 
 
+_C_TYPES = {"scalar_t", "size_t", "ptrdiff_t", "wchar_t", "max_align_t", "nullptr_t", "clock_t"}
+_C_TYPES |= {f"{sign}int{bits}_t" for sign in ("", "u") for bits in (8, 16, 32, 64, "ptr")}
+
+
 def _check_dtypes(signature: Signature, op: str) -> None:
     if not signature.scalar_dtypes:
         raise ConfigError(f"{op}: signature: its arrays of floats must have a dtype in common")
     arrays = {array.name: array for array in signature.arrays}
+    for array in signature.arrays:
+        if len(array.dtypes) > 1 and not array.is_scalar_t and f"{array.name}_t" in _C_TYPES:
+            raise ConfigError(
+                f"{op}: signature: {array.name!r} must have another name: its type in CUDA would "
+                f"be {array.name}_t, which is another type; got {'|'.join(array.dtypes)}"
+            )
     for array in (*signature.arrays, *signature.outputs):
         if array.like and (array.like not in arrays or arrays[array.like].like):
             known = ", ".join(name for name, other in arrays.items() if not other.like)
