@@ -76,8 +76,8 @@ FAMILIES = {
 }
 GENERATING = ("llama", "gemma2", "gemma3_text", "gemma4_text", "mistral", "gpt_oss", "llama4_text")
 SDPA_REFUSES = {"gemma2", "gpt_oss"}  # a cap on scores, sinks
-# Gemma 4 does not scale its scores: eager and sdpa differ by 2e-5, too.
-BOUNDS = {"gemma4_text": 5e-5}
+# Gemma 4 does not scale its scores: eager, sdpa and ours are 2e-5 to 3e-4 from float64.
+BOUNDS = {"gemma4_text": 5e-4}
 
 
 @pytest.fixture(autouse=True)
