@@ -24,7 +24,8 @@ from threadpoolctl import ThreadpoolController
 
 from engine import env
 
-__all__ = ["Threads", "available", "choose", "count", "current", "quota", "take_from_blas"]
+__all__ = ["Threads", "are_own", "available", "choose", "count", "current", "quota"]
+__all__ += ["take_from_blas"]
 
 # Variables that set BLAS's threads, in the order in which OpenBLAS, MKL and OpenMP read them.
 _BLAS_VARIABLES = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS")
@@ -111,6 +112,11 @@ def take_from_blas() -> None:
     """
     with _lock:
         _give_blas(1)
+
+
+def are_own() -> bool:
+    """Tell whether BLAS has one thread, so that the engine's own may use the others."""
+    return _num_blas == 1
 
 
 def available() -> Threads:

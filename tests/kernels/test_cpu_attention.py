@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from engine import kernels, reference
+from engine import kernels, reference, threads
 from engine.errors import ContractError
-from engine.kernels._cpu import compiled
+from engine.kernels._cpu import attention, compiled
 from engine.testing.tolerances import assert_close
 
 NUM_BLOCKS = 40
@@ -22,7 +22,14 @@ def language(request, monkeypatch):
         pytest.skip(compiled.description())
 
 
-def problem(lens=(1, 16, 100, 0, 33), heads=(6, 2), head_dim=64, rotary_dim=None, seed=0):
+def problem(
+    lens=(1, 16, 100, 0, 33),
+    heads=(6, 2),
+    head_dim=64,
+    rotary_dim=None,
+    seed=0,
+    num_blocks=NUM_BLOCKS,
+):
     """Return q, pages, and the other arguments of a call; k is the newest key of each sequence."""
     rng = np.random.default_rng(seed)
     num_heads, num_kv_heads = heads
@@ -34,8 +41,9 @@ def problem(lens=(1, 16, 100, 0, 33), heads=(6, 2), head_dim=64, rotary_dim=None
 
     qkv = random(batch, 1, num_heads + 2 * num_kv_heads, head_dim)
     q, k, v = np.split(qkv, [num_heads, num_heads + num_kv_heads], axis=2)
-    pages = [random(NUM_BLOCKS, num_kv_heads, BLOCK_SIZE, head_dim) for _ in range(2)]
-    tables = rng.permutation(NUM_BLOCKS)[: batch * 8].reshape(batch, 8).astype(np.int32)
+    pages = [random(num_blocks, num_kv_heads, BLOCK_SIZE, head_dim) for _ in range(2)]
+    wide = num_blocks // batch
+    tables = rng.permutation(num_blocks)[: batch * wide].reshape(batch, wide).astype(np.int32)
     lens = np.array(lens, np.int32)
     last = np.maximum(lens - 1, 0)
     blocks = tables[np.arange(batch), last // BLOCK_SIZE].astype(np.int64)
@@ -110,6 +118,23 @@ def test_long_sequences():
     where["block_tables"] = np.tile(where["block_tables"], (1, 40))
     where["context_lens"] = np.array([5_000, 5_119], np.int32)
     check(q, pages, where)
+
+
+@pytest.mark.parametrize("heads", [(6, 2), (9, 3), (32, 1), (12, 12)])
+@pytest.mark.parametrize("lens", [(1500,), (700, 0, 1, 900), (90,) * 20])
+def test_threads_give_the_same_bits(heads, lens, monkeypatch):
+    q, pages, where, new = problem(lens=lens, heads=heads, num_blocks=240)
+    new["cos_sin"] = np.random.default_rng(2).standard_normal((2048, 64), dtype=np.float32)
+    found = []
+    for number in (1, 2, 5):
+        monkeypatch.setattr(threads, "count", lambda number=number: number)
+        monkeypatch.setattr(threads, "are_own", lambda: True)
+        monkeypatch.setattr(attention, "_MIN_SHARED", 0)
+        copies = [array.copy() for array in pages]
+        found.append((kernels.attention_decode(q, *copies, **where, **new), *copies))
+    for other in found[1:]:
+        assert all(map(np.array_equal, found[0], other))
+    check(q, pages, where, **new)
 
 
 def test_scores_that_differ_much():

@@ -5,7 +5,7 @@
 // | Argument         | Shape                  | Type  |                                          |
 // |------------------|------------------------|-------|------------------------------------------|
 // | out              | (B, H, D)              | float |                                          |
-// | scratch          | (H D + H / K longest)  | float | a buffer; longest: of context_lens       |
+// | scratch          | (B, H, D)              | float | a buffer                                 |
 // | q                | (B, H, D)              | float | strides q_batch, q_head; D contiguous    |
 // | k, v             | (B, K, D)              | float | new tokens, or NULL; strides k_batch, ...|
 // | positions        | (B)                    | int32 | with k, as the next five                 |
@@ -19,17 +19,24 @@
 //
 // Strides are numbers of elements.
 //
-// Numerics: float32. A result is the sum over blocks of pages of the sums over their keys; it depends
-// on nothing but its head and sequence.
+// Numerics: float32. Keys come in blocks of kKeys from the first that a sequence sees; a block with
+// a larger score scales what was summed before. A result depends on nothing but its head and
+// sequence, so the bits do not depend on the number of threads.
+//
+// Parallelisation: a part is some heads of a sequence that share a key/value head (helpers.h).
 //
 // The mirror is engine/reference/attention_decode.py.
 
 #include <float.h>
 #include <math.h>
 
+#include "helpers.h"
 #include "vectors.h"
 
-typedef int32_t Integers __attribute__((vector_size(sizeof(Vector))));
+enum { kKeys = 256 };  // keys of a block
+enum { kHeads = 8 };   // heads that read a block at a time
+
+typedef uint32_t Bits __attribute__((vector_size(sizeof(Vector))));
 
 static inline Vector splat(float x) { return (Vector){0} + x; }
 
@@ -47,9 +54,9 @@ static inline Vector exp_of(Vector x) {
   y = y * r + 1.6666665459e-1f;
   y = y * r + 5.0000001201e-1f;
   y = y * (r * r) + r + 1.0f;
-  const Integers power = ((Integers)shifted << 23) + (127 << 23);
-  const Integers is_low = (Integers)(x < splat(-87.0f));
-  return (Vector)((Integers)(y * (Vector)power) & ~is_low);
+  const Bits power = ((Bits)shifted << 23) + (127u << 23);
+  const Bits is_low = (Bits)(x < splat(-87.0f));
+  return (Vector)((Bits)(y * (Vector)power) & ~is_low);
 }
 
 // The sum of a[i] * b[i].
@@ -96,22 +103,25 @@ static void add_rows(float* y, const float* factors, const float* x, int64_t str
   }
 }
 
-// Replace scores by the exponentials of their differences to the largest; return their sum.
-static float exponentials(float* scores, int64_t count) {
-  // If every score is -inf, so are the differences to the lowest float, and the sum is 0.
-  Vector largest_of_lanes = splat(-FLT_MAX);
+// The largest of some scores and `largest`; NaN is not.
+static float largest_of(const float* scores, int64_t count, float largest) {
+  Vector largest_of_lanes = splat(largest);
   int64_t i = 0;
   for (; i + kLanes <= count; i += kLanes) {
     const Vector x = load(scores + i);
-    const Integers is_larger = (Integers)(x > largest_of_lanes);
-    largest_of_lanes =
-        (Vector)(((Integers)x & is_larger) | ((Integers)largest_of_lanes & ~is_larger));
+    const Bits is_larger = (Bits)(x > largest_of_lanes);
+    largest_of_lanes = (Vector)(((Bits)x & is_larger) | ((Bits)largest_of_lanes & ~is_larger));
   }
-  float largest = -FLT_MAX;
   for (int lane = 0; lane < kLanes; lane++) largest = fmaxf(largest, largest_of_lanes[lane]);
   for (; i < count; i++) largest = fmaxf(largest, scores[i]);
+  return largest;
+}
+
+// Replace scores by the exponentials of their differences to `largest`; return their sum.
+static float exponentials(float* scores, int64_t count, float largest) {
   Vector sums = {0};
-  for (i = 0; i + kLanes <= count; i += kLanes) {
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) {
     const Vector y = exp_of(load(scores + i) - largest);
     store(scores + i, y);
     sums += y;
@@ -173,45 +183,116 @@ typedef struct {
   int64_t end;
 } Keys;
 
-// Return how many keys from key i on lie in its block, and write where key/value head h of key i
-// begins in the pages.
+// Return how many of the keys [i, end) lie in the block of key i, and write where key/value head h
+// of key i begins in the pages.
 static int64_t count_in_block(const Keys* keys, const Pages* pages, int64_t h, int64_t i,
-                              int64_t* begin) {
+                              int64_t end, int64_t* begin) {
   const int64_t size = pages->block_size;
   const int64_t in_block = i % size;
   *begin = keys->table[i / size] * pages->page + h * pages->head + in_block * pages->token;
-  const int64_t left = keys->end - i;
-  return left < size - in_block ? left : size - in_block;
+  return end - i < size - in_block ? end - i : size - in_block;
 }
 
-// Write attention of a group of scaled queries (group, D) to key/value head h to `out` (group, D).
-// `scores` is a buffer of a number for each query and key.
-static void attend(const float* queries, int64_t group, int64_t D, const Pages* pages, int64_t h,
-                   const Keys* keys, float* scores, float* out) {
-  const int64_t num_keys = keys->end - keys->first;
-  int64_t begin;
-  int64_t count;
-  for (int64_t i = 0; i < num_keys; i += count) {
-    count = count_in_block(keys, pages, h, keys->first + i, &begin);
-    for (int64_t j = 0; j < count; j++) {
-      const float* key = pages->k + begin + j * pages->token;
-      for (int64_t g = 0; g < group; g++)
-        scores[g * num_keys + i + j] = dot(queries + g * D, key, D);
+// Write attention of scaled queries (count <= kHeads, D) to key/value head h to `out` (count, D).
+static void attend(const float* queries, int64_t count, int64_t D, const Pages* pages, int64_t h,
+                   const Keys* keys, float* out) {
+  float scores[kHeads][kKeys];
+  float largest[kHeads];
+  float sums[kHeads] = {0};
+  // If every score is -inf, so are the differences to the lowest float, and the sum is 0.
+  for (int64_t g = 0; g < count; g++) largest[g] = -FLT_MAX;
+  memset(out, 0, sizeof(float) * (size_t)(count * D));
+  for (int64_t first = keys->first; first < keys->end; first += kKeys) {
+    const int64_t end = keys->end - first < kKeys ? keys->end : first + kKeys;
+    int64_t begin;
+    int64_t step;
+    for (int64_t i = first; i < end; i += step) {
+      step = count_in_block(keys, pages, h, i, end, &begin);
+      for (int64_t j = 0; j < step; j++) {
+        const float* key = pages->k + begin + j * pages->token;
+        for (int64_t g = 0; g < count; g++) scores[g][i - first + j] = dot(queries + g * D, key, D);
+      }
+    }
+    for (int64_t g = 0; g < count; g++) {
+      const float before = largest[g];
+      largest[g] = largest_of(scores[g], end - first, before);
+      if (largest[g] > before && first > keys->first) {
+        const float factor = expf(before - largest[g]);
+        sums[g] *= factor;
+        for (int64_t d = 0; d < D; d++) out[g * D + d] *= factor;
+      }
+      sums[g] += exponentials(scores[g], end - first, largest[g]);
+      for (int64_t i = first; i < end; i += step) {
+        step = count_in_block(keys, pages, h, i, end, &begin);
+        add_rows(out + g * D, scores[g] + i - first, pages->v + begin, pages->token, step, D);
+      }
     }
   }
-  memset(out, 0, sizeof(float) * (size_t)(group * D));
-  for (int64_t g = 0; g < group; g++) {
-    float* row = scores + g * num_keys;
-    float* result = out + g * D;
-    const float sum = exponentials(row, num_keys);
-    for (int64_t i = 0; i < num_keys; i += count) {
-      count = count_in_block(keys, pages, h, keys->first + i, &begin);
-      add_rows(result, row + i, pages->v + begin, pages->token, count, D);
-    }
-    for (int64_t d = 0; d < D; d++) result[d] /= fmaxf(sum, FLT_MIN);
+  for (int64_t g = 0; g < count; g++) {
+    for (int64_t d = 0; d < D; d++) out[g * D + d] /= fmaxf(sums[g], FLT_MIN);
   }
 }
 
+// A call; see attention_decode.
+typedef struct {
+  float* out;
+  float* scratch;
+  const float* q;
+  int64_t q_batch;
+  int64_t q_head;
+  const float* q_weight;
+  const int32_t* positions;  // or NULL: q is ready
+  const float* cos_sin;
+  NewToken new_token;
+  Pages pages;
+  const int32_t* block_tables;
+  int64_t table_step;
+  const int32_t* context_lens;
+  int64_t num_heads;
+  int64_t group;       // heads of a key/value head
+  int64_t part_heads;  // heads of a part
+  float scale;
+  int64_t window;
+  int64_t chunk;
+} Task;
+
+static void attend_part(const void* given, int64_t index) {
+  const Task* task = given;
+  const int64_t D = task->new_token.head_dim;
+  const int64_t group = task->group;
+  const int64_t parts = (group + task->part_heads - 1) / task->part_heads;  // of a key/value head
+  const int64_t num_kv_heads = task->num_heads / group;
+  const int64_t b = index / (num_kv_heads * parts);
+  const int64_t kv_head = index / parts % num_kv_heads;
+  const int64_t before = index % parts * task->part_heads;
+  const int64_t left = group - before;
+  const int64_t count = left < task->part_heads ? left : task->part_heads;
+  const int64_t head = kv_head * group + before;
+  NewToken token = task->new_token;
+  if (task->positions != NULL)
+    token.cos_sin = task->cos_sin + task->positions[b] * token.rotary_dim;
+  float* queries = task->scratch + (b * task->num_heads + head) * D;
+  for (int64_t g = 0; g < count; g++) {
+    const float* from = task->q + b * task->q_batch + (head + g) * task->q_head;
+    float* query = queries + g * D;
+    if (task->positions != NULL) {
+      norm_and_rotate(&token, from, task->q_weight, query);
+    } else {
+      memcpy(query, from, sizeof(float) * (size_t)D);
+    }
+    for (int64_t d = 0; d < D; d++) query[d] *= task->scale;
+  }
+  const int64_t length = task->context_lens[b];
+  const int64_t reach = task->chunk    ? (length - 1) % task->chunk + 1
+                        : task->window ? task->window
+                                       : length;
+  const Keys keys = {task->block_tables + b * task->table_step, length > reach ? length - reach : 0,
+                     length};
+  attend(queries, count, D, &task->pages, kv_head, &keys,
+         task->out + (b * task->num_heads + head) * D);
+}
+
+// `num_threads` > 1 shares the work with helpers; one caller at a time may.
 EXPORT void attention_decode(float* out, float* scratch, const float* q, int64_t q_batch,
                              int64_t q_head, const float* k, int64_t k_batch, int64_t k_head,
                              const float* v, int64_t v_batch, int64_t v_head,
@@ -222,39 +303,40 @@ EXPORT void attention_decode(float* out, float* scratch, const float* q, int64_t
                              int64_t block_size, const int32_t* block_tables, int64_t table_step,
                              const int32_t* context_lens, int64_t num_sequences, int64_t num_heads,
                              int64_t num_kv_heads, int64_t head_dim, float scale, int64_t window,
-                             int64_t chunk) {
-  const int64_t D = head_dim;
+                             int64_t chunk, int64_t num_threads) {
   const int64_t group = num_heads / num_kv_heads;
-  const Pages pages = {k_pages, v_pages, page, head, token, block_size};
-  NewToken new_token = {NULL, rotary_dim, D, eps, weight_offset};
+  // With few pairs of sequence and key/value head, threads share the heads of a pair.
+  const bool are_few = num_threads > 1 && num_sequences * num_kv_heads < 4 * num_threads;
+  const int64_t part_heads = are_few ? 1 : group < kHeads ? group : kHeads;
+  Task task = {.out = out,
+               .scratch = scratch,
+               .q = q,
+               .q_batch = q_batch,
+               .q_head = q_head,
+               .q_weight = q_weight,
+               .positions = k == NULL ? NULL : positions,
+               .cos_sin = cos_sin,
+               .new_token = {NULL, rotary_dim, head_dim, eps, weight_offset},
+               .pages = {k_pages, v_pages, page, head, token, block_size},
+               .block_tables = block_tables,
+               .table_step = table_step,
+               .context_lens = context_lens,
+               .num_heads = num_heads,
+               .group = group,
+               .part_heads = part_heads,
+               .scale = scale,
+               .window = window,
+               .chunk = chunk};
   for (int64_t b = 0; k != NULL && b < num_sequences; b++) {
     const int64_t slot = slot_mapping[b];
+    NewToken new_token = task.new_token;
     new_token.cos_sin = cos_sin + positions[b] * rotary_dim;
     for (int64_t h = 0; slot >= 0 && h < num_kv_heads; h++) {
       const int64_t to = slot / block_size * page + h * head + slot % block_size * token;
       norm_and_rotate(&new_token, k + b * k_batch + h * k_head, k_weight, k_pages + to);
-      memcpy(v_pages + to, v + b * v_batch + h * v_head, sizeof(float) * (size_t)D);
+      memcpy(v_pages + to, v + b * v_batch + h * v_head, sizeof(float) * (size_t)head_dim);
     }
   }
-  float* queries = scratch;
-  float* scores = scratch + num_heads * D;
-  for (int64_t b = 0; b < num_sequences; b++) {
-    const int64_t length = context_lens[b];
-    const int64_t reach = chunk ? (length - 1) % chunk + 1 : window ? window : length;
-    const Keys keys = {block_tables + b * table_step, length > reach ? length - reach : 0, length};
-    if (k != NULL) new_token.cos_sin = cos_sin + positions[b] * rotary_dim;
-    for (int64_t h = 0; h < num_heads; h++) {
-      const float* from = q + b * q_batch + h * q_head;
-      float* query = queries + h * D;
-      if (k != NULL) {
-        norm_and_rotate(&new_token, from, q_weight, query);
-      } else {
-        memcpy(query, from, sizeof(float) * (size_t)D);
-      }
-      for (int64_t i = 0; i < D; i++) query[i] *= scale;
-    }
-    for (int64_t h = 0; h < num_kv_heads; h++)
-      attend(queries + h * group * D, group, D, &pages, h, &keys, scores,
-             out + (b * num_heads + h * group) * D);
-  }
+  const int64_t num_parts = num_sequences * num_kv_heads * ((group + part_heads - 1) / part_heads);
+  run_parts(attend_part, &task, num_parts, num_threads > 1);
 }

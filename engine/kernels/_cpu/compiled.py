@@ -31,8 +31,8 @@ from engine.kernels._disk_cache import cache_folder, write_file
 __all__ = ["Kernels", "description", "kernels"]
 
 _FOLDER = Path(__file__).parent
-_SOURCES = ("panels.c", "attention.c")
-_HEADERS = ("vectors.h",)
+_SOURCES = ("panels.c", "attention.c", "helpers.c")
+_HEADERS = ("helpers.h", "vectors.h")
 _OPTIONS = ("-std=gnu11", "-O3", "-shared", "-fPIC", "-fvisibility=hidden")
 _TARGETS = ("-march=native", "-mcpu=native")  # some compilers for ARM know only the second one
 _COMPILERS = ("cc", "gcc", "clang")
@@ -41,10 +41,10 @@ _TIMEOUT = 120  # maximum time of a compilation, s
 _KINDS = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
 _ARGUMENTS = {
     "panels_multiply": "pppppp iiiiii",
-    "panels_help": "",
-    "panels_reset": "",
+    "helpers_help": "",
+    "helpers_reset": "",
     # out, q, k, v, new tokens, pages, block tables, sizes
-    "attention_decode": "pp pii pii pii ppipppff ppiiii pip iiiifii",
+    "attention_decode": "pp pii pii pii ppipppff ppiiii pip iiiifiii",
 }
 
 
@@ -210,6 +210,6 @@ def _functions(library: ctypes.CDLL, compiler: str) -> Kernels:
     return Kernels(
         library.panels_multiply,
         library.attention_decode,
-        Helpers(library.panels_help, library.panels_reset),
+        Helpers(library.helpers_help, library.helpers_reset),
         compiler,
     )

@@ -16,26 +16,15 @@
 // panel computes depends on nothing else, so the bits do not depend on the number of threads.
 //
 // Parallelisation: a panel is computed by one thread. Threads take chunks of panels until none is
-// left. Helpers that find none spin for a while, since the next product follows within
-// microseconds, and then return to their owner (helpers.py), which puts them to sleep.
+// left (helpers.h).
 //
 // The mirror is engine/reference/gemm_wna16.py.
 
-#include <stdatomic.h>
-#include <stdbool.h>
-#include <time.h>
-
+#include "helpers.h"
 #include "vectors.h"
 
-#ifndef _WIN32
-#include <sched.h>
-#endif
-
-enum { kWidth = 64 };          // output features of a panel
-enum { kAhead = 4096 };        // distance at which codes are prefetched, bytes
-enum { kSpinNs = 500000 };     // time that an idle helper spins, ns
-enum { kLateNs = 500000 };     // time after which a helper that is waited for is late, ns
-enum { kAloneNs = 50000000 };  // time without helpers after one was late, ns
+enum { kWidth = 64 };    // output features of a panel
+enum { kAhead = 4096 };  // distance at which codes are prefetched, bytes
 
 // The codes of as many columns as a vector has lanes, as integers. A tile has up to kMaxTile rows,
 // and its sums take kAccumulators vector registers: the others hold codes and a number of x.
@@ -192,93 +181,12 @@ static void multiply_panel(const Task* task, int64_t p) {
   }
 }
 
-static void run_chunk(const Task* task, int64_t chunk) {
+static void multiply_chunk(const void* given, int64_t chunk) {
+  const Task* task = given;
   const int64_t first = chunk * task->chunk;
   const int64_t left = task->num_panels - first;
   const int64_t count = left < task->chunk ? left : task->chunk;
   for (int64_t p = first; p < first + count; p++) multiply_panel(task, p);
-}
-
-// The task that threads share, one at a time. `ticket` is its number (high half) and its chunks
-// that nobody has taken (low half): a thread that takes one late cannot take another task's.
-// SAFETY: `shared` is written while no chunk can be taken and none is unfinished, and read only by
-// a thread that has taken a chunk and not finished it.
-static Task shared;
-static _Atomic uint64_t ticket;
-static _Atomic int64_t num_unfinished;
-
-static bool take_chunk(int64_t* chunk) {
-  uint64_t seen = atomic_load_explicit(&ticket, memory_order_acquire);
-  while ((uint32_t)seen != 0) {
-    if (atomic_compare_exchange_weak_explicit(&ticket, &seen, seen - 1, memory_order_acquire,
-                                              memory_order_acquire)) {
-      *chunk = (int64_t)(uint32_t)seen - 1;
-      return true;
-    }
-  }
-  return false;
-}
-
-static bool work(void) {
-  int64_t chunk;
-  if (!take_chunk(&chunk)) return false;
-  run_chunk(&shared, chunk);
-  atomic_fetch_sub_explicit(&num_unfinished, 1, memory_order_release);
-  return true;
-}
-
-static void pause_briefly(void) {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  __asm__ volatile("isb");
-#endif
-}
-
-static void yield_core(void) {
-#ifndef _WIN32
-  sched_yield();
-#endif
-}
-
-static int64_t now_ns(void) {
-  struct timespec now;
-#ifdef CLOCK_MONOTONIC
-  clock_gettime(CLOCK_MONOTONIC, &now);
-#else
-  timespec_get(&now, TIME_UTC);
-#endif
-  return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
-}
-
-static void wait_for_helpers(void) {
-  int spins = 0;
-  while (atomic_load_explicit(&num_unfinished, memory_order_acquire) > 0) {
-    pause_briefly();
-    if (++spins > 1000) yield_core();  // the helper may wait for this core
-  }
-}
-
-// Compute the task on the calling thread and, if `is_shared`, on helpers. A helper whose core is
-// taken from it in the midst of a chunk holds the task up, so there are none for a while then.
-static void run(const Task* task, bool is_shared) {
-  static int64_t alone_until = 0;
-  const int64_t num_chunks = (task->num_panels + task->chunk - 1) / task->chunk;
-  const int64_t begin = is_shared ? now_ns() : 0;
-  if (!is_shared || begin < alone_until) {
-    for (int64_t chunk = 0; chunk < num_chunks; chunk++) run_chunk(task, chunk);
-    return;
-  }
-  shared = *task;
-  atomic_store_explicit(&num_unfinished, num_chunks, memory_order_relaxed);
-  const uint64_t number = (atomic_load_explicit(&ticket, memory_order_relaxed) >> 32) + 1;
-  atomic_store_explicit(&ticket, number << 32 | (uint64_t)num_chunks, memory_order_release);
-  while (work()) {
-  }
-  const int64_t middle = now_ns();
-  wait_for_helpers();
-  const int64_t end = now_ns();
-  if (end - middle > kLateNs && end - middle > middle - begin) alone_until = end + kAloneNs;
 }
 
 static float sum_of(const float* x, int64_t count) {
@@ -316,23 +224,6 @@ EXPORT void panels_multiply(const float* x, const int8_t* codes, const float* sc
                      .bits = bits,
                      .num_panels = num_panels,
                      .chunk = quarter > 0 ? quarter : 1};
-  run(&task, num_threads > 1);
-}
-
-// Help with tasks until there has been none for kSpinNs.
-EXPORT void panels_help(void) {
-  int64_t deadline = now_ns() + kSpinNs;
-  while (now_ns() < deadline) {
-    if (work()) {
-      deadline = now_ns() + kSpinNs;
-    } else {
-      for (int spins = 0; spins < 16; spins++) pause_briefly();
-    }
-  }
-}
-
-// Forget a task that was shared when the process was forked: its helpers exist in the parent only.
-EXPORT void panels_reset(void) {
-  atomic_store(&ticket, 0);
-  atomic_store(&num_unfinished, 0);
+  const int64_t num_chunks = (num_panels + task.chunk - 1) / task.chunk;
+  run_parts(multiply_chunk, &task, num_chunks, num_threads > 1);
 }
