@@ -34,6 +34,8 @@ __all__ = [
 
 MAX_JSON_BYTES = 64 << 20
 
+_POINTER = b"version https://git-lfs."
+_MAX_POINTER = 1024  # bytes, by Git LFS's specification
 _MAX_EXCERPT = 200
 _KINDS = {
     stat.S_IFDIR: "a directory",
@@ -76,8 +78,8 @@ def open_file(
     Raises
     ------
     ConfigError or WeightsError
-        If the file does not exist, is not a regular file, is a link out of `root`, or cannot be
-        opened.
+        If the file does not exist, is not a regular file, is a link out of `root`, cannot be
+        opened, or only points to the file that Git LFS would have fetched.
     """
     try:
         if root is not None:
@@ -87,7 +89,13 @@ def open_file(
         _check_regular(path, os.stat(path).st_mode, error)
         file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
-            _check_regular(path, os.fstat(file).st_mode, error)
+            status = os.fstat(file)
+            _check_regular(path, status.st_mode, error)
+            if status.st_size < _MAX_POINTER and _is_pointer(file):
+                raise error(
+                    f"{excerpt(path)}: is a pointer of Git LFS, not the file itself; run "
+                    "`git lfs pull` there, or download it again"
+                )
             return io.FileIO(file, "rb")
         except BaseException:
             os.close(file)
@@ -99,6 +107,13 @@ def open_file(
         if isinstance(fault, error):
             raise
         raise error(f"{excerpt(path)!r}: is no valid path ({fault})") from fault
+
+
+def _is_pointer(file: int) -> bool:
+    """Tell whether an open file begins as those that Git LFS leaves in place of large ones."""
+    head = os.read(file, len(_POINTER))
+    os.lseek(file, 0, os.SEEK_SET)
+    return head == _POINTER
 
 
 def refuse_link_out(path: Path, root: Path, error: type[EngineError] = ConfigError) -> None:

@@ -96,6 +96,19 @@ def test_a_sparse_file_of_20_gb_is_not_read(make_model, name):
     assert name in str(error) and f"got {20 << 30}" in str(error)
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_pointers_of_git_lfs_are_called_so(make_model, name):
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:abc\nsize 12345\n"
+    path = make_model()[0] / name
+    path.write_text(pointer)
+    with pytest.raises(EngineError, match=f"{name}: is a pointer of Git LFS, not the file itself"):
+        load(path.parent, device="cpu")
+    single = path.with_name("model.gguf")
+    single.write_text(pointer)
+    with pytest.raises(EngineError, match=r"model\.gguf: is a pointer of Git LFS"):
+        load(single, device="cpu")
+
+
 def test_a_sparse_gguf_with_an_array_of_billions(tmp_path):
     key = b"tokenizer.ggml.tokens"
     text = b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", len(key)) + key
