@@ -43,7 +43,7 @@ _ARGUMENTS = {
     "panels_multiply": "pppppp iiiiii",
     "helpers_help": "",
     "helpers_reset": "",
-    # out, q, k, v, new tokens, pages, block tables, sizes
+    # in groups: out and scratch; q; k; v; the new tokens; pages; block tables; sizes
     "attention_decode": "pp pii pii pii ppipppff ppiiii pip iiiifiii",
 }
 
@@ -119,7 +119,7 @@ def _compiled(wanted: str | None) -> Kernels | str:
         return "no C compiler found"
     try:
         return _functions(_library(_words(command)), command)
-    except (CompileError, OSError, AttributeError) as error:  # or a library without our functions
+    except (CompileError, OSError, AttributeError) as error:  # a function may be missing
         if wanted is not None:
             raise CompileError(f"ENGINE_CC={wanted}: {error}") from error
         return f"{command}: {error}"
