@@ -140,17 +140,47 @@ def test_reading_takes_at_least_the_memory_its_bytes():
         assert terms.weights > num_bytes / card.memory_rate / 1e6
 
 
+def _golden(case):
+    record = json.loads((ROOT / f"tests/golden/models/{case}.json").read_text())
+    return config_from_dict(record["config"])
+
+
 @pytest.mark.parametrize(
-    "case", ["qwen3_next", "kimi_linear", "bailing_moe_v2_5", "deepseek_v3", "granitemoehybrid"]
+    "case",
+    [
+        *("qwen3_next", "kimi_linear", "bailing_moe_v2_5", "deepseek_v3", "granitemoehybrid"),
+        *("falcon_h1", "gemma3n", "gemma4", "lfm2"),
+    ],
 )
 def test_every_kind_of_layer_reads_its_matrices(case):
-    record = json.loads((ROOT / f"tests/golden/models/{case}.json").read_text())
     few = {"hidden_size": 1 << 16, "vocab_size": 1, "moe": None}
-    config = dataclasses.replace(config_from_dict(record["config"]), **few)
+    config = dataclasses.replace(_golden(case), **few)
     model = StepModel(config, "bfloat16", 2, None, find_card("h200"), Constants())
     shapes = [shape for shape in weight_shapes(config).values() if len(shape) == 2]
     num_bytes = 2 * sum(map(math.prod, shapes))
     assert Speed(model, Division()).token(1).weights > num_bytes / model.card.memory_rate / 1e6
+
+
+@pytest.mark.parametrize(
+    ("case", "num_attentions", "key_bytes", "state_bytes"),
+    [
+        ("falcon_h1", 4, 4 * 2 * 2 * 2 * 24, 4 * (2 * 2 * 112 + 4 * 6 * 12 * 10)),
+        ("lfm2", 1, 2 * 2 * 2 * 16, 3 * 2 * 3 * 64),
+        ("nemotron_h", 1, 2 * 2 * 2 * 24, 2 * (2 * 2 * 112 + 4 * 6 * 12 * 10)),
+        ("longcat_flash", 4, 4 * 2 * 48, 0),
+        ("gemma3n", 5, 2 * 2 * 2 * 2 * 24, 0),  # three have windows
+    ],
+)
+def test_a_token_reads_keys_of_every_attention_and_states(
+    case, num_attentions, key_bytes, state_bytes
+):
+    model = StepModel(_golden(case), "bfloat16", 2, None, find_card("h200"), Constants())
+    us, more = (Speed(model, Division()).token(context).pages for context in (1000, 2000))
+    bytes_per_us = model.card.memory_rate * model.constants.read_pages * 1e6
+    assert (more - us) * bytes_per_us == pytest.approx(1000 * key_bytes)
+    if state_bytes:
+        rest = 2 * us - more - num_attentions * model.constants.sequence_us
+        assert rest * bytes_per_us == pytest.approx(2 * state_bytes)
 
 
 def test_tensor_parallel_divides_what_is_read_and_adds_sums():
@@ -279,15 +309,39 @@ def test_the_stages_have_all_weights(name, quantization):
     model, division = _model(name, quantization), Division(pipeline=4)
     config = model.config
     formats = quantized_formats(config, FORMATS[quantization]) if quantization else {}
-    parts = [
-        _stage_weights(model, local, index, division)
-        for index, local in enumerate(stages(config, division))
-    ]
+    parts = [_stage_weights(model, division, index) for index in range(4)]
     total, table_bytes = weight_bytes(config, "bfloat16", formats=formats), 0
-    if config.tie_word_embeddings and not formats:
+    if config.tie_word_embeddings:
         table_bytes = 2 * config.vocab_size * config.hidden_size  # in the first and the last
-    final_norm = 2 * config.hidden_size  # counted in every stage
-    assert sum(parts) == total + table_bytes + 3 * final_norm
+    assert sum(parts) == total + table_bytes
+
+
+@pytest.mark.parametrize("case", ["gemma4", "mimo_v2_flash", "minimax_m2", "gpt_oss"])
+def test_ranks_have_equal_parts_of_all_weights(case):
+    config = _golden(case)
+    model = StepModel(config, "bfloat16", 2, None, find_card("h200"), Constants())
+    whole = weight_bytes(config, "bfloat16")
+    for expert in (False, True) if config.moe is not None else (False,):
+        part = _stage_weights(model, Division(2, expert=expert), 0)
+        assert whole / 2 < part < 0.56 * whole
+
+
+def test_every_model_can_be_planned():
+    """Each golden configuration, in every division over two GPUs that it permits."""
+    for path in sorted((ROOT / "tests/golden/models").glob("*.json")):
+        config = _golden(path.stem)
+        model = StepModel(config, "bfloat16", 2, None, find_card("h200"), Constants())
+        whole = Speed(model, Division()).token(100)
+        for division in divisions(config, 2):
+            try:
+                division.check(config, 8)
+            except ConfigError:
+                continue
+            speed = Speed(model, division)
+            token = speed.token(100)
+            assert token.weights <= 1.01 * whole.weights, (path.stem, division)
+            assert token.pages <= 1.01 * whole.pages, (path.stem, division)
+            assert 0 < speed.prompts(512).total < math.inf
 
 
 def test_layers_are_spread_evenly():

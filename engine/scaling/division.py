@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from engine.config import ModelConfig
 from engine.errors import ConfigError
 from engine.loading.weight_table import weight_shapes
-from engine.models.sharding import check_support
-from engine.weights import Format, Shard, Stage
+from engine.models.sharding import check_support, local_config
+from engine.weights import ALL_LAYERS, Format, Shard, Stage
 
 __all__ = ["Division", "divisions", "stages"]
 
@@ -52,6 +52,16 @@ class Division:
         named = [f"{name} {size}{more}" for name, size, more in sizes if size > 1]
         return " x ".join(named or ["1 GPU"]) + (" (ep)" if self.expert else "")
 
+    def shard(self, config: ModelConfig, stage: int) -> Shard:
+        """Return the part of `config` on the fullest GPU of pipeline stage `stage`.
+
+        That of the last rank: with expert parallelism, no rank has more experts.
+        """
+        layers = ALL_LAYERS
+        if self.pipeline > 1:
+            layers = Stage.of(stage, self.pipeline, config.num_layers, self.layers)
+        return Shard(self.tensor - 1, self.tensor, expert_parallel=self.expert, stage=layers)
+
     def check(self, config: ModelConfig, gpus_per_host: int, form: Format | None = None) -> None:
         """Check that the model permits this division.
 
@@ -80,19 +90,15 @@ class Division:
             )
         if self.expert and config.moe is None:
             raise ConfigError("expert parallel ranks need a model with experts")
-        shard = Shard(0, self.tensor, expert_parallel=self.expert)
-        weight_shapes(config, shard)
-        if self.pipeline > 1:
-            stage = Stage.of(0, self.pipeline, config.num_layers, self.layers)
-            shard = replace(shard, stage=stage)
-        check_support(config, shard)
+        weight_shapes(config, Shard(0, self.tensor, expert_parallel=self.expert))
+        check_support(config, self.shard(config, 0))
         if form is not None and form.block is not None and self.tensor > 1:
             _check_blocks(config, self, form.block[0], form.super_block or form.block[1])
 
 
 def _check_blocks(config: ModelConfig, division: Division, high: int, wide: int) -> None:
     """Raise unless a rank's part of a matrix is whole blocks of `high` rows x `wide` columns."""
-    local = _of_rank(config, division)
+    local = _local(config, replace(division.shard(config, 0), stage=ALL_LAYERS))
     sizes = {"query heads": local.num_heads * local.head_dim}
     if local.gated_delta is not None:
         sizes["value heads"] = local.gated_delta.value_dim
@@ -147,76 +153,13 @@ def stages(config: ModelConfig, division: Division) -> list[ModelConfig]:
     >>> [(c.num_layers, c.num_heads, c.vocab_size) for c in stages(config, Division(4, 2))]
     [(2, 1, 16), (1, 1, 16)]
     """
-    local = _of_rank(config, division)
-    count = division.pipeline
-    found = (Stage.of(i, count, config.num_layers, division.layers) for i in range(count))
-    return [_layers(local, stage.first, stage.last) for stage in found]
+    return [_local(config, division.shard(config, index)) for index in range(division.pipeline)]
 
 
-def _of_rank(config: ModelConfig, division: Division) -> ModelConfig:
-    shard = Shard(0, division.tensor)
-    first, last = shard.cut_shared("key/value heads", config.num_kv_heads)
-    moe = config.moe
-    if moe is not None and division.expert:
-        moe = replace(
-            moe,
-            num_experts=-(-moe.num_experts // shard.count),
-            shared_size=moe.shared_size // shard.count,
-        )
-    elif moe is not None:
-        moe = replace(
-            moe,
-            intermediate_size=moe.intermediate_size // shard.count,
-            shared_size=moe.shared_size // shard.count,
-        )
-    delta = config.gated_delta
-    if delta is not None:
-        delta = replace(
-            delta,
-            num_key_heads=delta.num_key_heads // shard.count,
-            num_value_heads=delta.num_value_heads // shard.count,
-        )
-    lightning = config.lightning
-    if lightning is not None:
-        heads = lightning.num_heads // shard.count
-        groups = lightning.num_groups // shard.count
-        lightning = replace(lightning, num_heads=heads, num_groups=groups)
-    conv = config.short_conv
-    if conv is not None:
-        conv = replace(conv, num_channels=conv.num_channels // shard.count)
-    mamba = config.mamba2
-    if mamba is not None:
-        mamba = replace(
-            mamba,
-            num_heads=mamba.num_heads // shard.count,
-            num_groups=mamba.num_groups // shard.count,
-        )
-    return replace(
-        config,
-        mamba2=mamba,
-        gated_delta=delta,
-        lightning=lightning,
-        short_conv=conv,
-        num_heads=config.num_heads // shard.count,
-        num_kv_heads=last - first,
-        intermediate_size=config.intermediate_size // shard.count,
-        vocab_size=shard.cut_padded(config.vocab_size)[2],
-        moe=moe,
-    )
-
-
-def _layers(config: ModelConfig, first: int, last: int) -> ModelConfig:
-    moe = config.moe
+def _local(config: ModelConfig, shard: Shard) -> ModelConfig:
+    local = local_config(config, shard)
+    moe = local.moe
     if moe is not None:
-        moe = replace(moe, sparse_layers=moe.sparse_layers[first:last])
-        moe = moe if any(moe.sparse_layers) else None
-    return replace(
-        config,
-        num_layers=last - first,
-        layer_windows=config.layer_windows[first:last],
-        layer_chunks=config.layer_chunks[first:last],
-        rope_layers=config.rope_layers[first:last],
-        rope_thetas=config.rope_thetas[first:last],
-        layer_kinds=config.layer_kinds[first:last],
-        moe=moe,
-    )
+        first, last = shard.cut_experts(moe.num_experts)
+        moe = replace(moe, num_experts=last - first) if any(moe.sparse_layers) else None
+    return replace(local, moe=moe, vocab_size=shard.cut_padded(config.vocab_size)[2])

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
-from functools import lru_cache
 from typing import Any
 
 from engine.cache.kv_cache import KVGeometry
 from engine.cache.memory_pool import format_bytes
-from engine.config import ModelConfig
 from engine.core.resolve import budget_with_states, default_budget
 from engine.errors import ConfigError
 from engine.loading.weight_memory import quantized_formats, weight_bytes
@@ -19,7 +17,7 @@ from engine.scaling.division import Division, stages
 from engine.scaling.speed import Speed, Workload
 from engine.scaling.step_time import StepModel
 from engine.scaling.terms import Terms
-from engine.weights import FORMATS, Format, dense_format
+from engine.weights import FORMATS
 
 __all__ = ["PlanRow", "ScalingPlan", "plan_scaling"]
 
@@ -291,7 +289,7 @@ def _memory(speed: Speed, max_model_len: int, max_num_seqs: int) -> PlanRow:
     division = speed.division
     found = []
     for index, local in enumerate(stages(model.config, division)):
-        weights = _stage_weights(model, local, index, division) + rope_bytes(local, max_model_len)
+        weights = _stage_weights(model, division, index) + rope_bytes(local, max_model_len)
         whole_logits = replace(local, vocab_size=model.config.vocab_size)  # gathered on each rank
         budget = default_budget(
             whole_logits,
@@ -312,25 +310,9 @@ def _memory(speed: Speed, max_model_len: int, max_num_seqs: int) -> PlanRow:
     return min(found)[2]
 
 
-@lru_cache(maxsize=256)
-def _all_weights(
-    local: ModelConfig, dtype: str, quantization: str | None
-) -> tuple[int, Mapping[str, Format]]:
-    """Return the bytes of all weights, and the formats of the quantized ones."""
-    form = FORMATS.get(quantization or "")
-    formats = {} if form is None else quantized_formats(local, form)
-    return weight_bytes(local, dtype, formats=formats), formats
-
-
-def _stage_weights(model: StepModel, local: ModelConfig, stage: int, division: Division) -> int:
+def _stage_weights(model: StepModel, division: Division, stage: int) -> int:
     """Return the bytes of one rank's weights in one pipeline stage."""
-    num_bytes, formats = _all_weights(local, model.dtype, model.quantization)
-    shape = (local.vocab_size, local.hidden_size)
-    dense = dense_format(model.dtype)
-    embed = dense.num_bytes(shape)
-    head = formats.get("lm_head", dense).num_bytes(shape)
-    is_first = stage == 0
-    is_last = stage == division.pipeline - 1
-    if local.tie_word_embeddings and "lm_head" not in formats:  # one table for both
-        return num_bytes - (0 if is_first or is_last else embed)
-    return num_bytes - (0 if is_first else embed) - (0 if is_last else head)
+    shard = division.shard(model.config, stage)
+    form = FORMATS.get(model.quantization or "")
+    formats = {} if form is None else quantized_formats(model.config, form, shard)
+    return weight_bytes(model.config, model.dtype, shard, formats)

@@ -3,49 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from statistics import NormalDist
 
+from engine.cache.layer_cache import StateShape
 from engine.cards import CARDS, Card
 from engine.config import ModelConfig, MoeConfig
 from engine.dtypes import itemsize
 from engine.errors import ConfigError
 from engine.kernels.gemm_wna16.sm90 import max_few_rows
-from engine.loading.weight_memory import quantized_formats, weight_dtype
-from engine.loading.weight_table import weight_shapes
 from engine.runner.cuda_graph import batch_sizes
 from engine.scaling.constants import Constants
 from engine.scaling.division import Division
+from engine.scaling.layer_work import LayerWork, Matrix, PartWork
 from engine.scaling.terms import Terms
-from engine.weights import FORMATS, Format, dense_format
+from engine.weights import FORMATS, Format
 
 __all__ = ["Step", "StepModel"]
 
-# Kind of layer -> the product that reads its norm.
-_FIRST = {
-    "attention": "qkv",
-    "mla": "mla_in",
-    "gated_delta": "delta_in",
-    "lightning": "lightning_in",
-    "mamba2": "mamba_in",
-    "short_conv": "conv_in",
-}
-_MATRICES = (
-    *_FIRST.values(),
-    "o",
-    *("mla_q_up", "mla_kv_up", "mla_out"),
-    *("delta_z_up", "delta_a_up", "delta_out"),
-    *("lightning_out", "mamba_out", "conv_out"),
-    "gate_up",
-    "up",
-    "down",
-    "router",
-    "shared_gate_up",
-    "shared_down",
-)
 _FUSED_ROWS = 1  # maximum number of rows for GEMMs with fused norm and rope
 _ROUTED_ROWS = range(2, 257)  # rows for which one op is norm, router and choice of experts
 _SORTED_ROWS = 16  # maximum number of rows that it sorts by expert, too
@@ -149,56 +125,42 @@ class StepModel:
         is_last : bool
             Whether the stage holds the output layer.
         """
-        shapes, formats, kinds = _weights(local, self.quantization)
+        work = self.part_work(local)
         terms = Terms()
-        for (layer, window), count in kinds.items():
-            terms += self._layer(local, layer, window, shapes, formats, step, division).times(count)
-        return terms + self._output(shapes, formats, step, division) if is_last else terms
+        for layer, count in work.layers.items():
+            terms += self._layer(local, layer, step, division).times(count)
+        for matrix in work.entry:
+            terms += self._product(matrix, step.rows)
+        return terms + self._output(work.output, step, division) if is_last else terms
 
-    def _layer(
-        self,
-        local: ModelConfig,
-        layer: int,
-        window: int,
-        shapes: Mapping[str, tuple[int, ...]],
-        formats: Mapping[str, Format],
-        step: Step,
-        division: Division,
-    ) -> Terms:
-        found = {kind: shapes.get(f"layers.{layer}.{kind}") for kind in _MATRICES}
-        chosen = {kind: self._format(f"layers.{layer}.{kind}", formats) for kind in found}
-        own = local.kind(layer)
-        is_recurrent = own in _STATES
-        terms = (
-            self._states(local, own, step) if is_recurrent else self._attention(local, window, step)
-        )
-        moe = local.moe_of(layer)
-        if _has_fused_routing(moe, step, division):
-            found["router"] = None
-        for kind, shape in found.items():
-            if shape is not None:
-                terms += self._product(shape, chosen[kind], step.rows)
-        if moe is not None:
-            terms += self._experts(moe, layer, shapes, formats, step, division)
-        first = chosen[_FIRST.get(own, "qkv")]
-        terms += self._elementwise(local, moe, first, step, division)
-        sums = 1 if local.parallel else 2
-        return terms + self._sum(step.num_tokens, division).times(sums)
+    def part_work(self, local: ModelConfig) -> PartWork:
+        """Return the work of the GPU's part `local`."""
+        return PartWork.of(local, self.dtype, self.quantization)
 
-    def _format(self, name: str, formats: Mapping[str, Format]) -> Format:
-        return formats.get(name) or dense_format(weight_dtype(name, self.dtype))
+    def _layer(self, local: ModelConfig, layer: LayerWork, step: Step, division: Division) -> Terms:
+        terms = self._attention(layer, step).times(layer.num_attentions)
+        for state in layer.states:
+            terms += self._state(state, step)
+        for kind, matrix in layer.products:
+            if kind != "router" or not _has_fused_routing(layer.moe, step, division):
+                terms += self._product(matrix, step.rows)
+        if layer.moe is not None:
+            terms += self._experts(layer.moe, layer.experts, step, division)
+        terms += self._elementwise(local, layer, step, division)
+        return terms + self._sum(step.num_tokens, division).times(layer.num_sums)
 
-    def _product(self, shape: tuple[int, ...], form: Format, rows: int) -> Terms:
+    def _product(self, matrix: Matrix, rows: int) -> Terms:
         """Return the time of x W^T for `rows` rows of x."""
-        reading = self._read_us(form.num_bytes(shape), self._read_share(form))
+        form = matrix.form
+        num_codes = math.prod(matrix.shape)
+        reading = self._read_us(matrix.num_bytes, self._read_share(form))
         if rows > (max_few_rows(form) if form.is_packed else _FEW_ROWS):
-            operations = 2 * rows * math.prod(shape) * (1 + self.constants.edge / shape[-1])
+            operations = 2 * rows * num_codes * (1 + self.constants.edge / matrix.shape[-1])
             # Decoding is not hidden behind the products.
-            products = self._multiply_us(operations, form)
-            products += self._decode_us(math.prod(shape), form)
+            products = self._multiply_us(operations, form) + self._decode_us(num_codes, form)
         elif form.is_packed:
             rows = 1 if rows == 1 else 8  # rows that the kernel computes
-            products = rows * math.prod(shape) / self.constants.packed_rows / 1e6 * self._speed()
+            products = rows * num_codes / self.constants.packed_rows / 1e6 * self._speed()
         else:
             products = 0.0
         return self._both(reading, products)
@@ -212,73 +174,64 @@ class StepModel:
         return num_codes / rate / 1e6 * self._speed()
 
     def _experts(
-        self,
-        moe: MoeConfig,
-        layer: int,
-        shapes: Mapping[str, tuple[int, ...]],
-        formats: Mapping[str, Format],
-        step: Step,
-        division: Division,
+        self, moe: MoeConfig, matrices: Iterable[Matrix], step: Step, division: Division
     ) -> Terms:
         """Return the time of the grouped GEMMs over all experts chosen by any token."""
-        whole = self.config.moe
-        assert whole is not None
+        assert self.config.moe is not None
+        whole = replace(self.config.moe, top_k=moe.top_k)
         used, pairs = _chosen_experts(whole, step.num_tokens, division)
         constants = self.constants
         terms = Terms(routing=self.constants.route_us)
         rows = _padded(pairs / used, 16)
-        for kind in ("experts_gate_up", "experts_down"):
-            shape = shapes[f"layers.{layer}.{kind}"]
-            name = f"layers.{layer}.{kind}"
-            form = self._format(name, formats)
+        for matrix in matrices:
+            form = matrix.form
             share = self._expert_read_share(form)
-            reading = self._read_us(form.num_bytes(shape) * used / moe.num_experts, share)
-            operations = 2 * rows * used * shape[1] * shape[2]
-            products = self._multiply_us(operations, form) / constants.tensor_experts
+            reading = self._read_us(matrix.num_bytes * used / moe.num_experts, share)
+            num_codes = used * math.prod(matrix.shape[1:])
+            products = self._multiply_us(2 * rows * num_codes, form) / constants.tensor_experts
             if pairs / used > _FEW_PAIRS:
-                decode = self._decode_us(used * shape[1] * shape[2], form)
+                decode = self._decode_us(num_codes, form)
                 products = math.hypot(products, decode * math.ceil(rows / _EXPERT_TILE_ROWS))
             terms += self._both(reading, products)
         return terms
 
-    def _attention(self, local: ModelConfig, window: int, step: Step) -> Terms:
-        """Return the time of attention, including fused rope and KV append."""
+    def _attention(self, layer: LayerWork, step: Step) -> Terms:
+        """Return the time of one attention, including fused rope and KV append."""
+        window = layer.window
         context = min(step.context, window) if window else step.context
         constants = self.constants
-        heads = local.num_heads
-        cached = 2 * local.num_kv_heads * local.head_dim
-        if local.mla is not None:
-            cached = local.mla.cache_dim
-        kv_bytes = cached * self.page_itemsize
         if step.is_decode:
             share = constants.read_pages if self.page_itemsize > 1 else constants.read_page_codes
-            reading = self._read_us(step.num_tokens * context * kv_bytes, share)
+            num_bytes = layer.kv_values * self.page_itemsize
+            reading = self._read_us(step.num_tokens * context * num_bytes, share)
             tail = constants.sequence_us * math.sqrt(step.num_tokens)
             return Terms(pages=reading + tail, launches=constants.launch_us)
-        operations = 4 * heads * local.head_dim * step.num_tokens * context
+        operations = 4 * layer.query_dim * step.num_tokens * context
         rate = constants.tensor_attention * self.card.tensor_16
         return Terms(attention=operations / rate / 1e6, launches=constants.launch_us)
 
-    def _states(self, local: ModelConfig, kind: str, step: Step) -> Terms:
-        """Return the time of linear attention without its projections."""
-        heads, key_dim, value_dim = _STATES[kind](local)
+    def _state(self, state: StateShape, step: Step) -> Terms:
+        """Return the time of a convolution (state: rows, channels) or a recurrence (heads, ...)."""
         constants = self.constants
-        state = heads * key_dim * value_dim
-        launches = 2 * constants.elementwise_us + constants.launch_us
+        is_recurrence = len(state.shape) == 3
+        # A norm follows a recurrence.
+        us = constants.elementwise_us + (constants.launch_us if is_recurrence else 0.0)
         if step.is_decode:  # each state is read and written
-            reading = self._read_us(step.num_tokens * 2 * 4 * state, constants.read_pages)
-            return Terms(pages=reading, launches=launches)
+            moved = step.num_tokens * 2 * state.num_bytes
+            return Terms(pages=self._read_us(moved, constants.read_pages), launches=us)
+        if not is_recurrence:
+            return Terms(launches=us)
         # A chunk multiplies with the state three times, and twice with its own keys and values.
-        chunk = 2 * _DELTA_CHUNK * (key_dim + value_dim)
-        operations = 2 * step.num_tokens * (3 * state + chunk * heads)
+        heads, rows, columns = state.shape
+        chunk = 2 * _DELTA_CHUNK * (rows + columns)
+        operations = 2 * step.num_tokens * heads * (3 * rows * columns + chunk)
         rate = constants.tensor_attention * self.card.tensor_16
-        return Terms(attention=operations / rate / 1e6, launches=launches)
+        return Terms(attention=operations / rate / 1e6, launches=us)
 
     def _elementwise(
         self,
         local: ModelConfig,
-        moe: MoeConfig | None,
-        form: Format,
+        layer: LayerWork,
         step: Step,
         division: Division,
     ) -> Terms:
@@ -287,19 +240,19 @@ class StepModel:
             return Terms()
         size = itemsize(self.dtype)
         hidden = local.hidden_size
-        own = local.gated_delta
-        mixed = local.qkv_dim if own is None else max(local.qkv_dim, own.in_dim)
-        features = mixed + (0 if moe is None else (moe.top_k + 1) * hidden)
+        moe = layer.moe
+        form = layer.first.form
+        features = layer.first.shape[-2] + (0 if moe is None else (moe.top_k + 1) * hidden)
         # All-reduces apply the norms, but do not quantize their results.
-        launches = 2 if division.tensor == 1 or form.activations else 0
-        moved = 8 * hidden + 2 * features
+        launches = layer.num_sums if division.tensor == 1 or form.activations else 0
+        moved = 4 * layer.num_sums * hidden + 2 * features
         if form.activations:
-            launches += 2
-            moved += local.num_heads * local.head_dim * 2
+            launches += layer.num_sums
+            moved += layer.query_dim * 2
             moved += 4 * local.intermediate_size if moe is None else 0
         if _has_fused_routing(moe, step, division):
             # One sums over experts in the next norm, one is norm and router, one sorts.
-            launches = 2 + (step.rows > _SORTED_ROWS)
+            launches = layer.num_sums + (step.rows > _SORTED_ROWS)
         elif moe is not None:
             # Sum over experts, permutation of tokens, and their quantization.
             launches += 2 + (1 if form.activations else 0)
@@ -309,15 +262,8 @@ class StepModel:
         reading = self._read_us(step.rows * moved * size, self.constants.elementwise)
         return Terms(elementwise=reading, launches=launches * self.constants.elementwise_us)
 
-    def _output(
-        self,
-        shapes: Mapping[str, tuple[int, ...]],
-        formats: Mapping[str, Format],
-        step: Step,
-        division: Division,
-    ) -> Terms:
-        rows = step.rows if step.is_decode else step.num_rows
-        terms = self._product(shapes["lm_head"], self._format("lm_head", formats), rows)
+    def _output(self, matrix: Matrix, step: Step, division: Division) -> Terms:
+        terms = self._product(matrix, step.rows if step.is_decode else step.num_rows)
         logits = step.num_rows * self.config.vocab_size
         sampling = self.constants.sample_us * logits / 1e6 * self._speed()
         terms += Terms(sampling=sampling, launches=4 * self.constants.elementwise_us)
@@ -380,53 +326,6 @@ class StepModel:
     def _speed(self) -> float:
         """Time of arithmetic outside tensor cores, relative to the measured card."""
         return CARDS["h200"].vector / self.card.vector
-
-
-@lru_cache(maxsize=256)
-def _delta_state(local: ModelConfig) -> tuple[int, int, int]:
-    delta = local.gated_delta
-    assert delta is not None
-    return delta.num_value_heads, delta.key_head_dim, delta.value_head_dim
-
-
-def _lightning_state(local: ModelConfig) -> tuple[int, int, int]:
-    lightning = local.lightning
-    assert lightning is not None
-    return lightning.num_heads, lightning.head_dim, lightning.head_dim
-
-
-def _mamba_state(local: ModelConfig) -> tuple[int, int, int]:
-    mamba = local.mamba2
-    assert mamba is not None
-    return mamba.num_heads, mamba.state_size, mamba.head_dim
-
-
-# Kind of layer -> function that returns the number of its states, and their rows and columns.
-_STATES: dict[str, Callable[[ModelConfig], tuple[int, int, int]]] = {
-    "gated_delta": _delta_state,
-    "lightning": _lightning_state,
-    "mamba2": _mamba_state,
-}
-
-
-@lru_cache(maxsize=256)
-def _weights(
-    local: ModelConfig, quantization: str | None
-) -> tuple[Mapping[str, tuple[int, ...]], Mapping[str, Format], Mapping[tuple[int, int], int]]:
-    """Return shapes and formats of the weights, and the number of layers of each kind.
-
-    A kind is identified by its first layer and its window.
-    """
-    shapes = weight_shapes(local)
-    form = FORMATS.get(quantization or "")
-    formats = {} if form is None else quantized_formats(local, form)
-    first: dict[tuple[object, ...], int] = {}
-    kinds: Counter[tuple[int, int]] = Counter()
-    for layer in range(local.num_layers):
-        window = local.window(layer) or local.chunk(layer) // 2  # keys seen on average
-        key = local.kind(layer), window, local.moe_of(layer) is not None
-        kinds[first.setdefault(key, layer), window] += 1
-    return shapes, formats, kinds
 
 
 def _has_fused_routing(moe: MoeConfig | None, step: Step, division: Division) -> bool:

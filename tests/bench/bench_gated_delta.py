@@ -57,6 +57,7 @@ def _case(
         first = min(batch.lens[0], 1024)
         few = {n: x[:first] if n in _TOKENS else x for n, x in arrays.items()}
         one = {n: x[: 2 if n == "cu_seqlens_q" else 1] for n, x in on_device.items()}
+        one["cu_seqlens_q"] = one["cu_seqlens_q"].clip(0, first)
         one["context_lens"] = one["context_lens"] * 0 + first
         got = kernels.gated_delta(**few, states=states.copy(), **one)
         host = {n: to_numpy(x) for n, x in {**few, **one, "states": states.copy()}.items()}

@@ -16,9 +16,10 @@ from typing import Any
 
 from engine.commands._bench_models import built_in_config
 from engine.commands._bench_workloads import Work
+from engine.config import ModelConfig
 from engine.scaling import Constants, Division, Speed, Step, StepModel, Workload, find_card
+from engine.scaling.layer_work import PartWork
 from engine.scaling.plan import plan_scaling
-from engine.weights import Format
 
 __all__ = ["UNFITTED", "Point", "collective_points", "measured_points"]
 
@@ -105,8 +106,8 @@ class _Listed(Workload):
 class _OnlyExperts(StepModel):
     """A model whose attention is not quantized, as the published gpt-oss."""
 
-    def _format(self, name: str, formats: Mapping[str, Format]) -> Format:
-        return super()._format(name, formats if "experts" in name else {})
+    def part_work(self, local: ModelConfig) -> PartWork:
+        return PartWork.of(local, self.dtype, self.quantization, only_experts=True)
 
 
 @dataclass(frozen=True)
