@@ -303,6 +303,10 @@ def test_ctrl_c_stops_the_answer_and_not_the_program():
             for arch in ("hopper", "sm_75", "sm_60a", "sm_81", "sm_999", "sm_90b", "sm_")
         ),
         (("quantize",), "(usage: engine quantize [options] --format FORMAT model out)"),
+        (
+            ("quantize", "m", "q", "--format", "fp8", "--calibration-tokens", "8"),
+            "--calibration-tokens needs --calibrate; got 8 alone",
+        ),
         (("run-batch",), "(usage: engine run-batch [options] -o OUT file)"),
         (("doctor", "--arch", "sm_75"), "got 'sm_75' (compute capability 8.0 or newer: sm_80, "),
     ],

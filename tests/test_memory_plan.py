@@ -28,6 +28,7 @@ from engine.models.rope_tables import rope_bytes
 from engine.runner.features import FeatureTap
 from engine.scaling.memory import _group_of, plan_memory
 from engine.weights import FORMATS
+from tests.golden.configs import CASES, golden_config
 from tests.loading import tiny
 
 CUDA = Device("cuda", 0)
@@ -225,6 +226,21 @@ def test_a_model_that_is_too_large_is_said_to_be():
     assert fitting.budget.left > 0 and "does not fit" not in str(fitting)
 
 
+def test_pages_of_latents_have_no_8_bits():
+    config = golden_config("deepseek_v3")
+    (pages,) = plan_memory(config, _how(config), 80 * 10**9).pages
+    assert pages.dtype == "bfloat16"
+
+
+def test_every_kind_of_weight_has_its_group():
+    for case in CASES:
+        kinds = {name.rpartition(".")[2] for name in weight_shapes(golden_config(case))}
+        assert all(("norm" in kind) == (_group_of(kind) == "norms") for kind in kinds), case
+    groups = ("attention", "MLPs", "experts", "layers with states", "residual streams")
+    kinds = ("second_mla_out", "second_gate_up", "moe_latent_in", "lightning_in", "laurel_left")
+    assert tuple(map(_group_of, kinds)) == groups
+
+
 # ------------------------------------------------------------------------------ the command
 
 
@@ -275,6 +291,7 @@ def test_the_command_reads_a_gguf_file_and_this_machines_memory(capsys):
         (("--plan", "llama-3.1-8b", "--memory", "9GB", "--max-model-len", "0"), "max_model_len"),
         (("--plan", "/no/such/model"), "/no/such/model"),
         (("--plan", ""), "--plan must name a model"),
+        (("--plan", "llama-3.1-8b", "--speculative-config", '{"method": "mtp"}'), "got 'mtp'"),
     ],
 )
 def test_the_command_names_a_bad_option(arguments, message, capsys):

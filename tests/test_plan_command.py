@@ -10,6 +10,7 @@ import pytest
 
 from engine.cli import main
 from engine.commands._bench_models import config_folder
+from tests.golden.configs import FOLDER
 
 ARGUMENTS = ["plan", "llama-3.1-8b", "--gpu", "h200"]
 
@@ -146,7 +147,8 @@ def test_other_cards_say_where_their_constants_are_from(capsys):
         (["--enable-expert-parallel"], "needs a model with experts"),
         (["--kv-cache-dtype", "fp4"], "must be one of auto, fp8, int8; got 'fp4'"),
         (["--dtype", "float32"], "dtype must be bfloat16 or float16"),
-        (["--prompt-len", "200000"], "at most 131072 tokens"),
+        (["--prompt-len", "200000"], "at most --max-model-len 131072; got 200000 + 1"),
+        (["--prompt-len", "8", "--output-len", "9", "--max-model-len", "16"], "16; got 8 + 9"),
         (["--num-requests", "-1"], "--num-requests must be from 1"),
         (["--max-model-len", "1"], "--max-model-len must be at least 2"),
         (["-q", "int3"], "quantization must be one of"),
@@ -154,6 +156,46 @@ def test_other_cards_say_where_their_constants_are_from(capsys):
 )  # fmt: skip
 def test_wrong_options_say_what_was_wanted(capsys, arguments, message):
     assert message in _run(capsys, *arguments, status=2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["qwen3-30b-a3b", "--enable-expert-parallel"], "needs --gpus of at least 2; got 1"),
+        (["qwen3-30b-a3b", "--gpus", "4", "-tp", "1", "--enable-expert-parallel"],
+         "needs --tensor-parallel-size of at least 2; got 1"),
+                ([""], "model must be a name or a path; got ''"),
+    ],
+)  # fmt: skip
+def test_what_a_model_or_its_division_refuses(capsys, arguments, message):
+    with pytest.raises(SystemExit) as done:
+        main(["plan", *arguments, "--gpu", "h200"])
+    assert done.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_pages_of_latents_are_not_quantized(capsys, tmp_path):
+    record = json.loads((FOLDER / "deepseek_v3.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(record["config"]))
+    with pytest.raises(SystemExit) as done:
+        main(["plan", str(tmp_path), "--gpu", "h200", "--kv-cache-dtype", "int8"])
+    said = capsys.readouterr().err
+    assert done.value.code == 2
+    assert "kv_cache_dtype must be 'auto' for deepseek_v3" in said and "got 'int8'" in said
+
+
+def test_the_length_that_is_not_given_has_room_beside_the_other(capsys):
+    text = _run(capsys, "--prompt-len", "4000", "--max-model-len", "4096")
+    assert "prompts of 4000 and outputs of 96 tokens" in text
+    text = _run(capsys, "--output-len", "3996", "--max-model-len", "4096")
+    assert "prompts of 100 and outputs of 3996 tokens" in text
+
+
+def test_fewer_running_requests_leave_more_pages(capsys):
+    few, many = (
+        json.loads(_run(capsys, "--json", "--max-num-seqs", count))["rows"][0]
+        for count in ("8", "1024")
+    )
+    assert few["activations"] < many["activations"] and few["pages"] > many["pages"]
 
 
 def test_an_unknown_card_names_the_nearest(capsys):

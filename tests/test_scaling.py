@@ -14,7 +14,6 @@ from engine.commands._bench_models import built_in_config, built_in_names
 from engine.config import MoeConfig
 from engine.device import Device
 from engine.errors import ConfigError
-from engine.loading.hf_config import config_from_dict
 from engine.loading.load_config import LoadConfig
 from engine.loading.weight_memory import quantized_formats, weight_bytes
 from engine.loading.weight_table import weight_shapes
@@ -41,6 +40,7 @@ from engine.weights import FORMATS
 from tests.bench.fit_scaling import FITTED, best_us
 from tests.bench.scaling_points import UNFITTED, collective_points, measured_points
 from tests.bench.scaling_record import predictions, table
+from tests.golden.configs import CASES, golden_config
 
 ROOT = Path(__file__).parents[1]
 RECORD = json.loads((ROOT / "docs" / "benchmarks" / "scaling.json").read_text())
@@ -140,11 +140,6 @@ def test_reading_takes_at_least_the_memory_its_bytes():
         assert terms.weights > num_bytes / card.memory_rate / 1e6
 
 
-def _golden(case):
-    record = json.loads((ROOT / f"tests/golden/models/{case}.json").read_text())
-    return config_from_dict(record["config"])
-
-
 @pytest.mark.parametrize(
     "case",
     [
@@ -154,7 +149,7 @@ def _golden(case):
 )
 def test_every_kind_of_layer_reads_its_matrices(case):
     few = {"hidden_size": 1 << 16, "vocab_size": 1, "moe": None}
-    config = dataclasses.replace(_golden(case), **few)
+    config = dataclasses.replace(golden_config(case), **few)
     model = StepModel(config, "bfloat16", 2, None, find_card("h200"), Constants())
     shapes = [shape for shape in weight_shapes(config).values() if len(shape) == 2]
     num_bytes = 2 * sum(map(math.prod, shapes))
@@ -174,7 +169,7 @@ def test_every_kind_of_layer_reads_its_matrices(case):
 def test_a_token_reads_keys_of_every_attention_and_states(
     case, num_attentions, key_bytes, state_bytes
 ):
-    model = StepModel(_golden(case), "bfloat16", 2, None, find_card("h200"), Constants())
+    model = StepModel(golden_config(case), "bfloat16", 2, None, find_card("h200"), Constants())
     us, more = (Speed(model, Division()).token(context).pages for context in (1000, 2000))
     bytes_per_us = model.card.memory_rate * model.constants.read_pages * 1e6
     assert (more - us) * bytes_per_us == pytest.approx(1000 * key_bytes)
@@ -318,7 +313,7 @@ def test_the_stages_have_all_weights(name, quantization):
 
 @pytest.mark.parametrize("case", ["gemma4", "mimo_v2_flash", "minimax_m2", "gpt_oss"])
 def test_ranks_have_equal_parts_of_all_weights(case):
-    config = _golden(case)
+    config = golden_config(case)
     model = StepModel(config, "bfloat16", 2, None, find_card("h200"), Constants())
     whole = weight_bytes(config, "bfloat16")
     for expert in (False, True) if config.moe is not None else (False,):
@@ -328,8 +323,8 @@ def test_ranks_have_equal_parts_of_all_weights(case):
 
 def test_every_model_can_be_planned():
     """Each golden configuration, in every division over two GPUs that it permits."""
-    for path in sorted((ROOT / "tests/golden/models").glob("*.json")):
-        config = _golden(path.stem)
+    for case in CASES:
+        config = golden_config(case)
         model = StepModel(config, "bfloat16", 2, None, find_card("h200"), Constants())
         whole = Speed(model, Division()).token(100)
         for division in divisions(config, 2):
@@ -339,8 +334,8 @@ def test_every_model_can_be_planned():
                 continue
             speed = Speed(model, division)
             token = speed.token(100)
-            assert token.weights <= 1.01 * whole.weights, (path.stem, division)
-            assert token.pages <= 1.01 * whole.pages, (path.stem, division)
+            assert token.weights <= 1.01 * whole.weights, (case, division)
+            assert token.pages <= 1.01 * whole.pages, (case, division)
             assert 0 < speed.prompts(512).total < math.inf
 
 

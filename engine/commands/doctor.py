@@ -30,6 +30,7 @@ from engine.loading.load_config import LoadConfig, resolve_load_config
 from engine.model_files import excerpt
 from engine.scaling.memory import MemoryPlan, plan_memory
 from engine.speculative import SpeculativeConfig
+from engine.speculative.config import HEAD_METHODS
 from engine.weights.quantize import QUANTIZABLE
 
 __all__ = ["add_arguments", "run"]
@@ -160,6 +161,11 @@ def _plan(arguments: argparse.Namespace) -> tuple[str, MemoryPlan]:
     speculative = SpeculativeConfig.from_option(
         speculation_option(arguments).get("speculative_config")
     )
+    if speculative is not None and speculative.method in HEAD_METHODS:
+        raise ConfigError(
+            "a plan counts draft models, but no heads: --speculative-config must have another "
+            f"method; got {speculative.method!r}"
+        )
     if speculative is not None and speculative.method == "draft_model":
         draft = _draft(speculative, how)
         num_drafts = speculative.num_tokens

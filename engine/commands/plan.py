@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from engine.cache.kv_cache import KVGeometry
 from engine.checks import shown
 from engine.commands._bench_models import named_config
 from engine.commands._parallel import PARALLEL_OPTIONS
@@ -130,6 +131,7 @@ def _planner(arguments: argparse.Namespace) -> Planner:
         )
     config, source = named_config(arguments.model)
     stored = planned_quantization(arguments.quantization, source)
+    KVGeometry.of_model(config, "bfloat16", kv_cache_dtype=arguments.kv_cache_dtype)
     page_itemsize = 2 if arguments.kv_cache_dtype == "auto" else 1
 
     def plan(card: Card, quantization: str | None = None) -> ScalingPlan:
@@ -179,6 +181,9 @@ def _ways(arguments: argparse.Namespace, config: ModelConfig) -> list[Division]:
             )
     if arguments.enable_expert_parallel and config.moe is None:
         raise ConfigError("--enable-expert-parallel needs a model with experts")
+    if arguments.enable_expert_parallel and 1 in (arguments.gpus, wanted["tensor"]):
+        size = "--gpus" if arguments.gpus == 1 else "--tensor-parallel-size"
+        raise ConfigError(f"--enable-expert-parallel needs {size} of at least 2; got 1")
     found = [
         replace(way, layers=layers)
         for way in divisions(config, arguments.gpus)
@@ -219,10 +224,22 @@ def _workload(arguments: argparse.Namespace, max_model_len: int) -> Workload:
         raise ConfigError(
             f"--max-model-len must be at least 2, a token and the next one; got {max_model_len}"
         )
-    longest = min(_LENGTHS[1], max_model_len // 2)
-    lengths = min(_LENGTHS[0], longest), longest
-    prompt = (arguments.prompt_len,) * 2 if arguments.prompt_len else lengths
-    output = (arguments.output_len,) * 2 if arguments.output_len else lengths
+    given = {name: getattr(arguments, name) for name in ("prompt_len", "output_len")}
+    total = sum(each or 1 for each in given.values())
+    if total > max_model_len:
+        raise ConfigError(
+            f"--prompt-len plus --output-len must be at most --max-model-len {max_model_len}; got "
+            f"{given['prompt_len'] or 1} + {given['output_len'] or 1}"
+        )
+
+    def lengths(name: str, other: int | None) -> tuple[int, int]:
+        if (length := given[name]) is not None:
+            return length, length
+        longest = min(_LENGTHS[1], max_model_len - other if other else max_model_len // 2)
+        return min(_LENGTHS[0], longest), longest
+
+    prompt = lengths("prompt_len", given["output_len"])
+    output = lengths("output_len", given["prompt_len"])
     return Workload(arguments.num_requests, prompt, output)
 
 

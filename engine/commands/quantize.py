@@ -6,10 +6,13 @@ import argparse
 import sys
 
 from engine.checks import shown_size
+from engine.errors import ConfigError
 from engine.quantization.quantize_model import quantize
 from engine.weights.compressed_tensors import STORABLE
 
 __all__ = ["add_arguments", "run"]
+
+_CALIBRATION_TOKENS = 32768
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,8 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--calibration-tokens",
         type=int,
-        default=32768,
-        help="number of calibration tokens",
+        help=f"number of calibration tokens (default: {_CALIBRATION_TOKENS})",
     )
     parser.add_argument(
         "--ignore",
@@ -40,12 +42,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the quantized model and print its folder."""
+    if arguments.calibration_tokens is not None and arguments.calibrate is None:
+        raise ConfigError(
+            f"--calibration-tokens needs --calibrate; got {arguments.calibration_tokens} alone"
+        )
+    tokens = arguments.calibration_tokens
     out = quantize(
         arguments.model,
         arguments.out,
         format=arguments.format,
         calibrate=arguments.calibrate,
-        calibration_tokens=arguments.calibration_tokens,
+        calibration_tokens=_CALIBRATION_TOKENS if tokens is None else tokens,
         ignore=arguments.ignore,
         device=arguments.device,
         progress=sys.stderr.isatty(),

@@ -267,6 +267,7 @@ def default_budget(
     draft: DraftSizes | None = None,
     num_ranks: int = 1,
     num_stages: int = 1,
+    max_num_seqs: int | None = None,
 ) -> MemoryBudget:
     """Return the memory budget of an engine with default options, given `total` bytes.
 
@@ -283,8 +284,10 @@ def default_budget(
         GPUs that share each layer; `model` is one rank's shard.
     num_stages : int
         Pipeline stages on one host; `model` is one stage's part.
+    max_num_seqs : int, optional
+        Maximum number of running requests; by default `default_num_seqs(kind)`.
     """
-    seqs = default_num_seqs(kind)
+    seqs = max_num_seqs or default_num_seqs(kind)
     tokens = max(_BATCHED_TOKENS[kind], seqs)
     has_graphs = kind == "cuda"
     slots = SlotShape.of(num_stages, 0, tokens, model.hidden_size, dtype)

@@ -109,6 +109,8 @@ def resolve_model(
     if isinstance(name_or_path, ModelSource):
         return name_or_path
     text = os.fspath(name_or_path)
+    if not text:
+        raise WeightsError(f"model must be a name or a path; got {text!r}; {_accepted()}")
     path = Path(os.path.expanduser(text))
     if os.path.exists(path):  # never raises, unlike Path.exists
         return _source_at(path)

@@ -26,6 +26,7 @@ from engine import threads
 from engine.config import ModelConfig
 from engine.device import CPU, Device
 from engine.dtypes import np_dtype
+from engine.errors import WeightsError
 from engine.kernels._cpu import compiled
 from engine.kernels._cpu.panels import panel_min_bits
 from engine.loading.dummy import dummy_weights
@@ -148,13 +149,21 @@ def load_weights(
             if quantization is None:
                 weights[name] = stored.build(plan.parts[target], plan.shapes[target])
             elif target in arrays:
-                weights[name] = rounded(arrays[target], form, device, dtype)
+                weights[name] = _rounded(name, arrays[target], form, device, dtype)
             else:
                 one = plan.allocate(device, [name])
                 fill(one)
-                weights[name] = rounded(one.pop(name), form, device, dtype)
+                weights[name] = _rounded(name, one.pop(name), form, device, dtype)
     _divide_threads(weights)
     return plan.finished(weights)
+
+
+def _rounded(name: str, array: Any, form: Format, device: Device, dtype: str) -> Weight:
+    """Quantize weight `name`. See `rounded`."""
+    try:
+        return rounded(array, form, device, dtype)
+    except WeightsError as error:
+        raise WeightsError(f"{name} cannot be rounded to {form.name}: {error}") from error
 
 
 def _divide_threads(weights: Mapping[str, Weight]) -> None:

@@ -9,11 +9,11 @@ from engine.cache.kv_cache import KVGeometry
 from engine.cache.memory_pool import format_bytes
 from engine.config import ModelConfig
 from engine.core.resolve import budget_with_states, default_budget, default_num_seqs
-from engine.dtypes import itemsize
 from engine.loading.load_config import LoadConfig
 from engine.loading.weight_memory import weight_dtype
 from engine.loading.weight_table import weight_shapes
 from engine.loading.weights import held_formats
+from engine.models.family import SECOND
 from engine.models.rope_tables import rope_bytes
 from engine.runner.memory_sizes import DraftSizes
 from engine.speculative.draft_pages import num_spare_blocks
@@ -23,13 +23,14 @@ __all__ = ["MemoryPlan", "PagePlan", "StateNeed", "WeightGroup", "plan_memory"]
 
 # Group of weights -> kinds of weights. A trailing "_" matches every kind with this prefix.
 _GROUPS = {
-    "experts": ("experts_", "router", "router_correction"),
+    "experts": ("experts_", "router", "router_", "moe_latent_"),
     "shared experts": ("shared_",),
-    "embeddings": ("embed", "embed_positions"),
+    "embeddings": ("embed", "embed_positions", "embed_per_layer"),
     "output layer": ("lm_head",),
-    "MLPs": ("gate_up", "up", "down"),
-    "attention": ("qkv", "o", "sinks"),
-    "layers with states": ("delta_", "conv_", "mamba_"),
+    "MLPs": ("gate_up", "up", "down", "xielu_"),
+    "attention": ("qkv", "o", "sinks", "mla_"),
+    "layers with states": ("delta_", "conv_", "mamba_", "lightning_"),
+    "residual streams": ("per_layer_", "altup_", "laurel_", "layer_scale"),
 }
 _NORMS = "norms"
 
@@ -78,7 +79,7 @@ class MemoryPlan:
         Budget of an engine with default options and exclusive use of the device; its weights
         include the rope tables.
     pages : tuple of PagePlan
-        Pages in the model's dtype, and in 8 bits.
+        Pages in the model's dtype and, unless they hold latents, in 8 bits.
     max_model_len : int
         Maximum number of tokens per sequence.
     draft : DraftSizes or None
@@ -179,8 +180,10 @@ def plan_memory(
     (budget, seqs) = budget_with_states(budget, geometry, default_num_seqs(kind))
     of_drafts = 0 if beside is None else beside.bytes_per_block // block_size
     pages = []
-    for name, divisor in ((dtype, 1), ("8-bit", itemsize(dtype))):
-        per_token = max(1, geometry.bytes_per_token // divisor + of_drafts)
+    names = {"auto": dtype} if config.mla is not None else {"auto": dtype, "fp8": "8-bit"}
+    for kv_cache_dtype, name in names.items():
+        in_pages = KVGeometry.of_model(config, dtype, block_size, kv_cache_dtype).bytes_per_token
+        per_token = max(1, in_pages + of_drafts)
         blocks = max(0, budget.left) // (per_token * block_size)
         pages.append(PagePlan(name, per_token, blocks * block_size))
     states = StateNeed(geometry.bytes_per_slot, seqs) if geometry.has_states else None
@@ -231,8 +234,10 @@ def _group_of(kind: str) -> str:
     >>> [_group_of(kind) for kind in ("o", "o_bias", "experts_down", "q_norm", "final_norm_bias")]
     ['attention', 'attention', 'experts', 'norms', 'norms']
     """
+    if "norm" in kind:
+        return _NORMS
+    matrix = kind.removeprefix(SECOND).removesuffix("_bias")
     for group, kinds in _GROUPS.items():
-        for each in () if "norm" in kind else kinds:
-            if kind.removesuffix("_bias") == each or (each[-1] == "_" and kind.startswith(each)):
-                return group
+        if any(matrix == each or (each[-1] == "_" and matrix.startswith(each)) for each in kinds):
+            return group
     return _NORMS

@@ -299,6 +299,7 @@ def _memory(speed: Speed, max_model_len: int, max_num_seqs: int) -> PlanRow:
             weights,
             num_ranks=division.tensor,
             num_stages=division.pipeline if speed.is_linked else 1,
+            max_num_seqs=max_num_seqs,
         )
         geometry = KVGeometry.of_model(local, model.dtype, _BLOCK)
         (budget, seqs) = budget_with_states(budget, geometry, max_num_seqs)

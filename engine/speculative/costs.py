@@ -88,7 +88,7 @@ def measure_step_costs(
     query_lens : sequence of int
         1, then the query lengths of the captured graphs, ascending.
     max_num_seqs, max_num_batched_tokens : int
-        Maximum number of sequences, and of tokens, per step.
+        Maximum number of sequences, and of tokens, per step; of tokens also per sequence.
     """
     if runner.graphs is not None:
         sizes = [n for n in _SIZES if n < max_num_seqs] + [max_num_seqs]

@@ -55,7 +55,8 @@ def make_speculation(
         graph_lens = sorted({key.query_len for key in runner.graphs.keys})
     lens = graph_lens or [1, 1 + min(config.num_tokens, scheduler.config.max_draft_tokens)]
     limits = scheduler.config
-    costs = measure_step_costs(runner, lens, limits.max_num_seqs, limits.max_num_batched_tokens)
+    num_tokens = min(limits.max_num_batched_tokens, limits.max_model_len)
+    costs = measure_step_costs(runner, lens, limits.max_num_seqs, num_tokens)
     controller = Controller(costs, graph_lens, is_adaptive=config.adaptive)
     return Speculation(
         config, guarded, scheduler, controller, overlaps=overlaps, is_pipelined=is_pipelined

@@ -60,7 +60,11 @@ def load_tokenizer(
             got = excerpt(directory)
             raise ConfigError(f"source must be a directory or .gguf metadata; got {got}")
         parts = parts_from_directory(directory)
-    return Tokenizer(parts, chat_template=chat_template)
+    try:
+        return Tokenizer(parts, chat_template=chat_template)
+    except ConfigError as error:
+        place = "the .gguf file" if isinstance(source, Mapping) else excerpt(Path(source))
+        raise ConfigError(f"tokenizer of {place}: {error}") from error
 
 
 class _Control(NamedTuple):

@@ -8,6 +8,7 @@ import numpy as np
 
 from engine.device import array_module
 from engine.weights.formats import FORMATS
+from engine.weights.values import check_float16_scales
 
 __all__ = ["round_q6_k"]
 
@@ -49,7 +50,9 @@ def round_q6_k(numbers: Any) -> tuple[Any, Any, Any]:
     groups = padded.reshape(rows, -1, group)
     wanted = _extreme(groups) / np.float32(_LOW)
     of_block = wanted.reshape(rows, blocks, -1)
-    supers = (_extreme(of_block) / np.float32(-128)).astype(np.float16)
+    supers = _extreme(of_block) / np.float32(-128)
+    check_float16_scales(abs(supers))
+    supers = supers.astype(np.float16)
     d = supers.astype(np.float32)[..., None]
     scales = xp.clip(xp.rint(_divided(of_block, d)), -128, 127)
     steps = (d * scales).reshape(rows, -1, 1)

@@ -14,7 +14,7 @@ from engine.errors import WeightsError
 from engine.weights.formats import FORMATS, Format
 from engine.weights.q6_k import round_q6_k
 from engine.weights.stack import stack_matrices
-from engine.weights.values import E2M1, E4M3, E8M0, pack_weight
+from engine.weights.values import E2M1, E4M3, E8M0, check_float16_scales, pack_weight
 from engine.weights.weight import Weight
 
 __all__ = ["QUANTIZABLE", "Codes", "dequantize_codes", "quantize", "resolve_format"]
@@ -235,7 +235,7 @@ def _exact_in(scales: Any, dtype: str) -> Any:
     if dtype == "float32":
         return scales
     if dtype == "float16":
-        return scales.astype(np.float16).astype(np.float32)
+        return check_float16_scales(scales).astype(np.float16).astype(np.float32)
     bits = scales.view(np.uint32)  # positive and finite
     bits = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
     return (bits & np.uint32(0xFFFF0000)).view(np.float32)

@@ -19,7 +19,7 @@ from engine.weights.packing import (
 from engine.weights.stack import matrices
 from engine.weights.weight import Weight
 
-__all__ = ["E2M1", "E4M3", "E8M0", "pack_weight", "unpack_weight"]
+__all__ = ["E2M1", "E4M3", "E8M0", "check_float16_scales", "pack_weight", "unpack_weight"]
 
 _BYTES = np.arange(256, dtype=np.uint8)
 
@@ -31,6 +31,23 @@ E2M1 = _BYTES[:16].view(ml_dtypes.float4_e2m1fn).astype(np.float32)
 
 E8M0 = np.append(np.ldexp(np.float32(1), np.arange(255) - 127), np.float32(np.nan))
 """Scale of each e8m0 exponent; the last is NaN."""
+
+
+def check_float16_scales(scales: Any) -> Any:
+    """Return `scales`, checked to be at most the largest float16.
+
+    Raises
+    ------
+    WeightsError
+        If one is larger.
+    """
+    most = scales.max(initial=0)
+    if most > np.finfo(np.float16).max:
+        raise WeightsError(
+            "array must have groups whose scales are at most 65504, the largest float16; got a "
+            f"scale of {float(most):.3g}"
+        )
+    return scales
 
 
 def pack_weight(

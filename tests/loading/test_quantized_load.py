@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 import engine
 from engine.config import ModelConfig
 from engine.device import to_numpy
-from engine.errors import ConfigError
+from engine.errors import ConfigError, WeightsError
 from engine.loading.model_config import load_config
 from engine.loading.weight_memory import quantized_formats, weight_bytes
 from engine.loading.weights import dummy_weights, load_weights
 from engine.weights import FORMATS, Shard, unpack_weight
 from engine.weights.quantize import QUANTIZABLE, quantize
+from tests.loading import tiny
 
 
 @pytest.fixture
@@ -97,6 +99,15 @@ def test_a_shard_is_rounded_by_itself(folder):
     assert down.shard == shard and down.axis == 1
     wanted = unpack_weight(quantize(exact["layers.0.down"].data, form))
     np.testing.assert_array_equal(unpack_weight(down), wanted)
+
+
+@pytest.mark.parametrize("value", [np.nan, 1e30])
+def test_a_matrix_that_cannot_be_rounded_is_named(tmp_path, value):
+    _, tensors = tiny.write_model(tmp_path / "m")
+    tensors["model.layers.1.mlp.down_proj.weight"][3, 5] = value
+    save_file(tensors, tmp_path / "m/model.safetensors")
+    with pytest.raises(WeightsError, match=r"layers.1.down cannot be rounded to int4_g32: array"):
+        engine.load(tmp_path / "m", device="cpu", quantization="int4_g32")
 
 
 def test_the_option(folder):

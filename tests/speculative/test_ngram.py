@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import engine
 from engine import SamplingParams
 from engine.llm_engine import LLMEngine
 from engine.models.mock_model import MockModel
@@ -22,6 +23,7 @@ from engine.speculative.make import _make_proposer
 from engine.speculative.ngram import NgramProposer, SuffixProposer
 from engine.speculative.ngram_index import NgramIndex
 from engine.speculative.proposer import CustomProposer
+from tests.loading import tiny
 
 RULES = SimpleNamespace(ignore_eos=True, stop_token_ids=None)
 
@@ -293,3 +295,17 @@ def test_the_config_says_which_and_how_long(allow_trees):
     proposer = _make_proposer(config, scheduler, None, None)
     assert type(proposer) is SuffixProposer and proposer._lengths == (2, 48)
     assert proposer._allow_trees is allow_trees
+
+
+def test_a_model_of_few_positions_drafts(tmp_path):
+    """The costs of drafts are measured on tokens that it has positions for."""
+    tiny.write_model(tmp_path / "m", "llama")
+    model = engine.load(tmp_path / "m", device="cpu", max_model_len=8)
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False)
+    outputs = []
+    for drafts in (None, {"method": "ngram"}):
+        llm = LLMEngine(model, speculative_config=drafts)
+        llm.add_request("0", {"prompt_token_ids": [3, 4, 3, 4]}, params)
+        while llm.has_unfinished_requests():
+            outputs += [out.outputs[0].token_ids for out in llm.step() if out.finished]
+    assert len(outputs) == 2 and outputs[0] == outputs[1]

@@ -100,5 +100,8 @@ def test_names():
             quantize(np.ones((2, 256), np.float32), FORMATS[name])
     with pytest.raises(WeightsError, match="array must have finite numbers only"):
         quantize(np.full((2, 32), np.nan, np.float32), FORMATS["fp8"])
+    for name in ("int4_g128", "int8_g128", "q6_k"):
+        with pytest.raises(WeightsError, match=r"at most 65504, .*; got a scale of "):
+            quantize(np.full((2, 256), 1e30, np.float32), FORMATS[name])
     with pytest.raises(WeightsError, match="array must be a matrix, or several; got 1 dimensions"):
         quantize(np.ones(32, np.float32), FORMATS["fp8"])
