@@ -44,7 +44,7 @@ from tests.golden.configs import CASES, golden_config
 
 ROOT = Path(__file__).parents[1]
 RECORD = json.loads((ROOT / "docs" / "benchmarks" / "scaling.json").read_text())
-LIMITS = {"one request": 0.08}  # of a prediction's error
+LIMITS = {"one request": 0.09}  # of a prediction's error
 OTHER_LIMIT, MEAN_LIMIT, COLLECTIVE_LIMIT = 0.13, 0.04, 0.15
 
 

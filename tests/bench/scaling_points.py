@@ -36,10 +36,11 @@ _LATENCY, _MIDDLE = 128 + 512 / 2, 512 + 256 / 2
 _PROMPT, _MAX_MODEL_LEN = 4096, 4096
 _PACKED = "int4_g128", "q4_k"
 _SMALL = "qwen3-0.6b", "llama-3.2-1b", "qwen2.5-0.5b"  # `_resident` yields their steps
-# Weights -> figure of the H100's rows that was measured with kernels replaced since.
+# Weights -> figures of the H100's rows that were measured with kernels replaced since.
 _REPLACED = {
-    **dict.fromkeys((*_PACKED, "fp8_block"), "output_tokens_per_s"),
-    "mxfp4": "prompt_tokens_per_s",
+    **dict.fromkeys(_PACKED, ("output_tokens_per_s",)),
+    "fp8_block": ("ms_per_token", "output_tokens_per_s"),
+    "mxfp4": ("ms_per_token", "prompt_tokens_per_s"),
 }
 
 
@@ -217,7 +218,7 @@ def measured_points() -> list[Point]:
         *_few_requests(loop),
         *_steps(loop),
         *_third_round(whole),
-        *_h200(whole["h200"]),
+        *_h200(whole["h200_e82b50f2"]),
         *_packed_batches(loop),
         *_swapped_tiles(loop),
         *_steps_of_experts(_load("moe_gemm")),
@@ -285,8 +286,9 @@ def _third_round(record: dict[str, Any]) -> Iterator[Point]:
     for row in record["rows"]:
         weights, _, pages = row["weights"].partition(", ")
         pages = pages.removesuffix(" pages") or "bfloat16"
-        replaced = "ms_per_token" if row["model"] in _SMALL else _REPLACED.get(weights)
-        kept = {key: value for key, value in row.items() if key != replaced}
+        small = ("ms_per_token",) if row["model"] in _SMALL else ()
+        replaced = _REPLACED.get(weights, ()) + small
+        kept = {key: value for key, value in row.items() if key not in replaced}
         yield from _of_row(_Case(row["model"], weights, pages, "h100"), kept, source)
     for row in record["batches"]["rows"]:
         for weights in ("fp8", "int4_g128"):
@@ -298,13 +300,12 @@ def _third_round(record: dict[str, Any]) -> Iterator[Point]:
 
 def _h200(record: dict[str, Any]) -> Iterator[Point]:
     """Yield the points of whole models on one H200, and of batches of an 8B model."""
-    source = "whole_models.json, h200"
-    retimed = {row["model"]: row["now"] for row in record["prompts_of_packed_experts"]["rows"]}
+    source = "whole_models.json, h200_e82b50f2"
     for row in record["rows"]:
-        if now := retimed.get(row["model"]):
-            row = row | {"prompt_tokens_per_s": sum(now) / len(now)}
-        yield from _of_row(_Case(row["model"], row["weights"]), row, source)
-    for row in record["batches"]["rows"]:
+        weights, _, pages = row["weights"].partition(", ")
+        pages = pages.removesuffix(" pages") or "bfloat16"
+        yield from _of_row(_Case(row["model"], weights, pages), row, source)
+    for row in record["batches"]:
         for weights in ("fp8", "int4_g128"):
             case = _Case("llama-3.1-8b", weights)
             yield _step(case, row["requests"], _MIDDLE, row[f"{weights}_ms"], f"{source}, batches")
