@@ -29,6 +29,7 @@ from engine.engine_config import CONFIG_OPTIONS, EngineConfig
 from engine.errors import ConfigError, EngineError, RequestError, WeightsError
 from engine.kernels._override.scope import current_overrides, forbid_override
 from engine.loading.lora import LoraAdapter
+from engine.loading.parked_decoder import check_level
 from engine.lora_request import LoRARequest
 from engine.model import LOAD_OPTIONS, Model
 from engine.outputs import RequestOutput
@@ -463,6 +464,7 @@ class LLMEngine:
             If the model has several ranks or stages, or drafts with weights of their own, or
             `level` is neither 1 nor 2.
         """
+        check_level(level)
         if self.is_sleeping:
             return
         if self.kv_cache.is_closed:

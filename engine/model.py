@@ -56,7 +56,7 @@ from engine.loading.host_copies import HostCopies
 from engine.loading.load_config import LoadConfig, resolve_load_config
 from engine.loading.lora import LoraAdapter, read_adapter
 from engine.loading.model_config import load_config
-from engine.loading.parked_decoder import ParkedDecoder
+from engine.loading.parked_decoder import ParkedDecoder, check_level
 from engine.loading.pooling import default_pooling
 from engine.loading.text_model import wrapper_of
 from engine.loading.weight_update import WeightUpdate, open_update
@@ -922,8 +922,7 @@ class Model:
         EngineError
             If it sleeps already.
         """
-        if isinstance(level, bool) or level not in (1, 2):
-            raise ConfigError(f"level must be 1 or 2; got {shown(level)}")
+        check_level(level)
         if self.num_ranks * self.num_stages > 1:
             raise ConfigError(
                 "sleep needs a model in one process; got "

@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from engine.checks import shown
 from engine.config import ModelConfig
+from engine.errors import ConfigError
 from engine.loading.decoder import load_decoder
 from engine.loading.download import ModelSource
 from engine.loading.host_copies import HostCopies
@@ -14,9 +16,21 @@ from engine.loading.load_config import LoadConfig
 from engine.models.decoder import Decoder
 from engine.weights import Weight
 
-__all__ = ["ParkedDecoder"]
+__all__ = ["ParkedDecoder", "check_level"]
 
 _ARRAYS = ("data", "scales", "high", "super_scales", "permutation")
+
+
+def check_level(level: Any) -> None:
+    """Check the level of a sleep.
+
+    Raises
+    ------
+    ConfigError
+        If it is neither 1 nor 2.
+    """
+    if isinstance(level, bool) or level not in (1, 2):
+        raise ConfigError(f"level must be 1 or 2; got {shown(level)}")
 
 
 class ParkedDecoder:

@@ -471,6 +471,9 @@ def test_an_engine_with_requests_does_not_sleep():
         with pytest.raises(ConfigError, match="level must be 1 or 2"):
             engine.sleep(level)
     assert not engine.is_sleeping
+    engine.sleep()
+    with pytest.raises(ConfigError, match="level must be 1 or 2; got 3"):
+        engine.sleep(3)
     engine.close()
 
 

@@ -673,6 +673,7 @@ def test_a_launch_holds_plain_integers():
         '#include "my_templates.cuh"\n',
         "#define template_size 4\n",
         'extern "C" {}\n',
+        """__device__ const char* kText = "} __global__ \\" // {", kQuote = '"';\n""",
         'extern "C" { __device__ int g() { return 1; } }\ntemplate <class T> class Template;\n',
     ],
 )

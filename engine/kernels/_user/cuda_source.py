@@ -238,11 +238,17 @@ def _hashed(text: str, headers: list[tuple[Path, str]]) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
-_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+# Comments, strings and characters: kernels may print braces, or "__global__".
+_TEXT = re.compile(r"""//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])'""", re.DOTALL)
+
+
+def _code(text: str) -> str:
+    """Return CUDA source without comments, strings and characters, but with extern's "C"."""
+    return _TEXT.sub(lambda found: '"C"' if found[0] == '"C"' else " ", text)
 
 
 def _entries(text: str, label: str) -> list[Entry]:
-    code = _COMMENT.sub(" ", text)
+    code = _code(text)
     found: list[Entry] = []
     hidden: list[str] = []
     for match in re.finditer(r"\b__global__\b", code):
